@@ -1,0 +1,163 @@
+"""The public interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fxgrad.batch import Roles
+from fxgrad.capture import Engine
+from fxgrad.compiler import Inner, Options, inner_compiler
+from fxgrad.context import Mixing
+from fxgrad.errors import OptionError
+from fxgrad.quantities import GradSample, Quantity, check_quantities
+from fxgrad.store import Accumulate, Store, clear
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def transform(
+    model: M,
+    *,
+    quantity: Quantity | Sequence[Quantity] | None = None,
+    loss_reduction: str | float = "sum",
+    batch_size: int | None = None,
+    batch_first: bool = True,
+    in_dims: Any = None,
+    accumulate: Accumulate = "error",
+    mixing: Mixing = "error",
+    backend: str | Inner = "inductor",
+    fullgraph: bool = True,
+) -> M:
+    """A view of ``model`` whose backward leaves every sample's own gradient on the parameters.
+
+    After ``loss.backward()``, ``p.grad_sample`` is ``[B, *p.shape]`` for every trainable parameter, in
+    p's dtype: row i is the gradient of the loss by sample i's own copy of p. ``p.grad`` stays None.
+
+    The result is a drop-in for the model: of its class, with the same Parameter, buffer and submodule
+    objects, the same ``state_dict`` and the same ``training`` flag; it is the model, seen as one that
+    knows its samples. The model passed in goes on working untransformed.
+
+    Args:
+        quantity: what to compute; ``fxgrad.GradSample()``.
+        loss_reduction: "sum", or "mean" where the loss is a mean over samples (multiplies by B), or the
+            number the loss was divided by.
+        batch_size: the number of samples; taken from the inputs where None. Inputs of another size are
+            then shared by all samples.
+        batch_first: whether samples are on dimension 0 of the inputs (else 1).
+        in_dims: as in ``torch.vmap``, one entry per positional argument; a dict names arguments.
+            None for an input that all samples share.
+        accumulate: what a backward does while grad_sample is still set: "error", "append", "sum" or
+            "overwrite".
+        mixing: "error" refuses ops that let samples influence each other; "allow" computes dL/dW(i).
+        backend: the compiler behind: "inductor", "aot_eager", "eager" or a callable.
+        fullgraph: whether the model has to be one graph.
+
+    Raises:
+        MixedSamples, UnsupportedOp, LostLayout, BatchSizeError, GraphBreak: in the first call, naming
+            the line of the model.
+
+    >>> model = transform(nn.Linear(3, 2), backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> tuple(model.weight.grad_sample.shape)
+    (5, 2, 3)
+    """
+    _check_model(model)
+    if mixing not in ("error", "allow"):
+        raise OptionError(f"mixing has to be 'error' or 'allow', not {mixing!r}")
+    quantity = check_quantities(GradSample() if quantity is None else quantity)
+    inner_compiler(backend)
+    options = Options(quantity, _loss_scale(loss_reduction), mixing, backend, fullgraph)
+    engine = Engine(model, options, Roles(batch_size, batch_first, in_dims), Store(accumulate))
+    arguments = dict(
+        quantity=quantity,
+        loss_reduction=loss_reduction,
+        batch_size=batch_size,
+        batch_first=batch_first,
+        in_dims=in_dims,
+        accumulate=accumulate,
+        mixing=mixing,
+        backend=backend,
+        fullgraph=fullgraph,
+    )
+    return _view(model, engine, arguments)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"transform takes an nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise OptionError(
+            "transform takes the model itself, not a compiled one",
+            advice="Transform the model before compiling: fxgrad compiles it.",
+        )
+    if engine_of(model) is not None:
+        raise OptionError("the model is already transformed", advice="Transform the original model.")
+
+
+def _loss_scale(reduction: str | float) -> float | str:
+    if reduction == "sum":
+        return 1
+    if reduction == "mean":
+        return "mean"
+    if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
+        return reduction
+    raise OptionError(f"loss_reduction has to be 'sum', 'mean' or a positive number, not {reduction!r}")
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine of a transformed model; None for any other."""
+    return getattr(type(model), "_fxgrad_engine", None)
+
+
+def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
+    """Another object over the model's own state, whose class runs calls through the engine."""
+    original = type(model)
+
+    class View(original):  # type: ignore[misc, valid-type]
+        _fxgrad_engine = engine
+        _fxgrad_arguments = arguments
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return engine.call("__call__", args, kwargs)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return engine.call("forward", args, kwargs)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            engine.model.zero_grad(set_to_none)
+            clear(engine.model.parameters())
+
+        def __reduce__(self) -> Any:
+            return _rebuild, (engine.model, arguments)
+
+    View.__name__, View.__qualname__, View.__module__ = (
+        original.__name__,
+        original.__qualname__,
+        original.__module__,
+    )
+    View.__doc__ = original.__doc__
+    _copy_signature(View.forward, original.forward)
+    view = original.__new__(View) if original.__new__ is object.__new__ else object.__new__(View)
+    object.__setattr__(view, "__dict__", model.__dict__)
+    return view  # type: ignore[no-any-return]
+
+
+def _copy_signature(function: Callable[..., Any], original: Callable[..., Any]) -> None:
+    function.__wrapped__ = original  # type: ignore[attr-defined]
+    function.__doc__ = original.__doc__
+    function.__annotations__ = dict(getattr(original, "__annotations__", {}))
+
+
+def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    return transform(model, **arguments)
+
+
+def zero_grad(model: nn.Module) -> None:
+    """Clear ``.grad`` and every per-sample attribute of a model's parameters, transformed or not."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    clear(model.parameters())

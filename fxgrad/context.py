@@ -1,0 +1,96 @@
+"""What the passes share: the facts they leave on nodes, and the context they run in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor, fx
+
+from fxgrad.quantities import GradSample, Quantity
+from fxgrad.symbols import Symbols
+
+Mixing = Literal["error", "allow"]
+
+
+class Facts(TypedDict, total=False):
+    """The keys of ``node.meta`` that fxgrad's passes write, and nothing else."""
+
+    fake: Any  # propagate_shapes: the node's value as fake tensors in which B is a symbol
+    traced: Any  # propagate_shapes: whether a trainable parameter's gradient flows into it
+    call: Any  # normalize_calls: fxgrad.calls.Call
+    samples: Any  # infer_samples: fxgrad.layouts.Samples, or a list of them for several outputs
+    use: Any  # attach_taps: fxgrad.uses.Use, on the nodes that stand behind an op with parameters
+
+
+@dataclass(frozen=True)
+class TrainableParameter:
+    """One trainable parameter as the graph knows it."""
+
+    node: str  # its placeholder
+    name: str  # the user's name for it, such as "encoder.0.weight"
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Context:
+    """What a run of the pipeline knows besides the graph."""
+
+    symbols: Symbols
+    inputs: dict[str, Any]  # placeholder -> its fake value
+    parameters: list[TrainableParameter]
+    sample_dims: dict[str, int]  # placeholder -> the dimension that holds the samples
+    quantity: Quantity = field(default_factory=GradSample)
+    loss_scale: float | str = 1  # what the loss was divided by; "mean": the number of samples
+    mixing: Mixing = "error"
+    names: dict[str, str] = field(default_factory=dict)  # placeholder -> the user's name
+
+    @property
+    def by_node(self) -> dict[str, TrainableParameter]:
+        return {parameter.node: parameter for parameter in self.parameters}
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?P<code>[^\n]*)')
+_HOSTS = ("torch/nn/", "torch/_", "torch/utils/", "torch/functional.py", "fxgrad/")
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's own line that made a node: ``model.py:41   x = self.bn(x)``."""
+    frames = list(_FRAME.finditer(node.stack_trace or ""))
+    own = [f for f in frames if not any(host in f["file"] for host in _HOSTS)] or frames
+    if not own:
+        return ""
+    frame = own[-1]
+    return f"{PurePath(frame['file']).name}:{frame['line']}   {frame['code'].strip()}"
+
+
+def path_to(node: fx.Node, ctx: Context) -> str:
+    """The way samples took to a node: ``x -> conv2d -> batch_norm``."""
+    steps: list[str] = []
+    current: fx.Node | None = node
+    while current is not None and len(steps) < 12:
+        call = current.meta.get("call")
+        name = ctx.names.get(current.name, current.name) if call is None else call.op
+        steps.append(name)
+        current = next(_carriers(current), None)
+    return " -> ".join(reversed(steps))
+
+
+def _carriers(node: fx.Node) -> Iterable[fx.Node]:
+    for operand in node.all_input_nodes:
+        samples = operand.meta.get("samples")
+        kinds = [s for s in samples if s] if isinstance(samples, list) else [samples] if samples else []
+        if any(s.kind.value in ("batched", "mixed") for s in kinds):
+            yield operand
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of an op's output, one or several."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [item for item in value if isinstance(item, Tensor)]
+    return []

@@ -1,0 +1,79 @@
+"""Every error fxgrad raises: one class each, and one shape for all of them.
+
+An error has four parts: what went wrong with which op and parameter, the user's source line, the path
+the samples took to get there, and what to do about it.
+
+    MixedSamples: batch_norm in training mode lets samples influence each other
+      model.py:41   x = self.bn(x)
+      path: x -> conv2d -> batch_norm
+      Use GroupNorm, or put the layer in eval mode, or pass mixing="allow".
+"""
+
+from __future__ import annotations
+
+
+class FxgradError(RuntimeError):
+    """The base of all of fxgrad's errors."""
+
+    def __init__(self, sentence: str, *, where: str = "", path: str = "", advice: str = "") -> None:
+        self.sentence, self.where, self.path, self.advice = sentence, where, path, advice
+        lines = [sentence]
+        if where:
+            lines.append(f"  {where}")
+        if path:
+            lines.append(f"  path: {path}")
+        if advice:
+            lines.append(f"  {advice}")
+        super().__init__("\n".join(lines))
+
+
+class MixedSamples(FxgradError):
+    """An op lets one sample's value reach another sample's."""
+
+
+class UnknownOp(FxgradError):
+    """An op nobody classified: fxgrad cannot tell whether it treats samples alone."""
+
+
+class UnsupportedOp(FxgradError):
+    """A known op, used in a way that has no per-sample gradient here."""
+
+
+class LostLayout(FxgradError):
+    """The place of the samples inside a value could not be followed."""
+
+
+class BatchSizeError(FxgradError):
+    """The batch size is missing, ambiguous, or fixed by the model."""
+
+
+class GraphBreak(FxgradError):
+    """TorchDynamo could not capture the model as one graph."""
+
+
+class OutsideGraph(FxgradError):
+    """A trainable parameter was used where no transformed graph saw it."""
+
+
+class UncoveredParameter(FxgradError):
+    """The coverage proof failed: a path from a parameter does not end in a tap."""
+
+
+class UniformOutput(FxgradError):
+    """A gradient arrived at an output that depends on parameters alone."""
+
+
+class AlreadySet(FxgradError):
+    """grad_sample is still set from an earlier backward."""
+
+
+class SpecViolation(FxgradError):
+    """A pass broke an invariant of the pipeline: a bug in fxgrad, please report it."""
+
+
+class RuleError(FxgradError):
+    """A per-sample-gradient rule is missing, declared twice, or wrong."""
+
+
+class OptionError(FxgradError):
+    """An option of the public interface has a value it cannot take."""

@@ -1,0 +1,135 @@
+"""The opaque operators: work that is done at run time, behind one node of the compiled graph.
+
+Two kinds of work live here. The weight gradient of a convolution per sample is a native kernel called
+once per sample (CPU) or once with the samples as groups (elsewhere): faster than unfolding the batch,
+and right for every argument a convolution takes. The generic rule's vmap of a vjp runs here where
+tracing it would turn the batch symbol into a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+if TYPE_CHECKING:
+    from fxgrad.terms import Patches
+
+
+def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
+    """``[n, *weight.shape]`` from g ``[n, k, out, *space]`` and the windows of the input."""
+    return _conv_weight_grad(
+        g,
+        patches.input,
+        patches.kernel,
+        patches.stride,
+        patches.padding,
+        patches.dilation,
+        patches.transposed,
+        patches.output_padding or (0,) * len(patches.stride),
+        patches.groups,
+    )
+
+
+@torch.library.custom_op("fxgrad::conv_weight_grad", mutates_args=())
+def _conv_weight_grad(
+    g: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    n = g.shape[0]
+    out = g.new_empty(n, *kernel)
+
+    def backward(g: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        settings = (stride, padding, dilation, transposed, output_padding, groups)
+        mask = (False, True, False)
+        grads = torch.ops.aten.convolution_backward(g, x, weight, None, *settings, mask)
+        return grads[1]
+
+    if g.device.type == "cpu" or transposed:
+        weight = g.new_empty(()).expand(tuple(kernel))
+        for i in range(n):
+            out[i] = backward(g[i], input[i], weight, groups)
+        return out
+    # The samples as groups of one convolution: channels of all samples side by side.
+    weight = g.new_empty(()).expand(n * kernel[0], *kernel[1:])
+    side_by_side = [t.transpose(0, 1).flatten(1, 2) for t in (g, input)]
+    return out.copy_(backward(*side_by_side, weight, n * groups).view_as(out))
+
+
+@_conv_weight_grad.register_fake
+def _(
+    g: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return g.new_empty(g.shape[0], *kernel)
+
+
+# Closures cannot be op arguments. The key names what the closure computes, in full, so that a compiled
+# artefact that PyTorch's caches keep for another process finds the same computation there.
+_PROGRAMS: dict[str, Callable[..., Any]] = {}
+
+
+def register_program(key: str, program: Callable[..., Any]) -> None:
+    """Make ``program(batched, shared, sizes) -> output``, one sample's call, known under ``key``."""
+    _PROGRAMS[key] = program
+
+
+@torch.library.custom_op("fxgrad::per_sample_vjp", mutates_args=())
+def per_sample_vjp(
+    key: str,
+    g: Tensor,
+    batched: Sequence[Tensor],
+    shared: Sequence[Tensor],
+    wrt: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """Per sample n: the gradient of ``<g_n, program(batched_n, shared)>`` by ``shared[i], i in wrt``."""
+    program = _PROGRAMS[key]
+    n = g.shape[0]
+    if n == 0:
+        return [shared[i].new_zeros(0, *shared[i].shape) for i in wrt]
+
+    def one_sample(g: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        def call(*weights: Tensor) -> Tensor:
+            values = list(shared)
+            for i, weight in zip(wrt, weights, strict=True):
+                values[i] = weight
+            return program(rows, values, sizes)
+
+        return vjp(call, *(shared[i] for i in wrt))[1](g)
+
+    try:
+        grads = vmap(one_sample)(g, *batched)
+    except (RuntimeError, NotImplementedError):  # an op without a batching rule: one sample at a time
+        rows = [one_sample(g[i], *(t[i] for t in batched)) for i in range(n)]
+        grads = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+    return [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
+
+
+@per_sample_vjp.register_fake
+def _(
+    key: str,
+    g: Tensor,
+    batched: Sequence[Tensor],
+    shared: Sequence[Tensor],
+    wrt: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    return [shared[i].new_empty(g.shape[0], *shared[i].shape) for i in wrt]

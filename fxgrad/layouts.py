@@ -1,0 +1,77 @@
+"""Where the samples are inside a value.
+
+A tensor that holds the batch has one dimension of size ``outer * B * inner`` with the sample index in
+the middle. ``[B, T, C]`` has the layout ``(0, 1, 1)``; ``view(B*T, C)`` makes ``(0, 1, T)``; the same
+with time first makes ``(0, T, 1)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Kind(Enum):
+    """What a value depends on."""
+
+    CONSTANT = "constant"  # no trainable parameter, no sample
+    UNIFORM = "uniform"  # trainable parameters only, the same for every sample
+    BATCHED = "batched"  # holds the samples, at a known place
+    MIXED = "mixed"  # depends on samples, which have no place of their own in it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Dimension ``dim`` has size ``outer * B * inner``, the sample index in the middle.
+
+    One of ``outer`` and ``inner`` may be None: what is left of that dimension's (symbolic) size.
+    """
+
+    dim: int
+    outer: int | None = 1
+    inner: int | None = 1
+
+    @property
+    def merged(self) -> bool:
+        """Whether the dimension holds more than the samples."""
+        return (self.outer, self.inner) != (1, 1)
+
+    def at(self, dim: int) -> Layout:
+        """The same merge at another dimension."""
+        return Layout(dim, self.outer, self.inner)
+
+    def __str__(self) -> str:
+        sizes = ["?" if size is None else str(size) for size in (self.outer, self.inner)]
+        return f"({self.dim}, {sizes[0]}, {sizes[1]})" if self.merged else f"({self.dim})"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One value's kind, its layout when it is batched, and whether a gradient flows through it."""
+
+    kind: Kind
+    layout: Layout | None = None
+    traced: bool = False  # a trainable parameter's gradient flows through it
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.layout}" if self.layout is not None else self.kind.value
+
+
+def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:
+    """``[.., outer*n*inner, ..] -> [n, .., outer*inner, ..]``: one row is what a single sample's call sees.
+
+    >>> samples_first(torch.arange(6), Layout(0, 1, 2), 3).tolist()
+    [[0, 1], [2, 3], [4, 5]]
+    """
+    dim = layout.dim
+    if not layout.merged:
+        return value.movedim(dim, 0).unsqueeze(dim + 1)
+    before, after = value.shape[:dim], value.shape[dim + 1 :]
+    size = value.shape[dim]
+    outer = size // (n * layout.inner) if layout.outer is None else layout.outer  # type: ignore[operator]
+    inner = size // (n * outer) if layout.inner is None else layout.inner
+    split = value.reshape(*before, outer, n, inner, *after).movedim(dim + 1, 0)
+    return split.reshape(n, *before, outer * inner, *after)

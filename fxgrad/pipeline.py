@@ -1,0 +1,72 @@
+"""The compiler, as the list of its passes. Read this file first.
+
+    user's model --TorchDynamo--> graph
+       propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
+       normalize_calls    one name and one form for every call
+       decompose_calls    what nobody classified, in terms of what somebody did
+       infer_samples      every value: constant, uniform, batched (where?), or mixed
+       attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
+       prove_coverage     every gradient path that leaves a parameter ends in a tap
+    --> AOTAutograd + Inductor
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from fxgrad.context import Context
+from fxgrad.passes.attach_taps import attach_taps
+from fxgrad.passes.decompose_calls import decompose_calls
+from fxgrad.passes.infer_samples import infer_samples
+from fxgrad.passes.normalize_calls import normalize_calls
+from fxgrad.passes.propagate_shapes import propagate_shapes
+from fxgrad.passes.prove_coverage import prove_coverage
+from fxgrad.passes.take_whole_gradient import take_whole_gradient
+from fxgrad.spec import check_spec
+
+Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
+
+PASSES: tuple[Pass, ...] = (
+    propagate_shapes,
+    normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
+    decompose_calls,
+    infer_samples,
+    attach_taps,
+    prove_coverage,
+)
+
+# A batch of one needs no samples found: its ordinary gradient is the sample's.
+SINGLE: tuple[Pass, ...] = (take_whole_gradient,)
+
+seconds: dict[str, float] = {}  # time spent in each pass since the process began
+
+
+def run_passes(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass] = PASSES) -> fx.GraphModule:
+    """Run the passes in order; after each, lint the graph and check its spec.
+
+    A pass gets a graph of its own, so the one before it stays as it was.
+    """
+    for run in passes:
+        start = time.perf_counter()
+        gm = run(copy_graph(gm), ctx)
+        gm.graph.lint()
+        check_spec(gm, ctx, after=run.__name__)
+        seconds[run.__name__] = seconds.get(run.__name__, 0.0) + time.perf_counter() - start
+    gm.recompile()
+    return gm
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A new graph with the same nodes, names and facts."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, copies)
+    output = gm.graph.output_node()
+    graph.output(result).meta = dict(output.meta)
+    for copy in copies.values():
+        if "call" in copy.meta:
+            copy.meta["call"] = copy.meta["call"].moved(copies)
+    return fx.GraphModule(gm, graph, type(gm).__name__)

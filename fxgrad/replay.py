@@ -1,0 +1,246 @@
+"""Following samples through movement ops: run just that op on a tensor of sample ids and read the layout.
+
+A movement op (view, permute, chunk, index, cat, ...) copies values without looking at them. So it is run
+on small integers that name samples, at two batch sizes, and the layout is read off the result. The ids
+are 1..B; 0 stands for a value of no sample (a constant, padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.symbols import Symbols, expression
+
+BATCHES = (2, 3)  # the batch sizes of the two replays
+
+
+def sample_ids(layout: Layout, shape: Sequence[int], batch: int) -> Tensor:
+    """Sample ids 1..batch of a value with this layout; dims that hold no samples have stride 0."""
+    size = shape[layout.dim]
+    inner = layout.inner if layout.inner is not None else size // (batch * (layout.outer or 1))
+    outer = layout.outer if layout.outer is not None else size // (batch * inner)
+    ids = torch.arange(1, batch + 1, dtype=torch.int32).view(1, batch, 1).expand(outer, batch, inner)
+    flat = ids.reshape([-1 if dim == layout.dim else 1 for dim in range(len(shape))])
+    return flat.expand(tuple(shape))
+
+
+def read_layout(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
+    """(dim, outer, inner) of a tensor of sample ids, or None where the samples have no dim of their own."""
+    if ids.numel() == 0:
+        return None
+    kept = [dim for dim in range(ids.dim()) if ids.stride(dim) != 0 and ids.shape[dim] > 1]
+    small = ids[tuple(slice(None) if dim in kept else 0 for dim in range(ids.dim()))]
+    found = None
+    for position, dim in enumerate(kept):
+        rows = small.movedim(position, 0).reshape(ids.shape[dim], -1)
+        low = torch.where(rows == 0, batch + 1, rows).amin(1)
+        if (low == batch + 1).any() or not bool((low == rows.amax(1)).all()):
+            continue
+        if found is not None:
+            return None
+        found = (dim, low.tolist())
+    if found is None:
+        return None
+    dim, row = found
+    inner = next((i for i, sample in enumerate(row) if sample != row[0]), len(row))
+    outer, rest = divmod(len(row), inner * batch)
+    expected = [n for _ in range(outer) for n in range(1, batch + 1) for _ in range(inner)]
+    return (dim, outer, inner) if not rest and row == expected else None
+
+
+def read_copies(elements: Tensor, dim: int, batch: int) -> tuple[int, int, int] | None:
+    """(dim, outer, inner) of a shared value's copies for the samples, from ids of its elements.
+
+    ``W.repeat(B, 1)`` and ``W.expand(B, -1)`` put equal copies along ``dim``: the split in which nothing
+    depends on the sample.
+    """
+    size = elements.shape[dim]
+    total, rest = divmod(size, batch)
+    if rest:
+        return None
+    rows = elements.movedim(dim, 0)
+    fits = []
+    for inner in (i for i in range(1, total + 1) if total % i == 0):
+        split = rows.reshape(total // inner, batch, inner, *rows.shape[1:])
+        if bool((split == split[:, :1]).all()):
+            fits.append((dim, total // inner, inner))
+    return fits[0] if len(fits) == 1 else None
+
+
+class Replay:
+    """Runs one node on sample ids at a number of samples."""
+
+    def __init__(self, symbols: Symbols, samples: Callable[[fx.Node], Any]) -> None:
+        self.symbols = symbols
+        self.samples = samples  # what is known of a node's value
+        self.constants: dict[tuple[fx.Node, int], Any] = {}
+
+    def layouts(self, node: fx.Node, outputs: Any) -> Any:
+        """The layout of each output tensor of a movement op; None where it has none."""
+        runs = [self._run(node, batch) for batch in BATCHES]
+        if isinstance(outputs, Tensor):
+            return self._read(runs, outputs)
+        if not all(isinstance(run, tuple | list) and len(run) == len(outputs) for run in runs):
+            return [None] * len(outputs)
+        columns = zip(*runs, strict=True)
+        return [self._read(list(column), out) for column, out in zip(columns, outputs, strict=True)]
+
+    def copies(self, node: fx.Node, output: Tensor, dim: int) -> Layout | None:
+        """The layout of a parameter's value that a movement op copied to every sample."""
+        runs = [self._run(node, batch, elements=True) for batch in BATCHES]
+        found = [read_copies(run, dim, batch) for run, batch in zip(runs, BATCHES, strict=True)]
+        return self._agreed(found, output)
+
+    def _read(self, runs: list[Any], output: Any) -> Layout | None:
+        if not isinstance(output, Tensor):
+            return None
+        shapes = [tuple(self.symbols.evaluate(s, b) for s in output.shape) for b in BATCHES]
+        if [tuple(run.shape) for run in runs] != shapes:
+            return None
+        found = [read_layout(run, batch) for run, batch in zip(runs, BATCHES, strict=True)]
+        return self._agreed(found, output)
+
+    def _agreed(self, found: list[Any], output: Tensor) -> Layout | None:
+        if found[0] is None or found[0] != found[1]:
+            return None
+        dim, outer, inner = found[0]
+        rest = sympy.simplify(expression(output.shape[dim]) / self.symbols.symbol)
+        if self.symbols.symbol in rest.free_symbols:
+            return None
+        if rest.is_Integer:
+            return Layout(dim, outer, inner)
+        # another symbolic size is part of the merge: it can be followed where it stands alone
+        if outer == 1:
+            return Layout(dim, 1, None)
+        return Layout(dim, None, 1) if inner == 1 else None
+
+    def _run(self, node: fx.Node, batch: int, *, elements: bool = False) -> Any:
+        def value(arg: Any) -> Any:
+            return self._value(arg, batch, elements)
+
+        args = fx.map_arg(node.args, value)
+        kwargs = dict(fx.map_arg(dict(node.kwargs), value))
+        return _call_on_ids(node, list(_plain(args)), _plain(kwargs))
+
+    def _value(self, node: fx.Node, batch: int, elements: bool) -> Any:
+        fake = node.meta["fake"]
+        if isinstance(fake, Tensor):
+            return self._ids(node, fake, batch, elements)
+        if isinstance(fake, tuple | list) and any(isinstance(item, Tensor) for item in fake):
+            return self._run(node, batch, elements=elements)
+        return tree_map(lambda size: self.symbols.evaluate(size, batch), fake)
+
+    def _ids(self, node: fx.Node, fake: Tensor, batch: int, elements: bool) -> Tensor:
+        shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
+        known: Samples = self.samples(node)
+        if known.kind is Kind.BATCHED and known.layout is not None and not elements:
+            ids = sample_ids(known.layout, shape, batch)
+            return ids if not _is_index(fake) else ids
+        if known.kind is Kind.CONSTANT and _is_index(fake):
+            return self.constant(node, batch)
+        if elements and known.kind is Kind.UNIFORM:
+            return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.int32).view(shape)
+        return torch.zeros((), dtype=torch.int32).expand(shape)
+
+    def constant(self, node: fx.Node, batch: int) -> Tensor:
+        """A constant integer value, computed where it is made of sizes alone; else zeros."""
+        key = (node, batch)
+        if key not in self.constants:
+            self.constants[key] = self._compute(node, batch)
+        return self.constants[key]  # type: ignore[no-any-return]
+
+    def _compute(self, node: fx.Node, batch: int) -> Tensor:
+        fake = node.meta["fake"]
+        shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
+        if node.op in ("call_function", "call_method") and not _impure(node):
+            try:
+                return self._compute_call(node, batch)
+            except _UnknownData:
+                pass
+        return torch.zeros(shape, dtype=fake.dtype)
+
+    def _compute_call(self, node: fx.Node, batch: int) -> Tensor:
+        def value(arg: fx.Node) -> Any:
+            fake = arg.meta["fake"]
+            if not isinstance(fake, Tensor):
+                return tree_map(lambda size: self.symbols.evaluate(size, batch), fake)
+            if arg.op not in ("call_function", "call_method") or not _is_index(fake) or _impure(arg):
+                raise _UnknownData
+            if self.samples(arg).kind is not Kind.CONSTANT:
+                raise _UnknownData
+            return self._compute_call(arg, batch)
+
+        args = list(_plain(fx.map_arg(node.args, value)))
+        kwargs = _plain(fx.map_arg(dict(node.kwargs), value))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu"}
+        if isinstance(node.target, str):
+            result = getattr(args[0], node.target)(*args[1:], **kwargs)
+        else:
+            assert callable(node.target)
+            result = node.target(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            raise _UnknownData
+        return result
+
+
+class _UnknownData(Exception):
+    """A constant that the user's data decides: its values are not known here."""
+
+
+def _impure(node: fx.Node) -> bool:
+    from fxgrad.calls import op_name
+    from fxgrad.families import RANDOM
+
+    name = op_name(node.target)
+    return name.endswith("_") or name in RANDOM
+
+
+def _is_index(fake: Tensor) -> bool:
+    return not fake.is_floating_point() and not fake.is_complex()
+
+
+def _plain(args: Any) -> Any:
+    """fx's immutable containers as ordinary ones; dtypes and devices mean nothing to ids."""
+    if isinstance(args, dict):
+        return {key: _plain(value) for key, value in args.items()}
+    if isinstance(args, slice):
+        return slice(_plain(args.start), _plain(args.stop), _plain(args.step))
+    if isinstance(args, tuple):
+        return tuple(_plain(value) for value in args)
+    return [_plain(value) for value in args] if isinstance(args, list) else args
+
+
+_RESHAPES = {"view": "reshape", "view_as": "reshape_as"}
+
+
+def _call_on_ids(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    from fxgrad.calls import op_name
+
+    op = op_name(node.target)
+    if op in ("pad", "constant_pad_nd"):
+        padded = torch.nn.functional.pad(args[0].double(), *args[1:2], **_pad_mode(args, kwargs))
+        return padded.int()
+    if op == "detach" or op == "contiguous":
+        return args[0]
+    if op in _RESHAPES:
+        return getattr(args[0], _RESHAPES[op])(*args[1:], **kwargs)
+    if op in ("repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "tril", "triu", "channel_shuffle"):
+        args[0] = args[0].contiguous()
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _pad_mode(args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    kept = {"pad": kwargs["pad"]} if "pad" in kwargs else {}
+    return {**kept, "mode": mode if isinstance(mode, str) else "constant"}

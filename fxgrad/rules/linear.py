@@ -1,0 +1,120 @@
+"""Matrix products with a parameter on either side."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fxgrad.rules.reduce import sum_to
+from fxgrad.rules.registry import rule
+from fxgrad.terms import Term
+
+
+@rule(F.linear, of=("weight", "bias"), batched=("input",))
+def linear(g, input, weight, bias=None):
+    """y = x Wᵀ + b      dW_n = Σ_k g_nk ⊗ x_nk      db_n = Σ_k g_nk"""
+    if weight.dim() == 1:
+        return {"weight": Term("n...,n...i->ni", g, input), "bias": sum_to(g, ())}
+    return {"weight": Term("n...o,n...i->noi", g, input), "bias": Term("n...o->no", g)}
+
+
+def _product(g, x, w, *, left):
+    """The gradient of W in ``W @ x`` (left) or ``x @ W``: samples first, as in torch.matmul."""
+    if left:
+        if w.dim() == 1:
+            return Term("n...t,n...it->ni", g, x)
+        if w.dim() == 2:
+            return Term("n...ot,n...it->noi", g, x)
+        return sum_to(_pad(g, w.dim()) @ _pad(x, w.dim()).mT, w.shape)
+    if w.dim() == 1:
+        return Term("n...,n...i->ni", g, x)
+    if w.dim() == 2:
+        return Term("n...o,n...i->noi", x, g)
+    return sum_to(_pad(x, w.dim()).mT @ _pad(g, w.dim()), w.shape)
+
+
+def _pad(value, ndim):
+    """One-sample values with at least ``ndim`` dims, so that batch dims line up behind the samples."""
+    missing = ndim - (value.dim() - 1)
+    return value.reshape(value.shape[0], *[1] * missing, *value.shape[1:]) if missing > 0 else value
+
+
+def _either_side(g, left, right, use, names, scale=1):
+    """Terms for whichever side of a product holds the parameter."""
+    g = g * scale if scale != 1 else g
+    out = {}
+    if names[0] in use.differentiated:
+        out[names[0]] = _product(g, right, left, left=True)
+    if names[1] in use.differentiated:
+        out[names[1]] = _product(g, left, right, left=False)
+    return out
+
+
+@rule(torch.matmul, of=("input", "other"))
+def matmul(g, input, other, use):
+    """y = x W      dW_n = Σ_k x_nkᵀ g_nk        y = W x      dW_n = Σ_k g_nk x_nkᵀ"""
+    return _either_side(g, input, other, use, ("input", "other"))
+
+
+@rule("rmatmul", of=("input", "other"))
+def rmatmul(g, input, other, use):
+    """y = other @ input, as in ``other.__matmul__``'s reflected form"""
+    return _either_side(g, other, input, use, ("other", "input"))
+
+
+@rule(torch.mm, torch.bmm, of=("input", "mat2"))
+def mm(g, input, mat2, use):
+    """y = x W      dW_n = x_nᵀ g_n"""
+    return _either_side(g, input, mat2, use, ("input", "mat2"))
+
+
+@rule(torch.mv, of=("input", "vec"))
+def mv(g, input, vec, use):
+    """y = X v      dv_n = X_nᵀ g_n"""
+    return _either_side(g, input, vec, use, ("input", "vec"))
+
+
+@rule(torch.addmm, of=("input", "mat1", "mat2"))
+def addmm(g, input, mat1, mat2, use, beta=1, alpha=1):
+    """y = β b + α x W      dW_n = α Σ_k x_nkᵀ g_nk      db_n = β Σ_k g_nk"""
+    out = _either_side(g, mat1, mat2, use, ("mat1", "mat2"), alpha)
+    return out | ({"input": sum_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+
+
+@rule(torch.baddbmm, of=("input", "batch1", "batch2"))
+def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
+    """y = β b + α x W, a batch of products"""
+    out = _either_side(g, batch1, batch2, use, ("batch1", "batch2"), alpha)
+    return out | ({"input": sum_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+
+
+@rule(torch.einsum, of=("operands",))
+def einsum(g, equation, operands, use):
+    """y = einsum(.., W, ..)      dW_n: the same equation with y and W in each other's place"""
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    slots = use.arguments["operands"]
+    grads = [None] * len(slots)
+    for i, slot in enumerate(slots):
+        if slot.position not in use.wrt:
+            continue
+        others = [j for j in range(len(slots)) if j != i]
+        left = [f"n{result}"] + [("n" if use.layouts[slots[j].position] else "") + letters[j] for j in others]
+        grads[i] = Term(f"{','.join(left)}->n{letters[i]}", g, *(operands[j] for j in others))
+    return {"operands": grads}
+
+
+def einsum_applies(equation, shapes, differentiated):
+    """Whether every letter of a parameter also stands elsewhere, once, at the same size, without dots."""
+    inputs, arrow, result = str(equation).replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    if not arrow or "." in inputs + result or any(len(set(term)) < len(term) for term in [*letters, result]):
+        return False
+    sizes = {}
+    for term, shape in zip(letters, shapes, strict=True):
+        for letter, size in zip(term, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                return False
+    return all(
+        set(letters[i]) <= set(result).union(*(letters[:i] + letters[i + 1 :])) for i in differentiated
+    )

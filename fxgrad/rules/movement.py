@@ -1,0 +1,137 @@
+"""Parameters that are moved about: reshaped, transposed, cut, joined, handed to every sample."""
+
+from __future__ import annotations
+
+import torch
+
+from fxgrad.rules.reduce import sum_to
+from fxgrad.rules.registry import rule
+
+
+@rule(
+    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone",
+    "view_as", "reshape_as", "ravel", "_unsafe_view", "alias",
+    of=("input",), shared=True,
+    ignore=dict.fromkeys(
+        ("size", "shape", "start_dim", "end_dim", "dim", "sizes", "other", "memory_format"),
+        "the parameter's own shape says where the gradient belongs",
+    ),
+)  # fmt: skip
+def reshape(g, input):
+    """y = W in another shape      dW_n = g_n in W's shape"""
+    return {"input": g.reshape(g.shape[0], *input.shape)}
+
+
+@rule("to", "float", "double", "half", "bfloat16", "type_as", of=("input",), shared=True,
+      ignore=dict.fromkeys(("dtype", "device", "other", "copy", "non_blocking", "memory_format"),
+                           "the gradient goes back to the parameter's own dtype"))  # fmt: skip
+def cast(g, input):
+    """y = W in another dtype      dW_n = g_n in W's dtype"""
+    return {"input": sum_to(g.to(input.dtype), input.shape)}
+
+
+@rule("transpose", of=("input",), shared=True)
+def transpose(g, input, dim0, dim1):
+    """y = W with two dims swapped      dW_n = g_n with them swapped back"""
+    ndim = input.dim()
+    return {"input": g.transpose(1 + dim0 % ndim, 1 + dim1 % ndim)}
+
+
+@rule("t", "T", "mT", of=("input",), shared=True)
+def matrix_transpose(g, input, use):
+    """y = Wᵀ      dW_n = g_nᵀ"""
+    if use.op == "T":
+        return {"input": g.permute(0, *range(g.dim() - 1, 0, -1))}
+    return {"input": g.mT if input.dim() >= 2 else g}
+
+
+@rule("permute", of=("input",), shared=True)
+def permute(g, input, dims):
+    """y = W permuted      dW_n = g_n permuted back"""
+    back = sorted(range(input.dim()), key=lambda i: dims[i] % input.dim())
+    return {"input": g.permute(0, *(1 + i for i in back))}
+
+
+@rule(
+    "expand", "expand_as", "broadcast_to",
+    of=("input",), shared=True,
+    ignore=dict.fromkeys(("size", "other", "implicit"), "the gradient's shape says it"),
+)  # fmt: skip
+def expand(g, input):
+    """y = copies of W      dW_n = Σ over sample n's copies of g"""
+    return {"input": sum_to(g, input.shape)}
+
+
+@rule("repeat", of=("input",), shared=True, ignore={"repeats": "the gradient's shape says it"})
+def repeat(g, input):
+    """y = W tiled      dW_n = Σ over sample n's tiles of g"""
+    shape = (1,) * (g.dim() - 1 - input.dim()) + tuple(input.shape)
+    split = [part for size, own in zip(g.shape[1:], shape, strict=True) for part in (size // own, own)]
+    tiles = g.reshape(g.shape[0], *split).sum(tuple(range(1, 2 * len(shape), 2)))
+    return {"input": tiles.reshape(g.shape[0], *input.shape)}
+
+
+@rule("cat", of=("tensors",), shared=True)
+def cat(g, tensors, use, dim=0):
+    """y = [.., W, ..]      dW_n = the part of g_n where W is"""
+    rank = g.dim() - 1
+    dim, start, grads = dim % rank, 0, []
+    for slot, tensor in zip(use.arguments["tensors"], tensors, strict=True):
+        size = tensor.shape[dim + (use.layouts[slot.position] is not None)]
+        grads.append(g.narrow(1 + dim, start, size) if slot.position in use.wrt else None)
+        start = start + size
+    return {"tensors": grads}
+
+
+@rule("stack", of=("tensors",), shared=True)
+def stack(g, tensors, use, dim=0):
+    """y = [.., W, ..] along a new dim      dW_n = g_n at W's place"""
+    dim = dim % (g.dim() - 1)
+    slots = use.arguments["tensors"]
+    return {"tensors": [g.select(1 + dim, i) if s.position in use.wrt else None for i, s in enumerate(slots)]}
+
+
+@rule("select", of=("input",), shared=True)
+def select(g, input, dim, index):
+    """y = W at one index      dW_n = g_n there, 0 elsewhere"""
+    grad = g.new_zeros(g.shape[0], *input.shape)
+    grad.select(1 + dim % input.dim(), index).copy_(g)
+    return {"input": grad}
+
+
+@rule("narrow", of=("input",), shared=True)
+def narrow(g, input, dim, start, length):
+    """y = a range of W      dW_n = g_n there, 0 elsewhere"""
+    return {"input": _placed(g, input, dim, start)}
+
+
+@rule("chunk", "split", "unbind", "tensor_split", "split_with_sizes", of=("input",), shared=True,
+      ignore=dict.fromkeys(("chunks", "split_size", "split_sizes", "indices_or_sections"), "see use"))  # fmt: skip
+def pieces(g, input, use, dim=0):
+    """y = one of W's pieces      dW_n = g_n there, 0 elsewhere"""
+    if use.op == "unbind":
+        return select(g, input, dim, use.select)
+    whole = Piece.of(use, input)
+    start = sum(piece.shape[dim] for piece in whole[: use.select])
+    return {"input": _placed(g, input, dim, start)}
+
+
+class Piece:
+    """The pieces an op cuts a tensor into, found on a tensor without storage."""
+
+    @staticmethod
+    def of(use, input):
+        values = [None] * len(use.layouts)
+        values[next(iter(use.wrt))] = torch.empty(input.shape, device="meta")
+        args, kwargs = use.fill(use.args, values), use.fill(dict(use.kwargs), values)
+        if use.method:
+            return getattr(args[0], use.target)(*args[1:], **kwargs)
+        return use.target(*args, **kwargs)
+
+
+def _placed(g, input, dim, start):
+    """g_n inside zeros of W's shape, from ``start`` along ``dim``."""
+    dim = dim % input.dim()
+    grad = g.new_zeros(g.shape[0], *input.shape)
+    grad.narrow(1 + dim, start, g.shape[1 + dim]).copy_(g)
+    return {"input": grad}

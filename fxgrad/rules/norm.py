@@ -1,0 +1,83 @@
+"""Affine parameters of normalisation layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fxgrad.rules.reduce import sum_positions
+from fxgrad.rules.registry import rule
+from fxgrad.terms import Term
+
+
+@rule(
+    F.layer_norm,
+    of=("weight", "bias"),
+    batched=("input",),
+    ignore={"cudnn_enable": "it chooses a kernel"},
+)
+def layer_norm(g, input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """y = x̂ ⊙ w + b      dw_n = Σ_k g_nk ⊙ x̂_nk      db_n = Σ_k g_nk"""
+    x_hat = F.layer_norm(input, normalized_shape, eps=eps)
+    keep = len(normalized_shape)
+    return {"weight": sum_positions(g * x_hat, keep), "bias": sum_positions(g, keep)}
+
+
+@rule(F.rms_norm, of=("weight",), batched=("input",))
+def rms_norm(g, input, normalized_shape, weight=None, eps=None):
+    """y = x̂ ⊙ w          dw_n = Σ_k g_nk ⊙ x̂_nk"""
+    x_hat = F.rms_norm(input, normalized_shape, eps=eps)
+    return {"weight": sum_positions(g * x_hat, len(normalized_shape))}
+
+
+def _per_channel(g, x_hat):
+    """Σ over positions of ``[n, k, channels, *space]``."""
+    return {"weight": Term("nkc...->nc", g * x_hat), "bias": Term("nkc...->nc", g)}
+
+
+@rule(
+    F.group_norm,
+    of=("weight", "bias"),
+    batched=("input",),
+    ignore={"cudnn_enabled": "it chooses a kernel"},
+)
+def group_norm(g, input, num_groups, weight=None, bias=None, eps=1e-5):
+    """y = x̂ ⊙ w + b, x̂ normalised over groups of channels"""
+    rows = F.group_norm(input.flatten(0, 1), num_groups, eps=eps)
+    return _per_channel(g, rows.view_as(input))
+
+
+@rule(
+    F.instance_norm,
+    of=("weight", "bias"),
+    batched=("input",),
+    ignore={"momentum": "it moves the buffers in the forward", "cudnn_enabled": "it chooses a kernel"},
+)
+def instance_norm(
+    g, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, eps=1e-5
+):
+    """y = x̂ ⊙ w + b, x̂ normalised over each channel's positions"""
+    if not use_input_stats:
+        return _per_channel(g, _standardised(input, running_mean, running_var, eps))
+    rows = F.instance_norm(input.flatten(0, 1), eps=eps)
+    return _per_channel(g, rows.view_as(input))
+
+
+@rule(
+    F.batch_norm,
+    of=("weight", "bias"),
+    batched=("input",),
+    ignore={
+        "training": "only eval mode comes this far",
+        "momentum": "it moves the buffers in the forward",
+        "cudnn_enabled": "it chooses a kernel",
+    },
+)
+def batch_norm(g, input, running_mean=None, running_var=None, weight=None, bias=None, eps=1e-5):
+    """y = (x - μ) / sqrt(σ² + ε) ⊙ w + b with the running μ and σ² (eval mode)"""
+    return _per_channel(g, _standardised(input, running_mean, running_var, eps))
+
+
+def _standardised(input, mean, var, eps):
+    shape = (-1, *[1] * (input.dim() - 3))
+    return (input - mean.view(shape)) * torch.rsqrt(var.view(shape) + eps)

@@ -1,0 +1,78 @@
+"""The table of rules: one op, one rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fxgrad.calls import Call, op_name
+from fxgrad.errors import RuleError
+
+RuleFunction = Callable[..., Mapping[str, Any]]
+F = TypeVar("F", bound=RuleFunction)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A per-sample-gradient rule of one op.
+
+    ``differentiates`` are the arguments it can give gradients for, ``batched`` those that must hold the
+    samples for it to apply; with ``shared`` it also applies where no argument does.
+    """
+
+    op: str
+    function: RuleFunction
+    arguments: tuple[str, ...]
+    differentiates: frozenset[str]
+    batched: frozenset[str]
+    shared: bool
+    refuse: Mapping[str, str]
+    ignore: Mapping[str, str]
+
+    def unhandled(self, call: Call) -> list[str]:
+        """Given arguments the rule neither takes nor ignores."""
+        known = {*self.arguments, *self.refuse, *self.ignore, "out", "dtype"}
+        return [name for name in call.given if name not in known]
+
+    def refused(self, call: Call) -> tuple[str, str] | None:
+        """An argument the rule says it cannot take, with the reason."""
+        for name in call.given & self.refuse.keys():
+            if call.arguments[name] not in (None, False):
+                return name, self.refuse[name]
+        return None
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    *ops: Any,
+    of: Iterable[str],
+    batched: Iterable[str] = (),
+    shared: bool = False,
+    refuse: Mapping[str, str] | None = None,
+    ignore: Mapping[str, str] | None = None,
+    override: bool = False,
+) -> Callable[[F], F]:
+    """Register ``function(g, **arguments) -> {argument: Term or Tensor}`` for an op's canonical name.
+
+    The function sees the samples first in ``g`` and in every batched argument, and gets the arguments
+    its signature names; ``use`` gives it the whole call.
+    """
+
+    def register(function: F) -> F:
+        names = tuple(name for name in inspect.signature(function).parameters if name != "g")
+        for op in ops:
+            name = op if isinstance(op, str) else op_name(op)
+            if name in RULES and not override:
+                raise RuleError(
+                    f"{name} already has a rule", advice="Pass override=True to replace it on purpose."
+                )
+            RULES[name] = Rule(
+                name, function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {}
+            )
+        return function
+
+    return register

@@ -1,0 +1,195 @@
+"""How a use of parameters is differentiated: by its rule, as an elementwise op, or by the generic rule.
+
+The decision is made once, when the graph is compiled. `Strategy.terms` runs while the backward is
+traced: it turns the gradient of the op's output into terms, one for every parameter the op uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fxgrad.calls import Call
+from fxgrad.errors import UnsupportedOp
+from fxgrad.families import RANDOM, Family, family_of
+from fxgrad.kernels import per_sample_vjp, register_program
+from fxgrad.layouts import samples_first
+from fxgrad.rules import RULES, Rule
+from fxgrad.rules.elementwise import elementwise
+from fxgrad.rules.linear import einsum_applies
+from fxgrad.terms import Term
+from fxgrad.uses import Slot, Use, slots_of
+
+Contributions = dict[int, Term | Tensor]  # slot -> the parameter's gradient per sample
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """``terms(g, values, n)``: the per-sample gradients of one use; ``needs`` are the slots it looks at."""
+
+    name: str
+    use: Use
+    needs: frozenset[int]
+    function: Callable[[Use, Tensor, list[Any]], Contributions]
+
+    def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
+        if self.use.output is not None:
+            g = samples_first(g, self.use.output, n)
+        return self.function(self.use, g, self.use.sample_first(values, n))
+
+
+def choose(use: Use, call: Call, shapes: Sequence[Any], *, where: str = "") -> Strategy:
+    """The strategy for a use: its rule where that applies, else its family's, else the generic one."""
+    every = frozenset(range(len(use.layouts)))
+    rule = RULES.get(use.op)
+    if rule is not None:
+        refused = rule.refused(call)
+        if refused is not None:
+            name, reason = refused
+            raise UnsupportedOp(
+                f"{use.op} with {name}= has no per-sample gradient: {reason}",
+                where=where,
+                advice=f"Leave out {name}=, or freeze the parameter.",
+            )
+        if _applies(rule, use, call, shapes):
+            named = {s.position for name in rule.arguments if name in use.arguments for s in
+                     slots_of(use.arguments[name])}
+            needs = every if "values" in rule.arguments else frozenset(named)
+            return Strategy("rule", use, needs, _by_rule)
+    if use.op in RANDOM and _draws(call):
+        raise UnsupportedOp(
+            f"{use.op} draws random numbers for a parameter: the backward would have to draw them again",
+            where=where,
+            advice="Apply it to values that hold samples, or put the layer in eval mode.",
+        )
+    tensors_line_up = use.op not in _SCALAR_ARGUMENTS
+    if family_of(use.op) is Family.ELEMENTWISE and tensors_line_up:
+        return Strategy("elementwise", use, every, _by_family)
+    return Strategy("generic", use, every, _by_vmap)
+
+
+_SCALAR_ARGUMENTS = frozenset({"masked_fill", "fill"})  # ops that take a parameter as a 0-dim number
+
+
+def _draws(call: Call) -> bool:
+    return call.get("training", True) is not False and call.get("p", 0.5) != 0
+
+
+def _applies(rule: Rule, use: Use, call: Call, shapes: Sequence[Any]) -> bool:
+    if not use.differentiated.keys() <= rule.differentiates or rule.unhandled(call):
+        return False
+    if use.output is None:
+        return rule.shared and _APPLIES.get(use.op, _always)(use, shapes)
+    for name in rule.batched:
+        slot = use.arguments.get(name)
+        if not isinstance(slot, Slot) or use.layouts[slot.position] is None:
+            return False
+    return _APPLIES.get(use.op, _always)(use, shapes)
+
+
+def _always(use: Use, shapes: Sequence[Any]) -> bool:
+    return True
+
+
+def _product_applies(*pairs: tuple[str, str]) -> Callable[[Use, Sequence[Any]], bool]:
+    """A product's rule needs samples on the side that is not the parameter."""
+
+    def applies(use: Use, shapes: Sequence[Any]) -> bool:
+        for name, other in (*pairs, *((b, a) for a, b in pairs)):
+            slot = use.arguments.get(other)
+            held = isinstance(slot, Slot) and use.layouts[slot.position] is not None
+            if name in use.differentiated and not held:
+                return False
+        return True
+
+    return applies
+
+
+def _einsum_applies(use: Use, shapes: Sequence[Any]) -> bool:
+    slots = use.arguments["operands"]
+    wrt = [i for i, slot in enumerate(slots) if slot.position in use.wrt]
+    equation = use.arguments["equation"]
+    return isinstance(equation, str) and einsum_applies(equation, [shapes[s.position] for s in slots], wrt)
+
+
+def _getitem_applies(use: Use, shapes: Sequence[Any]) -> bool:
+    index = use.arguments.get("index")
+    tensors = [slot for slot in slots_of(index) if shapes[slot.position] is not None]
+    if use.output is None:
+        return not tensors
+    single = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    batched = isinstance(single, Slot) and use.layouts[single.position] is not None
+    held = isinstance(use.arguments["input"], Slot) and use.layouts[use.arguments["input"].position] is None
+    return batched and held
+
+
+_APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
+    "matmul": _product_applies(("input", "other")),
+    "rmatmul": _product_applies(("input", "other")),
+    "mm": _product_applies(("input", "mat2")),
+    "bmm": _product_applies(("input", "mat2")),
+    "mv": _product_applies(("input", "vec")),
+    "addmm": _product_applies(("mat1", "mat2")),
+    "baddbmm": _product_applies(("batch1", "batch2")),
+    "einsum": _einsum_applies,
+    "getitem": _getitem_applies,
+}
+
+
+def _by_rule(use: Use, g: Tensor, values: list[Any]) -> Contributions:
+    rule = RULES[use.op]
+    special = {"use": use, "values": values}
+    arguments = {
+        name: special[name] if name in special else use.fill(use.arguments[name], values)
+        for name in rule.arguments
+        if name in special or name in use.arguments
+    }
+    grads = rule.function(g, **arguments)
+    found: Contributions = {}
+    for name, slots in use.differentiated.items():
+        template, grad = use.arguments[name], grads[name]
+        if isinstance(template, Slot):
+            found[slots[0]] = grad
+        else:
+            by_slot = zip(template, grad, strict=True)
+            found |= {slot.position: part for slot, part in by_slot if slot.position in use.wrt}
+    return found
+
+
+def _by_family(use: Use, g: Tensor, values: list[Any]) -> Contributions:
+    return dict(elementwise(g, use, values))
+
+
+def _by_vmap(use: Use, g: Tensor, values: list[Any]) -> Contributions:
+    """dW_n = vjp of the op at sample n alone: the rule of every op that has none."""
+    rows = [i for i, layout in enumerate(use.layouts) if layout is not None and values[i] is not None]
+    tensors = [i for i, v in enumerate(values) if isinstance(v, Tensor) and i not in rows]
+    sizes = [i for i in range(len(values)) if i not in rows and i not in tensors]
+
+    def program(batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int]) -> Any:
+        filled: dict[int, Any] = dict(zip(rows, batched, strict=True))
+        filled |= dict(zip(tensors, shared, strict=True)) | dict(zip(sizes, numbers, strict=True))
+        return use.rerun([filled[i] for i in range(len(values))])
+
+    key = use.key()
+    register_program(key, program)
+    wrt = [tensors.index(slot) for slot in use.wrt]
+    grads = per_sample_vjp(
+        key,
+        g.contiguous(),
+        [values[i] for i in rows],
+        [values[i] for i in tensors],
+        wrt,
+        [values[i] for i in sizes],
+    )
+    return dict(zip(use.wrt, grads, strict=True))
+
+
+def densify(part: Term | Tensor) -> Tensor:
+    """A contribution as a tensor ``[n, *shape]``."""
+    return part.dense() if isinstance(part, Term) else part
+
+

@@ -1,0 +1,79 @@
+"""The symbol B, and sizes as sympy expressions in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+
+def expression(size: Any) -> sympy.Expr:
+    """A size, number or SymInt, as a sympy expression."""
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.sympify(size)
+
+
+@dataclass
+class Symbols:
+    """The passes' own symbolic sizes: B for the samples, others for what else changes from call to call."""
+
+    env: ShapeEnv = field(default_factory=lambda: ShapeEnv(duck_shape=False, specialize_zero_one=True))
+    names: dict[sympy.Symbol, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def new(self, name: str, hint: int) -> torch.SymInt:
+        """A fresh symbolic size, printed as ``name``."""
+        source = ConstantSource(f"__fxgrad_{name}_{len(self.names)}")
+        symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+        node = self.env.create_symintnode(symbol, hint=hint, source=source)
+        assert isinstance(node, torch.SymInt)
+        self.names[expression(node)] = name
+        return node
+
+    def batch(self, hint: int) -> torch.SymInt:
+        """The one symbol that the sample dimensions carry."""
+        self.b = self.new("B", hint)
+        return self.b
+
+    def holds_batch(self, size: Any) -> bool:
+        """Whether a size changes with the number of samples."""
+        return isinstance(size, torch.SymInt) and self.symbol in expression(size).free_symbols
+
+    @property
+    def symbol(self) -> sympy.Symbol:
+        return expression(self.b)
+
+    def batch_dims(self, shape: Any) -> list[int]:
+        """The dims of a shape that hold samples."""
+        return [dim for dim, size in enumerate(shape) if self.holds_batch(size)]
+
+    def specialised(self) -> bool:
+        """Whether some op fixed B to a number."""
+        return self.symbol in self.env.replacements
+
+    def evaluate(self, size: Any, batch: int) -> Any:
+        """The number a size is at this many samples, other symbols at their hints."""
+        if not isinstance(size, torch.SymInt | torch.SymFloat):
+            return size
+        value = expression(size).subs(self.symbol, batch).subs(self._hints())
+        return float(value) if isinstance(size, torch.SymFloat) else int(value)
+
+    def _hints(self) -> Mapping[sympy.Symbol, Any]:
+        hints = getattr(self.env, "backed_var_to_val", None)
+        if hints is None:
+            hints = self.env.var_to_val
+        return hints  # type: ignore[no-any-return]
+
+    def show(self, size: Any) -> str:
+        """A size as text: ``B``, ``12*B``, ``7``."""
+        if not isinstance(size, torch.SymInt):
+            return str(size)
+        names = {symbol: sympy.Symbol(name) for symbol, name in self.names.items()}
+        return str(expression(size).subs(names))

@@ -1,0 +1,247 @@
+"""The autograd functions of a transformed graph: Tap, Derive, Collect, and the tape they write on.
+
+    tape = new_tape()
+    handle = collect(tape, n, *ghosts)      one ghost [B, *p.shape] for each trainable parameter
+    y = linear(x, weight.detach(), ...)     the op stays native
+    y = tap(tape, n, y, handle, x)          an identity; its backward writes terms on the tape
+    u = weight.t(); h = derive(tape, n, u, handle)      a function of parameters, tapped like one
+
+Every tap depends on the handle, so autograd runs Collect's backward after all of theirs: there, in one
+place of one traced graph, everything about every parameter is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fxgrad.quantities import Quantity
+from fxgrad.strategies import Strategy
+
+
+class Tape:
+    """What the taps of one forward wrote down: per parameter key, the quantity's running total."""
+
+    def __init__(self, quantity: Quantity, loss_scale: float | str) -> None:
+        self.quantity, self.loss_scale = quantity, loss_scale
+        self.totals: dict[int, Tensor] = {}
+        self.derived: list[tuple[int, Strategy, list[Any], int]] = []
+        self.task: int | None = None
+
+    def begin(self) -> None:
+        """Forget what a backward that never reached Collect left behind."""
+        task = torch._C._current_graph_task_id()
+        if task != self.task:
+            self.task = task
+            self.totals.clear()
+            self.derived.clear()
+
+    def scaled(self, g: Tensor, n: int) -> Tensor:
+        """g for a loss that is a sum over samples."""
+        if self.loss_scale == "mean":
+            return g * n
+        return g * self.loss_scale if self.loss_scale != 1 else g
+
+    def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
+        """Differentiate one use and add what it says about each of its parameters."""
+        for slot, part in strategy.terms(g, values, n).items():
+            key = strategy.use.wrt[slot]
+            self.totals[key] = self.quantity.add(self.totals.get(key), part)
+
+    def pull_back(self) -> None:
+        """From functions of parameters to the parameters, children before their parents."""
+        for key, strategy, values, n in self.derived:
+            g = self.totals.pop(key, None)
+            if g is not None:
+                self.record(strategy, g, values, n)
+        self.derived.clear()
+
+
+def _matched(values: list[Any], g: Tensor) -> list[Any]:
+    """Floating values in g's dtype, as native backwards have them under autocast."""
+    return [
+        v.to(g.dtype) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != g.dtype else v
+        for v in values
+    ]
+
+
+class Tap(torch.autograd.Function):
+    """The identity behind an op that uses parameters; its backward hands g to the op's rule."""
+
+    @staticmethod
+    def forward(
+        tape: Tape, strategy: Strategy, dirty: bool, n: int, y: Tensor, handles: int, *rest: Any
+    ) -> Tensor:
+        return y if dirty else y.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.tape, ctx.strategy, dirty, ctx.n, y, handles, *rest = inputs
+        if dirty:
+            ctx.mark_dirty(y)
+        ctx.inputs = len(inputs)
+        _keep(ctx, rest[handles:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if g is not None:
+            ctx.tape.begin()
+            with torch.autocast(g.device.type, enabled=False), torch.no_grad():
+                values = _matched(_kept(ctx), g)
+                ctx.tape.record(ctx.strategy, ctx.tape.scaled(g.detach(), ctx.n), values, ctx.n)
+        return (None, None, None, None, g, *[None] * (ctx.inputs - 5))
+
+
+class Derive(torch.autograd.Function):
+    """A handle for a function of parameters; its backward notes how to pull a gradient back through it."""
+
+    @staticmethod
+    def forward(
+        tape: Tape, strategy: Strategy, key: int, n: int, handles: int, *rest: Any
+    ) -> Tensor:
+        handle: Tensor = rest[0]
+        return handle.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.tape, ctx.strategy, ctx.key, ctx.n, handles, *rest = inputs
+        ctx.inputs = len(inputs)
+        _keep(ctx, rest[handles:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        ctx.tape.begin()
+        ctx.tape.derived.append((ctx.key, ctx.strategy, _kept(ctx), ctx.n))
+        return (None,) * ctx.inputs
+
+
+class Collect(torch.autograd.Function):
+    """Stands between all parameters and the graph; its backward returns the quantity for each."""
+
+    @staticmethod
+    def forward(tape: Tape, n: int, *ghosts: Tensor) -> Tensor:
+        return ghosts[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.tape, ctx.n, *ghosts = inputs
+        ctx.like = [ghost.detach() for ghost in ghosts]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        tape: Tape = ctx.tape
+        tape.begin()
+        with torch.autocast(ctx.like[0].device.type, enabled=False), torch.no_grad():
+            tape.pull_back()
+            grads = [tape.quantity.finish(tape.totals.get(key), like) for key, like in enumerate(ctx.like)]
+        tape.totals.clear()
+        return (None, None, *grads)
+
+
+class Single(torch.autograd.Function):
+    """A batch of one: the ordinary gradient is the sample's, ``[1, *p.shape]``."""
+
+    @staticmethod
+    def forward(scale: float, ghost: Tensor, parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.scale = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if g is None:
+            return None, None, None
+        g = g * ctx.scale if ctx.scale != 1 else g
+        return None, g.detach().unsqueeze(0).clone(memory_format=torch.contiguous_format), None
+
+
+def _keep(ctx: Any, values: list[Any]) -> None:
+    """Save tensors for the backward, sizes and absent operands beside them."""
+    ctx.template = [None if isinstance(value, Tensor) else (value,) for value in values]
+    ctx.save_for_backward(*(value for value in values if isinstance(value, Tensor)))
+
+
+def _kept(ctx: Any) -> list[Any]:
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if item is None else item[0] for item in ctx.template]
+
+
+class Target:
+    """A named call target of the rewritten graph: Python objects stay out of call arguments.
+
+    fx prints a graph as code, and AOTAutograd runs that; so what a tap needs besides tensors is closed
+    over here.
+    """
+
+    __module__ = "fxgrad.tape"
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+class NewTape(Target):
+    def __init__(self, quantity: Quantity, loss_scale: float | str) -> None:
+        super().__init__("new_tape")
+        self.quantity, self.loss_scale = quantity, loss_scale
+
+    def __call__(self) -> Tape:
+        return Tape(self.quantity, self.loss_scale)
+
+
+class CollectTarget(Target):
+    def __init__(self) -> None:
+        super().__init__("collect")
+
+    def __call__(self, tape: Tape, n: int, *ghosts: Tensor) -> Any:
+        return Collect.apply(tape, n, *ghosts)
+
+
+class TapTarget(Target):
+    """``tap_linear(tape, n, y, handles.., operands..)``"""
+
+    def __init__(self, strategy: Strategy, handles: int, dirty: bool) -> None:
+        super().__init__(f"tap_{strategy.use.op.replace('::', '_').replace('.', '_')}")
+        self.strategy, self.handles, self.dirty = strategy, handles, dirty
+
+    def __call__(self, tape: Tape, n: int, y: Tensor, *rest: Any) -> Any:
+        return Tap.apply(tape, self.strategy, self.dirty, n, y, self.handles, *rest)
+
+
+class DeriveTarget(Target):
+    """``derive_transpose(tape, n, handles.., operands..)``"""
+
+    def __init__(self, strategy: Strategy, key: int, handles: int) -> None:
+        super().__init__(f"derive_{strategy.use.op.replace('::', '_').replace('.', '_')}")
+        self.strategy, self.key, self.handles = strategy, key, handles
+
+    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
+        return Derive.apply(tape, self.strategy, self.key, n, self.handles, *rest)
+
+
+class SingleTarget(Target):
+    """``single(ghost, parameter)``"""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__("single")
+        self.scale = scale
+
+    def __call__(self, ghost: Tensor, parameter: Tensor) -> Any:
+        return Single.apply(self.scale, ghost, parameter)
+
+

@@ -1,0 +1,332 @@
+"""Where an op leaves the samples: one handler per family of ops.
+
+A handler gets one op with the layouts of its operands and answers with the layout of each output, or
+with the reason why samples got mixed. It refuses; it never guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.calls import Call
+from fxgrad.families import Family
+from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.replay import Replay
+from fxgrad.symbols import Symbols, expression
+
+
+@dataclass(frozen=True)
+class Mixes:
+    """The op lets samples reach each other; ``linear`` where it only sums or averages them."""
+
+    reason: str
+    linear: bool = False
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor operand: its argument name, node, fake value and samples."""
+
+    name: str
+    node: fx.Node
+    fake: Tensor
+    samples: Samples
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.samples.layout if self.samples.kind is Kind.BATCHED else None
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as a handler sees it."""
+
+    node: fx.Node
+    call: Call
+    operands: Sequence[Operand]
+    symbols: Symbols
+    replay: Replay
+
+    @property
+    def output(self) -> Any:
+        return self.node.meta["fake"]
+
+    @property
+    def batched(self) -> Iterator[tuple[Operand, Layout]]:
+        for operand in self.operands:
+            if operand.layout is not None:
+                yield operand, operand.layout
+
+    def operand(self, name: str) -> Operand | None:
+        return next((operand for operand in self.operands if operand.name == name), None)
+
+    def dims(self, name: str, ndim: int) -> list[int] | None:
+        """An argument that names dims, made non-negative; None for all dims."""
+        value = self.call.get(name)
+        if value is None or value in ((), []):
+            return None
+        dims = value if isinstance(value, tuple | list) else [value]
+        return [dim % max(ndim, 1) for dim in dims if isinstance(dim, int)]
+
+
+Answer = Layout | Mixes
+Handler = Callable[[Op, Tensor], Answer]
+
+
+def by_shape(op: Op, output: Tensor) -> Answer:
+    """The one output dim that holds the symbol B, merged as in the operand it came from."""
+    dims = op.symbols.batch_dims(output.shape)
+    if len(dims) != 1:
+        return Mixes("its result has no sample dimension" if not dims else "its result has two sample dimensions")
+    size = expression(output.shape[dims[0]])
+    if size == op.symbols.symbol:
+        return Layout(dims[0])
+    merges = {
+        layout.at(dims[0])
+        for operand, layout in op.batched
+        if expression(operand.fake.shape[layout.dim]) == size
+    }
+    return merges.pop() if len(merges) == 1 else Mixes("its operands hold the samples in different orders")
+
+
+def _refuse_dims(op: Op, forbidden: Callable[[Operand], Sequence[int]], what: str) -> Mixes | None:
+    for operand, layout in op.batched:
+        if layout.dim in forbidden(operand):
+            return Mixes(what)
+    return None
+
+
+def elementwise(op: Op, output: Tensor) -> Answer:
+    answer = by_shape(op, output)
+    if isinstance(answer, Mixes):
+        return answer
+    from_right = answer.dim - output.dim()
+    for operand, layout in op.batched:
+        if layout.dim - operand.fake.dim() != from_right or layout.at(0) != answer.at(0):
+            return Mixes("its operands hold the samples in different places")
+    return answer
+
+
+def along(op: Op, output: Tensor) -> Answer:
+    """softmax, cumsum, sort, sum, ...: alone over every dim that is not named."""
+    linear = op.call.op in ("sum", "mean", "nansum")
+    for operand, layout in op.batched:
+        if "other" in op.call.arguments and op.call.op in ("max", "min"):
+            return elementwise(op, output)
+        dims = op.dims("dim", operand.fake.dim())
+        if "dim" not in op.call.arguments and op.call.op in _DEFAULT_DIM:
+            dims = [_DEFAULT_DIM[op.call.op] % operand.fake.dim()]
+        if dims is None or layout.dim in dims:
+            return Mixes("it works along the sample dimension", linear=linear)
+    return by_shape(op, output)
+
+
+_DEFAULT_DIM = {"msort": 0}
+
+
+def movement(op: Op, output: Tensor) -> Answer:
+    raise NotImplementedError("movement ops answer for all outputs at once: see movement_layouts")
+
+
+def contraction(op: Op, output: Tensor) -> Answer:
+    """Matrix products: the contracted dim may not be the sample dim; the others line up as in matmul."""
+    if op.call.op == "einsum":
+        return _einsum(op, output)
+    contracted = _CONTRACTED.get(op.call.op)
+    if contracted is None:
+        return Mixes("nobody says which of its dims are contracted")
+    for operand, layout in op.batched:
+        dims = contracted.get(operand.name, ())
+        if layout.dim in [dim % operand.fake.dim() for dim in dims if -operand.fake.dim() <= dim]:
+            return Mixes("it sums over the sample dimension", linear=False)
+    answer = by_shape(op, output)
+    if isinstance(answer, Mixes):
+        return answer
+    return _lined_up(op, output, answer)
+
+
+def _lined_up(op: Op, output: Tensor, answer: Layout) -> Answer:
+    """The batch dims (all but the last two) of operands line up from the right."""
+    from_right = answer.dim - output.dim()
+    for operand, layout in op.batched:
+        if layout.at(0) != answer.at(0):
+            return Mixes("its operands hold the samples in different orders")
+        place = layout.dim - operand.fake.dim()
+        # a vector operand or a free (row, column) dim moves; by_shape has found where it went
+        if place < -2 and from_right < -2 and place != from_right and op.call.op in ("matmul", "rmatmul"):
+            return Mixes("its operands hold the samples in different places")
+    return answer
+
+
+_CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
+    "linear": {"input": (-1,), "weight": (-1,)},
+    "matmul": {"input": (-1,), "other": (-2, -1)},
+    "rmatmul": {"input": (-2, -1), "other": (-1,)},
+    "mm": {"input": (1,), "mat2": (0,)},
+    "bmm": {"input": (2,), "mat2": (1,)},
+    "addmm": {"mat1": (1,), "mat2": (0,)},
+    "baddbmm": {"batch1": (2,), "batch2": (1,)},
+    "mv": {"input": (1,), "vec": (0,)},
+    "addmv": {"mat": (1,), "vec": (0,)},
+    "dot": {"input": (0,), "tensor": (0,)},
+    "inner": {"input": (-1,), "other": (-1,)},
+    "ger": {},
+    "outer": {},
+    "bilinear": {"input1": (-1,), "input2": (-1,)},
+    "addbmm": {"batch1": (0, 2), "batch2": (0, 1)},
+}
+
+
+def _einsum(op: Op, output: Tensor) -> Answer:
+    equation = op.call.arguments["equation"]
+    left, arrow, right = str(equation).replace(" ", "").partition("->")
+    if not arrow or not isinstance(equation, str):
+        return by_shape(op, output)
+    for operand, layout, letters in zip_einsum(op, left):
+        position = layout.dim
+        if "..." in letters:
+            before, _, after = letters.partition("...")
+            rank = operand.fake.dim()
+            if len(before) <= position < rank - len(after):
+                continue
+            position = position if position < len(before) else position - rank + len(before) + len(after)
+            letters = before + after
+        if letters[position] not in right:
+            return Mixes("it sums over the sample dimension", linear=False)
+    return by_shape(op, output)
+
+
+def zip_einsum(op: Op, left: str) -> Iterator[tuple[Operand, Layout, str]]:
+    """Each batched operand of an einsum with its letters."""
+    nodes = list(op.call.arguments["operands"])
+    for operand, layout in op.batched:
+        for node, letters in zip(nodes, left.split(","), strict=True):
+            if node is operand.node:
+                yield operand, layout, letters
+
+
+def normalised(op: Op, output: Tensor) -> Answer:
+    shape = op.call.get("normalized_shape", ())
+    mixes = _refuse_dims(
+        op,
+        lambda operand: range(operand.fake.dim() - len(shape), operand.fake.dim()),
+        "it normalises over the sample dimension",
+    )
+    return mixes or by_shape(op, output)
+
+
+def per_row(op: Op, output: Tensor) -> Answer:
+    name = op.call.op
+    use_batch = op.call.get("training") is True or op.call.get("use_input_stats") is True
+    if name == "batch_norm" and use_batch:
+        return Mixes("batch_norm in training mode lets samples influence each other")
+    rank = 2 + _spatial(name) if _spatial(name) else None
+    for operand, layout in op.batched:
+        unbatched = rank is not None and operand.fake.dim() != rank
+        if operand.name == "weight" and name.startswith("conv"):
+            return Mixes("its weight holds samples")
+        if layout.dim != 0 or unbatched:
+            return Mixes("it gets its samples on another dimension than 0")
+    return by_shape(op, output)
+
+
+def _spatial(name: str) -> int:
+    return int(name[-2]) if name.startswith("conv") and name.endswith("d") else 0
+
+
+def per_image(op: Op, output: Tensor) -> Answer:
+    spatial = next((int(c) for c in op.call.op if c.isdigit()), 2)
+    mixes = _refuse_dims(
+        op,
+        lambda operand: range(operand.fake.dim() - spatial, operand.fake.dim()),
+        "it works across the sample dimension",
+    )
+    return mixes or by_shape(op, output)
+
+
+def lookup(op: Op, output: Tensor) -> Answer:
+    table, ids = op.operand("weight"), op.operand("input")
+    if table is not None and table.layout is not None:
+        return Mixes("its table holds samples")
+    return ids.layout if ids is not None and ids.layout is not None else Mixes("its ids hold no samples")
+
+
+def attention(op: Op, output: Tensor) -> Answer:
+    mixes = _refuse_dims(
+        op,
+        lambda operand: range(max(operand.fake.dim() - 2, 0), operand.fake.dim()),
+        "it attends over the sample dimension",
+    )
+    return mixes or elementwise_dims(op, output)
+
+
+def elementwise_dims(op: Op, output: Tensor) -> Answer:
+    """Batch dims that line up from the right, as in scaled_dot_product_attention."""
+    return elementwise(op, output)
+
+
+def loss(op: Op, output: Tensor) -> Answer:
+    reduction = op.call.get("reduction", "mean")
+    if reduction not in ("none", 0):
+        return Mixes("it sums or averages over the samples", linear=True)
+    if op.call.op in ("cross_entropy", "nll_loss"):
+        mixes = _refuse_dims(
+            op,
+            lambda operand: [1] if operand.name == "input" and operand.fake.dim() > 1 else [],
+            "it works along the sample dimension",
+        )
+        return mixes or by_shape(op, output)
+    return elementwise(op, output)
+
+
+def per_index(op: Op, output: Tensor) -> Answer:
+    """gather, scatter: the same place in every operand, and not the dim that is indexed."""
+    answer = by_shape(op, output)
+    if isinstance(answer, Mixes):
+        return answer
+    dims = op.dims("dim", output.dim())
+    if dims is None or answer.dim in dims:
+        return Mixes("it indexes the sample dimension")
+    if any(layout != answer for _, layout in op.batched):
+        return Mixes("its operands hold the samples in different places")
+    return answer
+
+
+HANDLERS: dict[Family, Handler] = {
+    Family.ELEMENTWISE: elementwise,
+    Family.MOVEMENT: movement,
+    Family.ALONG: along,
+    Family.REDUCTION: along,
+    Family.CONTRACTION: contraction,
+    Family.NORMALISED: normalised,
+    Family.PER_ROW: per_row,
+    Family.PER_IMAGE: per_image,
+    Family.LOOKUP: lookup,
+    Family.ATTENTION: attention,
+    Family.LOSS: loss,
+    Family.PER_INDEX: per_index,
+}
+
+
+def track(op: Op, family: Family) -> list[Answer | None]:
+    """The answer for each output of an op; None for an output that is no tensor."""
+    outputs = list(op.output) if isinstance(op.output, tuple | list) else [op.output]
+    if family is Family.MOVEMENT:
+        return _movement_layouts(op, outputs)
+    handler = HANDLERS[family]
+    return [handler(op, out) if isinstance(out, torch.Tensor) else None for out in outputs]
+
+
+def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
+    found = op.replay.layouts(op.node, op.output)
+    layouts = found if isinstance(op.output, tuple | list) else [found]
+    lost = Mixes("it moves the samples to where they cannot be followed")
+    return [
+        None if not isinstance(out, torch.Tensor) else lost if layout is None else layout
+        for out, layout in zip(outputs, layouts, strict=True)
+    ]

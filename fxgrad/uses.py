@@ -1,0 +1,106 @@
+"""One use of parameters by one op: what a tap has to know to differentiate it, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fxgrad.layouts import Layout, samples_first
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands in an op's arguments for the operand at this position."""
+
+    position: int
+
+    def __repr__(self) -> str:
+        return f"${self.position}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """``op(*args, **kwargs)`` with slots for its operands, and where the samples are in them.
+
+    ``layouts[i]`` is None for an operand that all samples share; ``wrt`` maps the slots that hold
+    parameters to their keys on the tape. ``output`` is None where the op's value is itself shared by
+    all samples (a function of parameters), and ``select`` picks one of several outputs.
+    """
+
+    op: str
+    target: Any
+    method: bool
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    layouts: tuple[Layout | None, ...]
+    wrt: Mapping[int, int]
+    output: Layout | None
+    select: int | None = None
+    inplace: bool = False
+
+    @property
+    def differentiated(self) -> dict[str, list[int]]:
+        """Argument name -> the slots in it that hold parameters."""
+        found: dict[str, list[int]] = {}
+        for name, template in self.arguments.items():
+            slots = [s.position for s in slots_of(template) if s.position in self.wrt]
+            if slots:
+                found[name] = slots
+        return found
+
+    def fill(self, template: Any, values: Sequence[Any]) -> Any:
+        """A template with the operands' values in place of its slots."""
+        return _map_slots(template, lambda slot: values[slot.position])
+
+    def rerun(self, values: Sequence[Any]) -> Any:
+        """The op's own call on these values."""
+        args, kwargs = self.fill(self.args, values), self.fill(dict(self.kwargs), values)
+        if self.inplace:
+            args = (args[0].clone(), *args[1:])
+        call: Callable[..., Any] = self.target
+        if self.method:
+            call, args = getattr(args[0], self.target), args[1:]
+        result = call(*args, **kwargs)
+        return result if self.select is None else result[self.select]
+
+    def sample_first(self, values: Sequence[Any], n: int) -> list[Any]:
+        """The operands as a rule sees them: batched ones ``[n, .., outer*inner, ..]``, shared ones as they are."""
+        return [
+            samples_first(value, layout, n) if isinstance(value, Tensor) and layout is not None else value
+            for value, layout in zip(values, self.layouts, strict=True)
+        ]
+
+    def key(self) -> str:
+        """The computation in words, the same in every process."""
+        target = self.target if self.method else f"{getattr(self.target, '__module__', '')}.{self.op}"
+        inplace = "in place" if self.inplace else ""
+        batched = [i for i, layout in enumerate(self.layouts) if layout is not None]
+        return f"{target}{inplace}{self.args!r}{dict(self.kwargs)!r}[{self.select}] batched={batched}"
+
+
+def slots_of(template: Any) -> list[Slot]:
+    """The slots in a template, slices included."""
+    found: list[Slot] = []
+    _map_slots(template, found.append)
+    return found
+
+
+def _map_slots(template: Any, fn: Callable[[Slot], Any]) -> Any:
+    if isinstance(template, Slot):
+        return fn(template)
+    if isinstance(template, slice):
+        parts = (template.start, template.stop, template.step)
+        return slice(*(_map_slots(part, fn) for part in parts))
+    if isinstance(template, tuple):
+        return tuple(_map_slots(item, fn) for item in template)
+    if isinstance(template, list):
+        return [_map_slots(item, fn) for item in template]
+    if isinstance(template, dict):
+        return {key: _map_slots(value, fn) for key, value in template.items()}
+    return template
+
+

@@ -1,0 +1,228 @@
+"""Put a tap behind every op that uses a parameter, and one Collect before all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.calls import Call, map_nodes
+from fxgrad.context import Context, path_to, source_line
+from fxgrad.errors import UncoveredParameter, UnsupportedOp
+from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.quantities import Quantity
+from fxgrad.strategies import choose
+from fxgrad.symbols import expression
+from fxgrad.tape import CollectTarget, DeriveTarget, NewTape, TapTarget
+from fxgrad.uses import Slot, Use
+
+
+def attach_taps(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: every value has ``samples``. After: no gradient reaches a parameter but through a tap.
+
+    ``y = linear(x, w)`` -> ``y = linear(x, w.detach()); y = tap_linear(tape, n, y, handle, x)``, with
+    ``handle = collect(tape, n, *ghosts)`` in front, the ghosts being new inputs ``[B, *w.shape]``.
+    """
+    _Attachment(gm, ctx).run()
+    return gm
+
+
+class _Attachment:
+    def __init__(self, gm: fx.GraphModule, ctx: Context) -> None:
+        self.gm, self.graph, self.ctx = gm, gm.graph, ctx
+        self.keys: dict[fx.Node, int] = {}  # values that a tap can differentiate by
+        self.handles: dict[int, fx.Node] = {}
+        self.replaced: dict[fx.Node, fx.Node] = {}  # what stands for a node now
+        self.quantity: Quantity = ctx.quantity
+
+    def run(self) -> None:
+        nodes = list(self.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        if not self.ctx.parameters:
+            return
+        self._open(placeholders)
+        for node in nodes:
+            if node.op in ("call_function", "call_method"):
+                self._visit(node)
+
+    def _open(self, placeholders: Sequence[fx.Node]) -> None:
+        """ghosts, n, tape, handle and the native values of the parameters."""
+        by_name = {node.name: node for node in placeholders}
+        trainable = [by_name[parameter.node] for parameter in self.ctx.parameters]
+        cursor = placeholders[-1]
+        ghosts = []
+        for node in trainable:
+            with self.graph.inserting_after(cursor):
+                cursor = self.graph.placeholder(f"ghost_{node.name}")
+            ghosts.append(cursor)
+        natives = []
+        for node in trainable:
+            with self.graph.inserting_after(cursor):
+                cursor = self.graph.call_method("detach", (node,))
+            cursor.meta.update(fake=node.meta["fake"], samples=node.meta["samples"])
+            node.replace_all_uses_with(cursor, delete_user_cb=lambda user, own=cursor: user is not own)
+            self.replaced[node] = cursor
+            natives.append(cursor)
+        batched, dim = next(iter(self.ctx.sample_dims.items()))
+        with self.graph.inserting_after(cursor):
+            self.n = self.graph.call_function(torch.ops.aten.sym_size.int, (by_name[batched], dim))
+        with self.graph.inserting_after(self.n):
+            self.tape = self.graph.call_function(NewTape(self.quantity, self.ctx.loss_scale))
+        with self.graph.inserting_after(self.tape):
+            handle = self.graph.call_function(CollectTarget(), (self.tape, self.n, *ghosts))
+        for key, native in enumerate(natives):
+            self.keys[native] = key
+            self.handles[key] = handle
+
+    def _visit(self, node: fx.Node) -> None:
+        samples = node.meta.get("samples")
+        call: Call = node.meta["call"]
+        if call.op == "setitem":
+            return self._refuse_assigned(node)
+        if isinstance(samples, list):
+            return self._check_several(node, call, samples)
+        if not isinstance(samples, Samples) or not node.meta["traced"]:
+            return None
+        source, select = self._producer(node, call)
+        used = [arg for arg in source.all_input_nodes if arg in self.keys]
+        if not used:
+            return None
+        if samples.kind is Kind.UNIFORM:
+            return self._derive(node, source, select)
+        if samples.kind is Kind.BATCHED:
+            return self._tap(node, samples.layout)
+        raise UncoveredParameter(
+            f"{call.op} brings a parameter into a value that mixes samples",
+            where=source_line(node),
+            path=path_to(node, self.ctx),
+            advice="Add penalties on parameters outside of the model.",
+        )
+
+    def _producer(self, node: fx.Node, call: Call) -> tuple[fx.Node, int | None]:
+        """The op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
+        source = node.args[0] if node.args else None
+        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(source.meta.get("samples"), list):
+            assert isinstance(node.args[1], int)
+            return source, node.args[1]
+        return node, None
+
+    def _check_several(self, node: fx.Node, call: Call, samples: list[Samples | None]) -> None:
+        """Ops with several outputs: functions of parameters are followed from their getitem on."""
+        used = [arg for arg in node.all_input_nodes if arg in self.keys]
+        if used and any(s is not None and s.traced and s.kind is not Kind.UNIFORM for s in samples):
+            raise UnsupportedOp(
+                f"{call.op} returns several values that depend on a parameter and on samples",
+                where=source_line(node),
+                path=path_to(node, self.ctx),
+                advice="Write it in terms of ops that return one tensor.",
+            )
+
+    def _refuse_assigned(self, node: fx.Node) -> None:
+        if node.args[2] in self.keys and torch.is_grad_enabled():
+            raise UnsupportedOp(
+                "a parameter is assigned into a slice of another tensor",
+                where=source_line(node),
+                advice="Use torch.cat, torch.stack or torch.where.",
+            )
+
+    def _use(self, node: fx.Node, layout: Layout | None, select: int | None) -> tuple[Use, list[Any]]:
+        operands: list[Any] = []
+
+        def slot(arg: fx.Node) -> Any:
+            fake = arg.meta["fake"]
+            if isinstance(fake, torch.SymInt | torch.SymFloat | int | float) and self._one_sample(fake) is not None:
+                return self._one_sample(fake)
+            if isinstance(fake, tuple | list) and not any(isinstance(item, Tensor) for item in fake):
+                return self._sizes(node, fake)
+            if arg not in operands:
+                operands.append(arg)
+            return Slot(operands.index(arg))
+
+        args = map_nodes(node.args, slot)
+        kwargs = map_nodes(dict(node.kwargs), slot)
+        call: Call = node.meta["call"]
+        arguments = map_nodes(dict(call.arguments), lambda arg: slot(self.replaced.get(arg, arg)))
+        use = Use(
+            call.op,
+            node.target,
+            node.op == "call_method",
+            args,
+            kwargs,
+            arguments,
+            tuple(self._layout(arg, layout) for arg in operands),
+            {i: self.keys[arg] for i, arg in enumerate(operands) if arg in self.keys},
+            layout,
+            select,
+            call.inplace,
+        )
+        return use, operands
+
+    def _one_sample(self, size: Any) -> Any:
+        """A size that changes with B, as one sample's call has it; None for another symbolic size."""
+        if not isinstance(size, torch.SymInt | torch.SymFloat):
+            return size
+        if expression(size).free_symbols <= {self.ctx.symbols.symbol}:
+            return self.ctx.symbols.evaluate(size, 1)
+        return None
+
+    def _sizes(self, node: fx.Node, sizes: Sequence[Any]) -> tuple[Any, ...]:
+        found = tuple(self._one_sample(size) for size in sizes)
+        if None in found:
+            raise UnsupportedOp("a shape with two changing sizes meets a parameter", where=source_line(node))
+        return found
+
+    def _layout(self, arg: fx.Node, output: Layout | None) -> Layout | None:
+        """Where an operand holds the samples; constants of B's size line up with the output."""
+        samples = arg.meta.get("samples")
+        fake = arg.meta["fake"]
+        if not isinstance(samples, Samples) or output is None:
+            return None
+        if samples.kind is Kind.BATCHED:
+            return samples.layout
+        dims = self.ctx.symbols.batch_dims(fake.shape)
+        return output.at(dims[0]) if len(dims) == 1 and samples.kind is Kind.CONSTANT else None
+
+    def _tap(self, node: fx.Node, layout: Layout | None) -> None:
+        use, operands = self._use(node, layout, None)
+        strategy = choose(use, node.meta["call"], _shapes(operands), where=source_line(node))
+        saved = self._before_mutation(node, operands) if use.inplace else operands
+        rest = [arg if i in strategy.needs else None for i, arg in enumerate(saved)]
+        handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
+        target = TapTarget(strategy, len(handles), use.inplace)
+        with self.graph.inserting_after(node):
+            tap = self.graph.call_function(target, (self.tape, self.n, node, *handles, *rest))
+        tap.meta.update(fake=node.meta["fake"], samples=node.meta["samples"], use=use)
+        tap.stack_trace = node.stack_trace
+        node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)
+        self.replaced[node] = tap
+
+    def _before_mutation(self, node: fx.Node, operands: list[Any]) -> list[Any]:
+        """An in-place op overwrites an operand that its rule may need: keep a copy."""
+        base = node.args[0]
+        with self.graph.inserting_before(node):
+            copy = self.graph.call_method("clone", (base,))
+        assert isinstance(base, fx.Node)
+        copy.meta.update(fake=base.meta["fake"], samples=base.meta["samples"])
+        return [copy if arg is base else arg for arg in operands]
+
+    def _derive(self, node: fx.Node, source: fx.Node, select: int | None) -> None:
+        use, operands = self._use(source, None, select)
+        strategy = choose(use, source.meta["call"], _shapes(operands), where=source_line(node))
+        saved = self._before_mutation(node, operands) if use.inplace else operands
+        key = len(self.handles)
+        handles = list(dict.fromkeys(self.handles[parent] for parent in use.wrt.values()))
+        rest = [arg if i in strategy.needs else None for i, arg in enumerate(saved)]
+        target = DeriveTarget(strategy, key, len(handles))
+        with self.graph.inserting_after(node):
+            handle = self.graph.call_function(target, (self.tape, self.n, *handles, *rest))
+        handle.meta["use"] = use
+        self.keys[node], self.handles[key] = key, handle
+        if use.inplace and isinstance(node.args[0], fx.Node):
+            self.keys[node.args[0]] = key
+
+
+def _shapes(operands: Sequence[fx.Node]) -> list[Any]:
+    return [arg.meta["fake"].shape if isinstance(arg.meta["fake"], Tensor) else None for arg in operands]
+

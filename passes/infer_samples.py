@@ -1,0 +1,316 @@
+"""Find out, for every value, whether it is constant, uniform, batched (and where) or mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxgrad.context import Context, path_to, source_line, tensors_of
+from fxgrad.calls import Call
+from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
+from fxgrad.families import MOVEMENT, Family, family_of
+from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.replay import Replay
+from fxgrad.symbols import expression
+from fxgrad.tracking import Mixes, Op, Operand, by_shape, track
+
+ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
+
+# What a mixed value may go through: sums, averages, scaling, moving about (see Note [Mixed values]).
+_LINEAR = frozenset("add sub sum mean nansum neg mul div clone to float double half bfloat16".split()) | MOVEMENT
+
+
+# Note [Mixed values]
+# ~~~~~~~~~~~~~~~~~~~
+# A loss inside the model has summed its samples away. Its gradient by each sample's values is still
+# that sample's own share as long as nothing but a linear map follows; a nonlinear function of a sum
+# over samples lets one sample's data decide about another's gradient. So a mixed value may be summed,
+# averaged, scaled by what carries no gradient, moved, and returned. Everything else is refused.
+
+
+def infer_samples(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: nodes have ``fake`` and ``call``. After: every tensor value has ``samples``.
+
+    ``linear: f32[12*B, 4]`` gets ``batched(0, 12, 1)``; what lets samples reach each other is refused.
+    """
+    inference = _Inference(ctx)
+    for node in gm.graph.nodes:
+        inference.visit(node)
+    return gm
+
+
+class _Inference:
+    """One walk over the graph. ``samples`` in node.meta is what a reader of the node sees right now."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.symbols = ctx.symbols
+        self.replay = Replay(ctx.symbols, lambda node: node.meta["samples"])
+        self.by_storage: dict[int, list[fx.Node]] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "output":
+            return
+        node.meta["samples"] = self._samples(node)
+        fake = node.meta["fake"]
+        if isinstance(fake, Tensor):
+            self.by_storage.setdefault(fake.untyped_storage()._cdata, []).append(node)
+        call: Call | None = node.meta.get("call")
+        if call is not None and call.inplace:
+            self._mutate(node, call)
+
+    def _samples(self, node: fx.Node) -> Any:
+        fake = node.meta["fake"]
+        if node.op == "placeholder":
+            return self._input(node)
+        if node.op == "get_attr":
+            return Samples(Kind.CONSTANT) if isinstance(fake, Tensor) else None
+        call: Call = node.meta["call"]
+        if call.op == "setitem":
+            return None
+        outputs = tensors_of(fake)
+        if not outputs:
+            return None
+        source = node.args[0] if node.args else None
+        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(source.meta["samples"], list):
+            index = node.args[1]
+            assert isinstance(index, int)
+            return source.meta["samples"][index]
+        answers = self._call(node, call)
+        return answers if isinstance(fake, tuple | list) else answers[0]
+
+    def _input(self, node: fx.Node) -> Samples | None:
+        if not isinstance(node.meta["fake"], Tensor):
+            return None
+        if node.name in self.ctx.by_node:
+            return Samples(Kind.UNIFORM, traced=True)
+        dim = self.ctx.sample_dims.get(node.name)
+        return Samples(Kind.CONSTANT) if dim is None else Samples(Kind.BATCHED, Layout(dim))
+
+    def _call(self, node: fx.Node, call: Call) -> list[Samples | None]:
+        fake = node.meta["fake"]
+        outputs: Sequence[Any] = list(fake) if isinstance(fake, tuple | list) else [fake]
+        flows = node.meta["traced"] if isinstance(fake, tuple | list) else [node.meta["traced"]]
+        family = family_of(call.op)
+        operands = self._operands(node, call)
+        if family is Family.FACTORY or not operands:
+            return [self._constant(out) for out in outputs]
+        kinds = {operand.samples.kind for operand in operands}
+        if Kind.MIXED in kinds:
+            return self._mixed(node, call, operands, outputs, flows)
+        if Kind.BATCHED not in kinds:
+            return [self._shared(node, call, operands, out, t) for out, t in zip(outputs, flows, strict=True)]
+        if family is None:
+            raise self._unknown(node, call)
+        op = Op(node, call, self._promoted(operands), self.symbols, self.replay)
+        return [
+            self._verdict(node, call, operands, answer, flow)
+            for answer, flow in zip(track(op, family), flows, strict=True)
+        ]
+
+    def _operands(self, node: fx.Node, call: Call) -> list[Operand]:
+        found = []
+
+        def visit(name: str, arg: Any) -> None:
+            if isinstance(arg, fx.Node):
+                fake, samples = arg.meta["fake"], arg.meta["samples"]
+                if isinstance(fake, Tensor):
+                    found.append(Operand(name, arg, fake, samples))
+                elif isinstance(samples, list):
+                    found.extend(
+                        Operand(name, arg, f, s) for f, s in zip(fake, samples, strict=True) if s is not None
+                    )
+            elif isinstance(arg, tuple | list):
+                for item in arg:
+                    visit(name, item)
+            elif isinstance(arg, slice):
+                for item in (arg.start, arg.stop, arg.step):
+                    visit(name, item)
+
+        for name, arg in call.arguments.items():
+            visit(name, arg)
+        return found
+
+    def _promoted(self, operands: list[Operand]) -> list[Operand]:
+        """Constants with one dim of B's size line up with the samples: give them a layout to check."""
+        merges = {
+            expression(operand.fake.shape[operand.layout.dim]): operand.layout
+            for operand in operands
+            if operand.layout is not None
+        }
+
+        def promote(operand: Operand) -> Operand:
+            dims = self.symbols.batch_dims(operand.fake.shape)
+            if operand.samples.kind is not Kind.CONSTANT or len(dims) != 1:
+                return operand
+            merge = merges.get(expression(operand.fake.shape[dims[0]]))
+            if merge is None:
+                return operand
+            return Operand(
+                operand.name, operand.node, operand.fake, Samples(Kind.BATCHED, merge.at(dims[0]))
+            )
+
+        return [promote(operand) for operand in operands]
+
+    def _verdict(
+        self, node: fx.Node, call: Call, operands: list[Operand], answer: Layout | Mixes | None, flow: bool
+    ) -> Samples | None:
+        if answer is None:
+            return None
+        if isinstance(answer, Layout):
+            return Samples(Kind.BATCHED, answer, flow)
+        if not flow or answer.linear:
+            return Samples(Kind.MIXED, traced=flow)
+        output = node.meta["fake"]
+        if self.ctx.mixing == "allow" and isinstance(output, Tensor):
+            return self._allowed(node, call, operands, output, flow)
+        two = isinstance(output, Tensor) and len(self.symbols.batch_dims(output.shape)) > 1
+        if two:
+            return Samples(Kind.MIXED, traced=flow)
+        raise self._refusal(node, call, answer.reason)
+
+    def _allowed(
+        self, node: fx.Node, call: Call, operands: list[Operand], output: Tensor, flow: bool
+    ) -> Samples:
+        op = Op(node, call, operands, self.symbols, self.replay)
+        answer = by_shape(op, output)
+        if isinstance(answer, Layout) and call.op not in MOVEMENT:
+            return Samples(Kind.BATCHED, answer, flow)
+        return Samples(Kind.MIXED, traced=flow)
+
+    def _refusal(self, node: fx.Node, call: Call, reason: str) -> MixedSamples:
+        sentence = reason if reason.startswith(call.op) else f"{call.op} lets samples influence each other: {reason}"
+        advice = "Use GroupNorm, or put the layer in eval mode." if call.op == "batch_norm" else ADVICE
+        return MixedSamples(sentence, where=source_line(node), path=path_to(node, self.ctx), advice=advice)
+
+    def _unknown(self, node: fx.Node, call: Call) -> UnknownOp:
+        return UnknownOp(
+            f"nobody has said whether {call.op} treats samples alone",
+            where=source_line(node),
+            path=path_to(node, self.ctx),
+            advice="Say it with fxgrad.register_op, or write the op in terms of PyTorch's own.",
+        )
+
+    def _constant(self, output: Any) -> Samples | None:
+        return Samples(Kind.CONSTANT) if isinstance(output, Tensor) else None
+
+    def _shared(
+        self, node: fx.Node, call: Call, operands: list[Operand], output: Any, flow: bool
+    ) -> Samples | None:
+        """No operand holds samples: constant, uniform, or a parameter's value handed to every sample."""
+        if not isinstance(output, Tensor):
+            return None
+        if not flow:
+            return Samples(Kind.CONSTANT)
+        dims = self.symbols.batch_dims(output.shape)
+        if not dims:
+            return Samples(Kind.UNIFORM, traced=True)
+        layout: Layout | Mixes | None
+        layout = by_shape(Op(node, call, self._promoted(operands), self.symbols, self.replay), output)
+        if isinstance(layout, Mixes) and len(dims) == 1 and call.op in MOVEMENT:
+            layout = self.replay.copies(node, output, dims[0])
+        if isinstance(layout, Layout):
+            return Samples(Kind.BATCHED, layout, traced=True)
+        raise LostLayout(
+            f"{call.op} gives a parameter's value to the samples in an order that cannot be followed",
+            where=source_line(node),
+            advice="Expand or repeat the parameter along a dimension of its own.",
+        )
+
+    def _mixed(
+        self, node: fx.Node, call: Call, operands: list[Operand], outputs: Sequence[Any], flows: list[bool]
+    ) -> list[Samples | None]:
+        """See Note [Mixed values]."""
+        traced = [operand for operand in operands if operand.samples.traced]
+        if traced and self.ctx.mixing == "error":
+            meets_others = any(operand.samples.kind is not Kind.MIXED for operand in traced)
+            nonlinear = call.op not in _LINEAR or (call.op == "mul" and len(traced) > 1)
+            divides = call.op == "div" and any(operand.name == "other" for operand in traced)
+            batched = any(operand.samples.kind is Kind.BATCHED for operand in operands)
+            if any(flows) and (meets_others or nonlinear or divides or batched):
+                reason = "a value that depends on several samples may only be summed, scaled and returned"
+                raise self._refusal(node, call, reason)
+        results: list[Samples | None] = []
+        for out, flow in zip(outputs, flows, strict=True):
+            if not isinstance(out, Tensor):
+                results.append(None)
+            elif self.ctx.mixing == "allow":
+                results.append(self._allowed(node, call, operands, out, flow))
+            else:
+                results.append(Samples(Kind.MIXED, traced=flow))
+        return results
+
+    def _mutate(self, node: fx.Node, call: Call) -> None:
+        """An in-place op changes what earlier nodes of the same storage hold."""
+        base = node.args[0]
+        if not isinstance(base, fx.Node) or not isinstance(base.meta["fake"], Tensor):
+            return
+        new = self._assigned(node, call, base) if call.op == "setitem" else node.meta["samples"]
+        if new is None or new == base.meta["samples"]:
+            return
+        base.meta["samples"] = new
+        for alias in self.by_storage.get(base.meta["fake"].untyped_storage()._cdata, []):
+            if alias is base or alias is node:
+                continue
+            old = alias.meta["samples"]
+            if old.kind is new.kind and old.traced == new.traced:
+                continue
+            same_shape = alias.meta["fake"].shape == base.meta["fake"].shape
+            if not same_shape and (old.kind is not Kind.BATCHED or new.kind is not Kind.BATCHED):
+                raise LostLayout(
+                    f"{call.op}_ writes samples into a tensor that is also seen through a view",
+                    where=source_line(node),
+                    path=path_to(node, self.ctx),
+                    advice="Use the op that returns a new tensor.",
+                )
+            alias.meta["samples"] = new if same_shape else Samples(old.kind, old.layout, new.traced)
+
+    def _assigned(self, node: fx.Node, call: Call, base: fx.Node) -> Samples:
+        """``base[index] = value``: the samples stay where they were, along a dim the index leaves whole."""
+        value = node.args[2]
+        old: Samples = base.meta["samples"]
+        new = value.meta["samples"] if isinstance(value, fx.Node) else None
+        if not isinstance(new, Samples) or new.kind is Kind.CONSTANT:
+            return old
+        fake = base.meta["fake"]
+        dims = self.symbols.batch_dims(fake.shape)
+        layout = old.layout or (Layout(dims[0]) if len(dims) == 1 else None)
+        if new.kind is Kind.BATCHED and layout is not None and not layout.merged and new.layout is not None:
+            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            kept = _dim_after_index(index, layout.dim, fake.dim())
+            value_fake = value.meta["fake"]  # type: ignore[union-attr]
+            if kept is not None and new.layout.dim - value_fake.dim() == kept and not new.layout.merged:
+                return Samples(Kind.BATCHED, layout, old.traced or new.traced)
+        raise LostLayout(
+            "an assignment into a slice puts samples where they cannot be followed",
+            where=source_line(node),
+            path=path_to(node, self.ctx),
+            advice="Use torch.cat, torch.where or masked_fill.",
+        )
+
+
+def _dim_after_index(index: Sequence[Any], dim: int, ndim: int) -> int | None:
+    """Where dim is, from the right, in ``x[index]``; None where the index does not leave it whole."""
+    used = sum(1 for item in index if item is not None and item is not Ellipsis)
+    if any(not (item is None or item is Ellipsis or isinstance(item, int | slice)) for item in index):
+        return None
+    whole = slice(None)
+    full: list[Any] = []
+    for item in index:
+        full.extend([whole] * (ndim - used) if item is Ellipsis else [item])
+    full.extend([whole] * (ndim - sum(1 for item in full if item is not None)))
+    position, after = 0, []
+    for item in full:
+        if item is None:
+            after.append(-1)
+        else:
+            if isinstance(item, slice):
+                if position == dim and item != whole:
+                    return None
+                after.append(position)
+            elif position == dim:
+                return None
+            position += 1
+    return after.index(dim) - len(after)

@@ -1,0 +1,60 @@
+"""Run the graph on fake tensors in which the sample dimensions, and they alone, carry the symbol B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.context import Context, source_line
+from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
+
+
+def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: a graph as Dynamo left it. After: every node has ``fake`` and ``traced``."""
+    with torch.enable_grad(), ctx.symbols.mode:
+        _Propagate(gm, ctx).run(*(ctx.inputs[node.name] for node in gm.graph.find_nodes(op="placeholder")))
+    if ctx.symbols.specialised():
+        raise BatchSizeError(
+            "the model fixes its batch size: an op in it works for one number of samples only",
+            advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
+        )
+    return gm
+
+
+class _Propagate(fx.Interpreter):
+    """fx's interpreter on fake values, naming the user's line where an op fails."""
+
+    def __init__(self, gm: fx.GraphModule, ctx: Context) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.ctx = ctx
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except FxgradError:
+            raise
+        except Exception as error:
+            raise LostLayout(
+                f"{n.name} does not work for every number of samples: {str(error).splitlines()[0]}",
+                where=source_line(n),
+                advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
+            ) from error
+        n.meta["fake"] = value
+        n.meta["traced"] = traced(value)
+        return value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self.ctx.symbols.mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def traced(value: Any) -> Any:
+    """Whether a gradient reaches a trainable parameter from here (a list for several outputs)."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, tuple | list):
+        return [traced(item) for item in value]
+    return False
