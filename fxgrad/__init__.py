@@ -10,8 +10,26 @@ torch.Size([8, 2, 3])
 from fxgrad import errors, testing
 from fxgrad.api import transform, zero_grad
 from fxgrad.errors import FxgradError
+from fxgrad.extend import implements_per_sample_grads, register_op
+from fxgrad.families import Family
 from fxgrad.quantities import GradSample
+from fxgrad.terms import OneHot, Term
+from fxgrad.tracing import Trace, trace
 
 __version__ = "0.1.0"
 
-__all__ = ["FxgradError", "GradSample", "errors", "testing", "transform", "zero_grad"]
+__all__ = [
+    "Family",
+    "FxgradError",
+    "GradSample",
+    "OneHot",
+    "Term",
+    "Trace",
+    "errors",
+    "implements_per_sample_grads",
+    "register_op",
+    "testing",
+    "trace",
+    "transform",
+    "zero_grad",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from fxgrad.batch import Roles
-from fxgrad.capture import Engine
+from fxgrad.capture import Engine, check_parameters
 from fxgrad.compiler import Inner, Options, inner_compiler
 from fxgrad.context import Mixing
 from fxgrad.errors import OptionError
@@ -70,8 +71,8 @@ def transform(
         raise OptionError(f"mixing has to be 'error' or 'allow', not {mixing!r}")
     quantity = check_quantities(GradSample() if quantity is None else quantity)
     inner_compiler(backend)
-    options = Options(quantity, _loss_scale(loss_reduction), mixing, backend, fullgraph)
-    engine = Engine(model, options, Roles(batch_size, batch_first, in_dims), Store(accumulate))
+    options = Options(quantity, loss_scale(loss_reduction), mixing, backend, fullgraph)
+    engine = Engine(model, options, Roles(batch_size, batch_first, in_dims, _positional(model)), Store(accumulate))
     arguments = dict(
         quantity=quantity,
         loss_reduction=loss_reduction,
@@ -94,11 +95,23 @@ def _check_model(model: Any) -> None:
             "transform takes the model itself, not a compiled one",
             advice="Transform the model before compiling: fxgrad compiles it.",
         )
+    if model._compiled_call_impl is not None:
+        raise OptionError(
+            "the model is compiled in place by model.compile()",
+            advice="Transform it without compiling: fxgrad compiles it.",
+        )
+    check_parameters({name: p for name, p in model.named_parameters() if p.requires_grad})
     if engine_of(model) is not None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
 
 
-def _loss_scale(reduction: str | float) -> float | str:
+def _positional(model: nn.Module) -> list[str]:
+    """The names of forward's positional arguments: an input has one role, by position or by keyword."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
+
+
+def loss_scale(reduction: str | float) -> float | str:
     if reduction == "sum":
         return 1
     if reduction == "mean":

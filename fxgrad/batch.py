@@ -11,6 +11,9 @@ from torch import Tensor
 from fxgrad.errors import BatchSizeError, OptionError
 
 Path = tuple[Any, ...]
+Input = tuple[Path, Tensor, int]  # where it was found, the tensor, its sample dimension or SHARED
+SHARED = -1  # in place of a sample dimension: all samples share the value
+LOST = -2  # the same, on a value between two graphs: it holds samples, merged or mixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +21,11 @@ class Batch:
     """The batch of one call: its size, and the sample dimension of every tensor that holds samples."""
 
     size: int
-    dims: Mapping[int, int]  # id(tensor) -> dim
+    dims: Mapping[int, int]  # id(tensor) -> dim; SHARED for an input that all samples share
     tensors: Sequence[Tensor]  # the tensors in dims, kept alive
 
-    def marked(self) -> Iterator[tuple[Tensor, int]]:
+    def roles(self) -> Iterator[tuple[Tensor, int]]:
+        """Every input tensor with its sample dimension or SHARED."""
         for tensor in self.tensors:
             yield tensor, self.dims[id(tensor)]
 
@@ -33,33 +37,31 @@ class Roles:
     positional argument, nested like it; a dict gives keyword arguments by name.
     """
 
-    def __init__(self, batch_size: int | None, batch_first: bool, in_dims: Any) -> None:
-        if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool)):
-            raise OptionError(f"batch_size has to be an int or None, not {batch_size!r}")
-        if batch_size is not None and batch_size < 0:
-            raise OptionError(f"batch_size has to be 0 or more, not {batch_size}")
+    def __init__(
+        self, batch_size: int | None, batch_first: bool, in_dims: Any, names: Sequence[str] = ()
+    ) -> None:
+        is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+        if batch_size is not None and not (is_int and batch_size > 0):
+            raise OptionError(f"batch_size has to be a positive int or None, not {batch_size!r}")
+        _check_in_dims(in_dims)
         self.batch_size, self.default_dim, self.in_dims = batch_size, 0 if batch_first else 1, in_dims
+        self.names = names  # of the positional arguments
         self.shared: set[Path] = set()  # inputs that were once seen not to hold samples
-        self.held: set[Path] = set()
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """The batch of ``model(*args, **kwargs)``."""
-        found = [(path, tensor, dim) for path, tensor, dim in self._candidates(args, kwargs)]
-        sizes = {tensor.shape[dim] for _, tensor, dim in found}
-        if self.batch_size is not None and self.batch_size in sizes | {None}:
-            return self._explicit(found, self.batch_size)
+        found = list(self._inputs(args, kwargs))
+        held = [item for item in found if item[2] != SHARED]
+        sizes = {tensor.shape[dim] for _, tensor, dim in held}
         if self.batch_size is not None:
-            raise BatchSizeError(
-                f"no input has batch_size={self.batch_size} on its sample dimension",
-                advice="Pass the batch_size of this call's inputs, or leave it out.",
-            )
-        if not found:
+            return self._explicit(found, self.batch_size)
+        if not held:
             raise BatchSizeError(
                 "no tensor among the inputs holds samples, so the batch size is not known",
                 advice="Pass the inputs as tensors, or name them with in_dims=.",
             )
         if len(sizes) > 1:
-            (path, tensor, dim), (other, tensor2, dim2) = _disagreeing(found)
+            (path, tensor, dim), (other, tensor2, dim2) = _disagreeing(held)
             raise BatchSizeError(
                 f"inputs disagree about the batch size: {_show(path)} has {tensor.shape[dim]} on dimension "
                 f"{dim}, {_show(other)} has {tensor2.shape[dim2]} on dimension {dim2}",
@@ -67,32 +69,38 @@ class Roles:
             )
         return _batch(sizes.pop(), found)
 
-    def _explicit(self, found: list[tuple[Path, Tensor, int]], size: int) -> Batch:
-        """With an explicit batch_size, inputs of another size are shared by all samples."""
-        self.shared |= {path for path, tensor, dim in found if tensor.shape[dim] != size}
-        held = [item for item in found if item[1].shape[item[2]] == size and item[0] not in self.shared]
-        return _batch(size, held or [item for item in found if item[1].shape[item[2]] == size])
+    def _explicit(self, found: list[Input], size: int) -> Batch:
+        """With an explicit batch_size, inputs of another size are shared by all samples, and stay so."""
+        shared = {path for path, tensor, dim in found if dim == SHARED or tensor.shape[dim] != size}
+        if all(path in shared | self.shared for path, _, _ in found):
+            raise BatchSizeError(
+                f"no input has batch_size={size} on its sample dimension",
+                advice="Pass the batch_size of this call's inputs, or leave it out.",
+            )
+        self.shared |= shared
+        return _batch(size, [(p, t, SHARED if p in self.shared else dim) for p, t, dim in found])
 
-    def _candidates(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Iterator[tuple[Path, Tensor, int]]:
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Input]:
         in_dims = self.in_dims
         for i, arg in enumerate(args):
-            spec = in_dims
+            name = self.names[i] if i < len(self.names) else i
             if isinstance(in_dims, tuple | list):
                 spec = in_dims[i] if i < len(in_dims) else _DEFAULT
-            elif isinstance(in_dims, dict):
-                spec = in_dims.get(i, _DEFAULT)
-            elif in_dims is None:
-                spec = _DEFAULT
-            yield from self._walk((i,), arg, spec)
+            else:
+                spec = in_dims.get(i, self._named(name)) if isinstance(in_dims, dict) else self._named(name)
+            yield from self._walk((name,), arg, spec)
         for name, arg in kwargs.items():
-            spec = in_dims.get(name, _DEFAULT) if isinstance(in_dims, dict) else _DEFAULT
-            yield from self._walk((name,), arg, in_dims if isinstance(in_dims, int) else spec)
+            yield from self._walk((name,), arg, self._named(name))
 
-    def _walk(self, path: Path, value: Any, spec: Any) -> Iterator[tuple[Path, Tensor, int]]:
+    def _named(self, name: Any) -> Any:
+        if isinstance(self.in_dims, dict):
+            return self.in_dims.get(name, _DEFAULT)
+        return self.in_dims if isinstance(self.in_dims, int) else _DEFAULT
+
+    def _walk(self, path: Path, value: Any, spec: Any) -> Iterator[Input]:
         if isinstance(value, Tensor):
             if spec is None or value.dim() == 0:
+                yield path, value, SHARED
                 return
             dim = self.default_dim if spec is _DEFAULT else spec
             if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
@@ -102,13 +110,23 @@ class Roles:
                 )
             yield path, value, dim % value.dim()
             return
+        if isinstance(spec, tuple | list) and isinstance(value, tuple | list) and len(spec) != len(value):
+            raise OptionError(f"in_dims has {len(spec)} entries for the {len(value)} of {_show(path)}")
         for key, item in _children(value):
             below = spec
-            if isinstance(spec, tuple | list) and isinstance(key, int):
-                below = spec[key]
+            if isinstance(spec, tuple | list):
+                below = spec[key] if isinstance(key, int) else _DEFAULT
             elif isinstance(spec, dict):
                 below = spec.get(key, _DEFAULT)
             yield from self._walk((*path, key), item, below)
+
+
+def _check_in_dims(in_dims: Any) -> None:
+    if isinstance(in_dims, bool | float | str):
+        raise OptionError(f"in_dims holds ints, None, tuples, lists and dicts, not {in_dims!r}")
+    below = in_dims.values() if isinstance(in_dims, dict) else in_dims if isinstance(in_dims, tuple | list) else ()
+    for item in below:
+        _check_in_dims(item)
 
 
 class _Default:
@@ -128,20 +146,20 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
             yield field.name, getattr(value, field.name)
 
 
-def _disagreeing(found: list[tuple[Path, Tensor, int]]) -> tuple[Any, Any]:
+def _disagreeing(found: list[Input]) -> tuple[Any, Any]:
     first = found[0]
     return first, next(item for item in found if item[1].shape[item[2]] != first[1].shape[first[2]])
 
 
-def _batch(size: int, held: list[tuple[Path, Tensor, int]]) -> Batch:
+def _batch(size: int, found: list[Input]) -> Batch:
     dims: dict[int, int] = {}
-    for path, tensor, dim in held:
+    for path, tensor, dim in found:
         if dims.setdefault(id(tensor), dim) != dim:
             raise BatchSizeError(
-                f"{_show(path)} is passed twice with samples on different dimensions",
+                f"{_show(path)} is passed twice, with its samples in different places",
                 advice="Pass a copy of it.",
             )
-    unique = {id(tensor): tensor for _, tensor, _ in held}
+    unique = {id(tensor): tensor for _, tensor, _ in found}
     return Batch(size, dims, list(unique.values()))
 
 

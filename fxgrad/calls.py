@@ -147,6 +147,7 @@ def op_name(target: Any) -> str:
 def _spelled(target: Any) -> str:
     if isinstance(target, str):
         return target
+    target = getattr(target, "_opoverload", target)  # torch.library.custom_op's own object
     if isinstance(target, OpOverload | OpOverloadPacket):
         name = target._schema.name if isinstance(target, OpOverload) else target._qualified_op_name
         namespace, _, short = name.partition("::")
@@ -165,10 +166,14 @@ def _spelled(target: Any) -> str:
 
 def bind(node: fx.Node) -> Call:
     """The call of a node, its arguments bound to the op's own names."""
+    if isinstance(node.target, str) and node.target in ("__getitem__", "__setitem__"):
+        return _bind_structural(op_name(node.target), node.args)
     name = op_name(node.target)
     inplace = name.endswith("_") and not name.endswith("__")
     op = name[:-1] if inplace else name
     args, kwargs = node.args, dict(node.kwargs)
+    if node.target in _STRUCTURAL:
+        return _bind_structural(name, args)
     bound = _bind_signature(node.target, args, kwargs) or _bind_schema(op, name, args, kwargs)
     if bound is None:
         names = ["input", *(f"arg{i}" for i in range(1, len(args)))]
@@ -180,6 +185,19 @@ def bind(node: fx.Node) -> Call:
         key for key, value in arguments.items() if not (key in defaults and _same(value, defaults[key]))
     )
     return Call(op, arguments, inplace or arguments.get("inplace") is True, given)
+
+
+_STRUCTURAL = (operator.getitem, operator.setitem, getattr)
+
+
+def _bind_structural(name: str, args: Sequence[Any]) -> Call:
+    """``x[i]``, ``x[i] = v`` and ``x.T``, which no schema describes."""
+    if name == "getattr":
+        attribute = str(args[1])
+        return Call("detach" if attribute == "data" else attribute, {"input": args[0]})
+    names = ("input", "index", "value")[: len(args)]
+    op = name.removesuffix("_")
+    return Call(op, dict(zip(names, args, strict=True)), op != name, frozenset(names))
 
 
 def _same(value: Any, default: Any) -> bool:

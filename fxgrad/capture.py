@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,25 +15,22 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxgrad.batch import Batch, Roles
+from fxgrad.batch import SHARED, Batch, Roles
 from fxgrad.compiler import SAMPLE_DIM, Captured, Options, compile_graph
-from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak
-from fxgrad.store import Store, Unseen, watch
+from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
+from fxgrad.store import Forward, Store, Unseen, watch
 
-_MARKS = (
+MARKS = (
     "_dynamo_dynamic_indices",
     "_dynamo_dynamic_range",
     "_dynamo_hint_overrides",
+    "_dynamo_propagated_dynamic_indices",
     "_specialize_on",
     "_has_dynamo_dim_marking",
     SAMPLE_DIM,
 )
 
-
-class _Current(threading.local):
-    """The batch size of the call this thread is in: the backend runs inside of Dynamo, which tells it nothing."""
-
-    batch_size: int | None = None
+_COUNT = itertools.count()
 
 
 @dataclass
@@ -44,31 +41,38 @@ class Engine:
     options: Options
     roles: Roles
     store: Store
-    current: _Current = field(default_factory=_Current)
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample."""
         original = self._original(method)
-        parameters = self.trainable()
-        if not torch.is_grad_enabled() or not parameters or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        self.store.check_clear(parameters, "a forward")
+        parameters = self.trainable()
+        if not parameters:
+            return original(*args, **kwargs)
+        check_parameters(parameters)
+        check_reverse_mode([*parameters.values(), *tree_leaves((args, kwargs))])
+        self.store.check_clear(parameters, torch._C._current_graph_task_id(), "a forward")
         batch = self.roles.find(args, kwargs)
-        if batch.size == 0:
-            outputs = self._on_no_samples(method, parameters, args, kwargs)
-        else:
-            outputs = self._run(method, batch, args, kwargs)
+        forward = Forward(batch.size, parameters)
+        with self.store.during(forward):
+            if batch.size == 0:
+                outputs = self._on_no_samples(method, forward, args, kwargs)
+            else:
+                outputs = self._run(method, batch, args, kwargs)
         tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        watch(tensors, self.store, parameters)
+        watch(tensors, self.store, forward)
         if not self.options.fullgraph:
-            self.store.outside = used_outside(tensors, self._names())
+            forward.outside = used_outside(tensors, self.names())
+            for tensor in tensors:
+                tensor.__dict__.pop(SAMPLE_DIM, None)  # it was for the next graph
         return outputs
 
-    def trainable(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _names(self) -> dict[int, str]:
+    def names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def _original(self, method: str) -> Callable[..., Any]:
@@ -79,17 +83,14 @@ class Engine:
     ) -> Any:
         if method not in self.compiled:
             self.compiled[method] = self._compile(method)
-        before = self.current.batch_size
-        self.current.batch_size = batch.size
         try:
-            with marked(batch), _no_duck_shapes():
+            with marked(batch), no_duck_shapes():
                 return self.compiled[method](*args, **kwargs)
-        except FxgradError:
-            raise
         except Exception as error:
-            raise translated(error) from error
-        finally:
-            self.current.batch_size = before
+            own = translated(error)
+            if own is error:
+                raise
+            raise own from (None if isinstance(own, FxgradError) else error)
 
     def _compile(self, method: str) -> Callable[..., Any]:
         return torch.compile(
@@ -97,25 +98,59 @@ class Engine:
         )
 
     def _backend(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        size = self.current.batch_size
-        assert size is not None
-        return compile_graph(Captured(gm, examples, size, self._names()), self.options, self.store)
+        forward = self.store.current.forward
+        assert forward is not None
+        return compile_graph(self.captured(gm, examples, forward.size), self.options, self.store)
+
+    def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int) -> Captured:
+        """A graph from Dynamo, with what the model knows about its inputs."""
+        buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+        fullgraph, positional = self.options.fullgraph, self.roles.names
+        return Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
 
     def _on_no_samples(
-        self,
-        method: str,
-        parameters: Sequence[nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, method: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An empty batch runs as it is: there is nothing to compile and nothing to add up."""
-        stand_ins = {
-            name: Unseen.apply(self.store, parameter)  # type: ignore[no-untyped-call]
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
-        with _swapped(self.model, stand_ins):
+        stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
+        forward.ghosts.append(stand_ins[0].grad_fn)
+        with _swapped(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
             return self._original(method)(*args, **kwargs)
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
+    for name, parameter in parameters.items():
+        kind = (
+            f"a tensor subclass, {type(parameter.data).__name__}"
+            if type(parameter.data) is not Tensor
+            else "sparse"
+            if parameter.layout is not torch.strided
+            else "complex"
+            if parameter.is_complex()
+            else ""
+        )
+        if kind:
+            raise OptionError(
+                f"parameter '{name}' is {kind}: it has no per-sample gradient here",
+                advice="Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
+            )
+
+
+def check_reverse_mode(values: Sequence[Any]) -> None:
+    """Per-sample gradients come from one reverse pass, not from within another transform."""
+    func = torch._C._functorch.peek_interpreter_stack() is not None
+    if func or any(isinstance(v, Tensor) and torch._C._functorch.is_batchedtensor(v) for v in values):
+        raise OptionError(
+            "a transformed model does not run inside of torch.func's transforms (grad, jvp, vmap)",
+            advice="Call the original model there.",
+        )
+    dual = [v for v in values if isinstance(v, Tensor) and torch.autograd.forward_ad.unpack_dual(v).tangent is not None]
+    if dual:
+        raise OptionError(
+            "forward-mode AD does not go through a transformed model",
+            advice="Call the original model on dual tensors.",
+        )
 
 
 @contextlib.contextmanager
@@ -128,40 +163,45 @@ def _swapped(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def fresh_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original`` as a function with a code object of its own: Dynamo keeps its graphs per code object."""
+    """``original`` as a function with a code object and a name of its own.
+
+    Dynamo keeps its graphs per code object, and what it learnt about changing sizes per name: another
+    model's calls are none of this one's business.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    code = call.__code__.replace(co_name="call")
-    return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
+    name = f"call_{next(_COUNT)}"
+    code = call.__code__.replace(co_name=name)
+    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
 
 
 @contextlib.contextmanager
 def marked(batch: Batch) -> Iterator[None]:
-    """The user's tensors, marked dynamic on their sample dims for as long as the call lasts."""
+    """The user's tensors, marked with their roles and dynamic on their sample dims, as long as the call lasts."""
     kept: list[tuple[weakref.ref[Tensor], dict[str, Any]]] = []
     try:
-        for tensor, dim in batch.marked():
+        for tensor, dim in batch.roles():
             attributes = tensor.__dict__
-            kept.append((weakref.ref(tensor), {k: attributes[k] for k in _MARKS if k in attributes}))
-            for mark in _MARKS:
+            kept.append((weakref.ref(tensor), {k: attributes[k] for k in MARKS if k in attributes}))
+            for mark in MARKS:
                 attributes.pop(mark, None)
             setattr(tensor, SAMPLE_DIM, dim)
-            if batch.size > 1:
+            if dim != SHARED and batch.size > 1:
                 torch._dynamo.mark_dynamic(tensor, dim)
         yield
     finally:
         for reference, before in kept:
             found = reference()
             if found is not None:
-                for mark in _MARKS:
+                for mark in MARKS:
                     found.__dict__.pop(mark, None)
                 found.__dict__.update(before)
 
 
 @contextlib.contextmanager
-def _no_duck_shapes() -> Iterator[None]:
+def no_duck_shapes() -> Iterator[None]:
     """Equal sizes are no reason for one symbol: a sequence may be as long as the batch by chance."""
     import torch.fx.experimental._config as config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxgrad.context import Context, Mixing, TrainableParameter
+from fxgrad.batch import LOST, SHARED
+from fxgrad.context import Context, Mixing, TrainableParameter, source_line
 from fxgrad.errors import LostLayout, OptionError, UniformOutput
 from fxgrad.layouts import Kind, Samples
 from fxgrad.pipeline import PASSES, SINGLE, run_passes
 from fxgrad.quantities import GradSample, Quantity
-from fxgrad.store import Ghosts, Store
+from fxgrad.store import Forward, Ghosts, Store, watch
 from fxgrad.symbols import Symbols, expression
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
@@ -59,6 +61,9 @@ class Captured:
     examples: Sequence[Any]
     batch_size: int
     names: dict[int, str]  # id(parameter) -> the user's name
+    fullgraph: bool = True
+    buffers: frozenset[int] = frozenset()  # id(buffer)
+    positional: Sequence[str] = ()  # the names of forward's positional arguments
 
     def __post_init__(self) -> None:
         self.placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -73,42 +78,62 @@ class Captured:
         ]
 
     def name(self, i: int) -> str:
-        return self.names.get(id(self.examples[i]), self.placeholders[i].name)
+        """The user's name for an input: ``encoder.weight``, ``x``, ``batch['ids']``."""
+        known = self.names.get(id(self.examples[i]))
+        return known if known is not None else input_name(self.placeholders[i], self.positional)
 
     def sample_dims(self) -> dict[int, int]:
         """Input position -> sample dimension."""
         dims = {}
-        for i, example in enumerate(self.examples):
-            if isinstance(example, Tensor) and not isinstance(example, nn.Parameter):
-                dim = getattr(example, SAMPLE_DIM, None)
-                if dim is None:
-                    dim = self._handed_on(i)
-                if dim is not None:
-                    dims[i] = dim
+        for i in self.inputs():
+            dim = self._role(i)
+            if dim == LOST:
+                raise self._lost(i)
+            if dim != SHARED:
+                dims[i] = dim
         return dims
 
-    def _handed_on(self, i: int) -> int | None:
-        """A value from an earlier graph, before a graph break: batched where its size says so."""
-        value = self.values[i]
-        symbolic = [dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
-        if not symbolic or self.batch_size < 2:
-            return None
-        example = self.examples[i]
-        for dim in symbolic:
-            if example.shape[dim] == self.batch_size:
-                return dim
-        for dim in symbolic:
-            if example.shape[dim] % self.batch_size == 0:
-                user = next(iter(self.placeholders[i].users), self.placeholders[i])
-                from fxgrad.context import source_line
+    def inputs(self) -> list[int]:
+        """The positions of tensors that are neither parameters nor buffers."""
+        return [
+            i
+            for i, example in enumerate(self.examples)
+            if isinstance(example, Tensor)
+            and not isinstance(example, nn.Parameter)
+            and id(example) not in self.buffers
+        ]
 
-                raise LostLayout(
-                    f"a value that holds {example.shape[dim]} rows for {self.batch_size} samples crosses "
-                    "a graph break, and where the samples are in it is lost there",
-                    where=source_line(user),
-                    advice="Give the samples a dimension of their own before the break.",
-                )
-        return None
+    def _role(self, i: int) -> int:
+        """The mark of a user's input or of an earlier graph's output; else the input's size decides."""
+        example = self.examples[i]
+        role = getattr(example, SAMPLE_DIM, None)
+        if role is not None or self.fullgraph:
+            return SHARED if role is None else int(role)
+        sizes = list(example.shape)
+        if self.batch_size in sizes:
+            return sizes.index(self.batch_size) if sizes.count(self.batch_size) == 1 else LOST
+        return LOST if any(size > 0 and size % self.batch_size == 0 for size in sizes) else SHARED
+
+    def _lost(self, i: int) -> LostLayout:
+        user = next(iter(self.placeholders[i].users), self.placeholders[i])
+        shape = ", ".join(map(str, self.examples[i].shape))
+        return LostLayout(
+            f"where the {self.batch_size} samples are in a value of shape [{shape}] is lost at a graph break",
+            where=source_line(user),
+            advice="Give the samples a dimension of their own before the break.",
+        )
+
+
+def input_name(node: fx.Node, positional: Sequence[str]) -> str:
+    """The name of a graph input in terms of forward's arguments: ``L['args'][1]['y']`` is ``y['y']``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    text = str(name() if callable(name) else name)
+    found = re.fullmatch(r"L\['args'\]\[(\d+)\](.*)", text)
+    if found and int(found[1]) < len(positional):
+        return positional[int(found[1])] + found[2]
+    found = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\](.*)", text)
+    return found[1] + found[2] if found else node.name
 
 
 def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
@@ -121,11 +146,11 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     single = captured.batch_size == 1
     ctx = make_context(captured, options, dims, single=single)
     gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
-    uniform = uniform_outputs(gm)
-    values, fakes = _inner_inputs(captured, trainable, dims)
-    del fakes
-    compiled = inner(gm, values)
-    return Transformed(compiled, trainable, dims, uniform, store, captured.batch_size, options.fullgraph)
+    uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
+    roles = {} if single or options.fullgraph else output_roles(gm)
+    compiled = inner(gm, _inner_inputs(captured, trainable, dims))
+    names = [captured.name(i) for i in trainable]
+    return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size)
 
 
 def make_context(
@@ -202,7 +227,7 @@ def _hint(captured: Captured) -> int:
 
 def _inner_inputs(
     captured: Captured, trainable: Sequence[int], dims: dict[int, int]
-) -> tuple[list[Any], list[Any]]:
+) -> list[Any]:
     """What the inner compiler sees: parameters that need no gradient, and a ghost for each."""
     values = list(captured.values)
     n: Any = captured.batch_size
@@ -215,7 +240,7 @@ def _inner_inputs(
         with value.fake_mode:
             values[i] = value.detach()
             ghosts.append(value.detach().new_empty(()).expand(n, *value.shape).requires_grad_())
-    return values + ghosts, ghosts
+    return values + ghosts
 
 
 def uniform_outputs(gm: fx.GraphModule) -> list[int]:
@@ -228,6 +253,40 @@ def uniform_outputs(gm: fx.GraphModule) -> list[int]:
         if isinstance(samples, Samples) and samples.kind is Kind.UNIFORM and node.meta.get("traced", True):
             found.append(i)
     return found
+
+
+def reached_by_parameters_alone(captured: Captured) -> list[int]:
+    """The same for a batch of one, whose graph says nothing about samples."""
+    held = {
+        captured.placeholders[i]
+        for i in captured.inputs()
+        if getattr(captured.examples[i], SAMPLE_DIM, None) != SHARED
+    }
+    traced = {captured.placeholders[i] for i in captured.trainable()}
+    for node in captured.gm.graph.nodes:
+        if held.intersection(node.all_input_nodes):
+            held.add(node)
+        if traced.intersection(node.all_input_nodes):
+            traced.add(node)
+    outputs = captured.gm.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    return [i for i, node in enumerate(outputs) if node in traced and node not in held]
+
+
+def output_roles(gm: fx.GraphModule) -> dict[int, int]:
+    """Output position -> where a later graph, behind a graph break, finds the samples in it."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    roles = {}
+    for i, node in enumerate(outputs):
+        samples = node.meta.get("samples") if isinstance(node, fx.Node) else None
+        if not isinstance(samples, Samples):
+            continue
+        if samples.kind is Kind.BATCHED and samples.layout is not None and not samples.layout.merged:
+            roles[i] = samples.layout.dim
+        else:
+            roles[i] = LOST if samples.kind in (Kind.BATCHED, Kind.MIXED) else SHARED
+    return roles
 
 
 class _Uniform(torch.autograd.Function):
@@ -258,23 +317,47 @@ class Transformed:
 
     compiled: Callable[..., Any]
     trainable: Sequence[int]
+    names: Sequence[str]  # of the trainable parameters
     dims: dict[int, int]
     uniform: Sequence[int]
+    roles: dict[int, int]
     store: Store
     batch_size: int
-    fullgraph: bool
 
     def __call__(self, *args: Any) -> Any:
         n = self._batch_size(args)
         parameters = [args[i] for i in self.trainable]
-        ghosts = Ghosts.apply(self.store, n, *parameters)  # type: ignore[no-untyped-call]
+        forward = self.store.current.forward or self._own_forward(n, parameters)
+        self._check_size(n, forward.size)
+        ghosts = Ghosts.apply(self.store, forward, n, *parameters)  # type: ignore[no-untyped-call]
         inputs = list(args)
         for i in self.trainable:
             inputs[i] = args[i].detach()
         outputs = list(self.compiled(*inputs, *ghosts))
         for i in self.uniform:
             outputs[i] = _Uniform.apply(outputs[i], ghosts[0])  # type: ignore[no-untyped-call]
+        for i, role in self.roles.items():
+            setattr(outputs[i], SAMPLE_DIM, role)
+        if torch.is_grad_enabled():
+            forward.ghosts.append(ghosts[0].grad_fn)
+            if self.store.current.forward is None:
+                watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
         return outputs
+
+    def _own_forward(self, n: int, parameters: Sequence[Tensor]) -> Forward:
+        """Where torch.compile called the backend, nobody began a forward: this graph is all of it."""
+        forward = Forward(n, dict(zip(self.names, parameters, strict=True)))
+        if torch.is_grad_enabled():
+            self.store.check_clear(forward.parameters, forward.enclosing, "a forward")
+        return forward
+
+    def _check_size(self, n: int, size: int) -> None:
+        """What was batched by its size at a graph break has to go on being so."""
+        if n != size:
+            raise LostLayout(
+                f"a value that held the samples before has {n} rows for {size} samples now",
+                advice="Pass in_dims= to say which inputs hold samples, and remove graph breaks between them.",
+            )
 
     def _batch_size(self, args: Sequence[Any]) -> int:
         if self.batch_size == 1:

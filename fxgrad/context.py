@@ -60,11 +60,22 @@ _HOSTS = ("torch/nn/", "torch/_", "torch/utils/", "torch/functional.py", "fxgrad
 def source_line(node: fx.Node) -> str:
     """The user's own line that made a node: ``model.py:41   x = self.bn(x)``."""
     frames = list(_FRAME.finditer(node.stack_trace or ""))
-    own = [f for f in frames if not any(host in f["file"] for host in _HOSTS)] or frames
+    own = [f for f in frames if not any(host in f["file"] for host in _HOSTS)]
     if not own:
-        return ""
+        return _module(node)
     frame = own[-1]
     return f"{PurePath(frame['file']).name}:{frame['line']}   {frame['code'].strip()}"
+
+
+def _module(node: fx.Node) -> str:
+    """The module a node comes from, where no line of the user's own made it: ``BatchNorm1d '1'``."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path, kind = stack[-1]
+    names = re.findall(r"\['([^']+)'\]|\.([A-Za-z_]\w*)", str(path))
+    words = [a or b for a, b in names if (a or b) not in ("_modules",)]
+    return f"in {getattr(kind, '__name__', kind)} '{words[-1] if words else path}'"
 
 
 def path_to(node: fx.Node, ctx: Context) -> str:

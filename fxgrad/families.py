@@ -29,13 +29,14 @@ class Family(Enum):
     ATTENTION = "attention"
     LOSS = "loss"  # elementwise or per row, then reduced
     FACTORY = "factory"  # borrows shape, dtype or device only
+    ALONE = "alone"  # a user's own op, promised to treat samples alone
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
 
 
 MOVEMENT = frozenset(
     """view reshape permute transpose expand repeat contiguous unsqueeze squeeze flatten unflatten
     chunk split split_with_sizes unbind select narrow roll flip detach movedim t T mT H mH adjoint
-    getitem cat stack pad index_select expand_as repeat_interleave view_as reshape_as tensor_split
+    getitem index cat stack pad index_select expand_as repeat_interleave view_as reshape_as tensor_split
     tile broadcast_to slice fliplr flipud rot90 ravel atleast_1d atleast_2d atleast_3d hstack vstack
     dstack column_stack diagonal hsplit vsplit dsplit unsafe_chunk unsafe_split numpy_T constant_pad_nd
     pixel_shuffle pixel_unshuffle channel_shuffle unfold_method take_along_rows view_copy _unsafe_view
@@ -54,7 +55,7 @@ ALONG = frozenset(
 REDUCTIONS = frozenset("sum mean nansum nanmean".split())
 CONTRACTIONS = frozenset(
     """linear matmul mm bmm addmm baddbmm mv addmv dot vdot inner ger outer addr rmatmul einsum
-    tensordot bilinear chain_matmul linalg_multi_dot addbmm kron""".split()
+    tensordot bilinear chain_matmul linalg_multi_dot addbmm kron cdist""".split()
 )
 NORMALISED = frozenset("layer_norm rms_norm native_layer_norm _fused_rms_norm".split())
 PER_ROW = frozenset(

@@ -8,6 +8,7 @@ tracing it would turn the batch symbol into a constant.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,9 @@ def per_sample_vjp(
         return vjp(call, *(shared[i] for i in wrt))[1](g)
 
     try:
-        grads = vmap(one_sample)(g, *batched)
+        with warnings.catch_warnings():  # an op that vmap itself loops over is slow, not wrong
+            warnings.simplefilter("ignore")
+            grads = vmap(one_sample)(g, *batched)
     except (RuntimeError, NotImplementedError):  # an op without a batching rule: one sample at a time
         rows = [one_sample(g[i], *(t[i] for t in batched)) for i in range(n)]
         grads = tuple(torch.stack(column) for column in zip(*rows, strict=True))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
+from fxgrad.calls import op_name
+from fxgrad.families import RANDOM
 from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.symbols import Symbols, expression
 
@@ -84,6 +86,8 @@ class Replay:
 
     def layouts(self, node: fx.Node, outputs: Any) -> Any:
         """The layout of each output tensor of a movement op; None where it has none."""
+        if op_name(node.target) in _INDEXING:
+            return self._indexed(node, outputs)
         runs = [self._run(node, batch) for batch in BATCHES]
         if isinstance(outputs, Tensor):
             return self._read(runs, outputs)
@@ -91,6 +95,33 @@ class Replay:
             return [None] * len(outputs)
         columns = zip(*runs, strict=True)
         return [self._read(list(column), out) for column, out in zip(columns, outputs, strict=True)]
+
+    def _indexed(self, node: fx.Node, output: Tensor) -> Layout | None:
+        """``x[ids]``: where x's samples end up, and every batched index's; they have to agree."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        indices = [arg for arg in node.all_input_nodes if isinstance(arg.meta["fake"], Tensor) and arg is not source]
+        batched = [arg for arg in indices if self.samples(arg).kind is Kind.BATCHED]
+        found = []
+        if self.samples(source).kind is Kind.BATCHED:
+            found.append(self._read([self._run(node, batch) for batch in BATCHES], output))
+        for index in batched:
+            found.append(self._read([self._probe(node, index, batch) for batch in BATCHES], output))
+        return found[0] if found and all(layout == found[0] for layout in found) else None
+
+    def _probe(self, node: fx.Node, index: fx.Node, batch: int) -> Any:
+        """Index a source that holds its own positions by sample ids: the result is the index's ids."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        dim = _indexed_dim(node, index)
+        shape = [self.symbols.evaluate(size, batch) for size in source.meta["fake"].shape]
+        shape[dim] = batch + 1
+        positions = torch.arange(batch + 1, dtype=torch.int32)
+        probe = positions.view([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
+        sizes = [self.symbols.evaluate(size, batch) for size in index.meta["fake"].shape]
+        layout = self.samples(index).layout
+        ids = sample_ids(layout, sizes, batch).long()
+        return self._run(node, batch, known={source: probe, index: ids})
 
     def copies(self, node: fx.Node, output: Tensor, dim: int) -> Layout | None:
         """The layout of a parameter's value that a movement op copied to every sample."""
@@ -121,8 +152,16 @@ class Replay:
             return Layout(dim, 1, None)
         return Layout(dim, None, 1) if inner == 1 else None
 
-    def _run(self, node: fx.Node, batch: int, *, elements: bool = False) -> Any:
-        def value(arg: Any) -> Any:
+    def _run(
+        self, node: fx.Node, batch: int, *, elements: bool = False, known: dict[fx.Node, Tensor] | None = None
+    ) -> Any:
+        indices = node.all_input_nodes if op_name(node.target) in _INDEXING else []
+
+        def value(arg: fx.Node) -> Any:
+            if known is not None and arg in known:
+                return known[arg]
+            if arg in indices and arg is not node.args[0] and isinstance(arg.meta["fake"], Tensor):
+                return self.constant(arg, batch)
             return self._value(arg, batch, elements)
 
         args = fx.map_arg(node.args, value)
@@ -141,10 +180,7 @@ class Replay:
         shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
         known: Samples = self.samples(node)
         if known.kind is Kind.BATCHED and known.layout is not None and not elements:
-            ids = sample_ids(known.layout, shape, batch)
-            return ids if not _is_index(fake) else ids
-        if known.kind is Kind.CONSTANT and _is_index(fake):
-            return self.constant(node, batch)
+            return sample_ids(known.layout, shape, batch)
         if elements and known.kind is Kind.UNIFORM:
             return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.int32).view(shape)
         return torch.zeros((), dtype=torch.int32).expand(shape)
@@ -159,7 +195,8 @@ class Replay:
     def _compute(self, node: fx.Node, batch: int) -> Tensor:
         fake = node.meta["fake"]
         shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
-        if node.op in ("call_function", "call_method") and not _impure(node):
+        computed = node.op in ("call_function", "call_method") and not _impure(node)
+        if computed and self.samples(node).kind is Kind.CONSTANT:
             try:
                 return self._compute_call(node, batch)
             except _UnknownData:
@@ -196,9 +233,6 @@ class _UnknownData(Exception):
 
 
 def _impure(node: fx.Node) -> bool:
-    from fxgrad.calls import op_name
-    from fxgrad.families import RANDOM
-
     name = op_name(node.target)
     return name.endswith("_") or name in RANDOM
 
@@ -222,8 +256,6 @@ _RESHAPES = {"view": "reshape", "view_as": "reshape_as"}
 
 
 def _call_on_ids(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    from fxgrad.calls import op_name
-
     op = op_name(node.target)
     if op in ("pad", "constant_pad_nd"):
         padded = torch.nn.functional.pad(args[0].double(), *args[1:2], **_pad_mode(args, kwargs))
@@ -238,6 +270,26 @@ def _call_on_ids(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return getattr(args[0], node.target)(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+_INDEXING = frozenset({"getitem", "index_select", "index"})
+
+
+def _indexed_dim(node: fx.Node, index: fx.Node) -> int:
+    """The source's dim that an index tensor indexes."""
+    if op_name(node.target) == "index_select":
+        return int(node.args[1])  # type: ignore[arg-type]
+    items = node.args[1]
+    if not isinstance(items, tuple | list):
+        return 0
+    ndim = node.args[0].meta["fake"].dim()  # type: ignore[union-attr]
+    used = sum(1 for item in items if item is not None and item is not Ellipsis)
+    dim = 0
+    for item in items:
+        if item is index:
+            return dim
+        dim += ndim - used if item is Ellipsis else 0 if item is None and op_name(node.target) != "index" else 1
+    raise LookupError("an index tensor stands nowhere in its index")
 
 
 def _pad_mode(args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -179,6 +179,7 @@ _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
     "outer": {},
     "bilinear": {"input1": (-1,), "input2": (-1,)},
     "addbmm": {"batch1": (0, 2), "batch2": (0, 1)},
+    "cdist": {"x1": (-1,), "x2": (-1,)},
 }
 
 
@@ -222,8 +223,7 @@ def normalised(op: Op, output: Tensor) -> Answer:
 
 def per_row(op: Op, output: Tensor) -> Answer:
     name = op.call.op
-    use_batch = op.call.get("training") is True or op.call.get("use_input_stats") is True
-    if name == "batch_norm" and use_batch:
+    if name == "batch_norm" and op.call.get("training") is True:
         return Mixes("batch_norm in training mode lets samples influence each other")
     rank = 2 + _spatial(name) if _spatial(name) else None
     for operand, layout in op.batched:
@@ -232,7 +232,10 @@ def per_row(op: Op, output: Tensor) -> Answer:
             return Mixes("its weight holds samples")
         if layout.dim != 0 or unbatched:
             return Mixes("it gets its samples on another dimension than 0")
-    return by_shape(op, output)
+        if name == "embedding_bag" and operand.fake.dim() == 1:
+            return Mixes("its bags are given by offsets, so a row is not a sample")
+    held = {layout for _, layout in op.batched}
+    return held.pop() if len(held) == 1 else by_shape(op, output)
 
 
 def _spatial(name: str) -> int:
@@ -310,6 +313,7 @@ HANDLERS: dict[Family, Handler] = {
     Family.ATTENTION: attention,
     Family.LOSS: loss,
     Family.PER_INDEX: per_index,
+    Family.ALONE: by_shape,
 }
 
 

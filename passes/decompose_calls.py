@@ -2,10 +2,138 @@
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Callable
+from typing import Any
 
-from fxgrad.context import Context
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fxgrad.calls import Call, bind, map_nodes, op_name
+from fxgrad.context import Context, tensors_of
+from fxgrad.families import family_of
+from fxgrad.rules import RULES
 
 
 def decompose_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: every call has ``call``. After: the same, where it was possible in classified ops only.
+
+    ``multi_head_attention_forward(..)`` -> ``linear, chunk, view, scaled_dot_product_attention, linear``.
+    PyTorch's own composite definition is traced; where that says nothing, its decompositions are. An op
+    that stays as it is, is refused by the next pass if it meets samples.
+    """
+    unknown = [node for node in gm.graph.nodes if _unclassified(node)]
+    for node in unknown:
+        body = _decomposition(node, ctx)
+        if body is not None:
+            _inline(gm, node, body)
+    if unknown:
+        _drop_unused_sizes(gm.graph)
+        for node in gm.graph.nodes:
+            if "call" in node.meta:
+                node.meta["call"] = bind(node)
     return gm
+
+
+def _unclassified(node: fx.Node) -> bool:
+    call: Call | None = node.meta.get("call")
+    if call is None or isinstance(node.target, HigherOrderOperator) or not tensors_of(node.meta["fake"]):
+        return False
+    known = call.op in RULES or family_of(call.op) is not None
+    return not known and not call.inplace and call.op not in ("getattr", "setitem")
+
+
+def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
+    """The op's graph in ATen ops; None where it has none in classified ones."""
+    flat, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    operands = [arg for arg in flat if isinstance(arg, fx.Node)]
+
+    def call(*values: Any) -> Any:
+        given = iter(values)
+        args, kwargs = pytree.tree_unflatten(
+            [next(given) if isinstance(arg, fx.Node) else arg for arg in flat], spec
+        )
+        if isinstance(node.target, str):
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    values = [arg.meta["fake"] for arg in operands]
+    for table in (None, torch._decomp.core_aten_decompositions()):
+        body = _traced(call, values, table, ctx)
+        if body is not None and not any(_foreign(inner) for inner in body.graph.nodes):
+            body.meta["operands"] = operands
+            return body
+    return None
+
+
+def _traced(call: Callable[..., Any], values: list[Any], table: Any, ctx: Context) -> fx.GraphModule | None:
+    try:
+        with ctx.symbols.mode, torch.enable_grad(), enable_python_dispatcher():
+            return make_fx(call, decomposition_table=table, pre_dispatch=True)(*values)
+    except Exception:  # any failure to trace only means that the op stays whole
+        return None
+
+
+def _foreign(node: fx.Node) -> bool:
+    if node.op != "call_function" or not tensors_of(node.meta.get("val")):
+        return False
+    name = op_name(node.target)
+    return name.removesuffix("_") not in RULES and family_of(name.removesuffix("_")) is None and name != "getitem"
+
+
+def _inline(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> None:
+    """Put the body in the op's place."""
+    inputs = body.graph.find_nodes(op="placeholder")
+    env: dict[fx.Node, fx.Node] = dict(zip(inputs, body.meta["operands"], strict=True))
+    with gm.graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op in ("placeholder", "output"):
+                continue
+            if inner.op == "get_attr":
+                name = f"{node.name}_{str(inner.target).replace('.', '_')}"
+                setattr(gm, name, getattr(body, str(inner.target)))
+                env[inner] = gm.graph.get_attr(name)
+            else:
+                env[inner] = gm.graph.node_copy(inner, env.__getitem__)
+            _leave_facts(env[inner], inner, node)
+    result = map_nodes(body.graph.output_node().args[0], env.__getitem__)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            if user.target is not None and op_name(user.target) == "getitem":
+                user.replace_all_uses_with(result[user.args[1]])
+                gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+
+
+def _leave_facts(copy: fx.Node, inner: fx.Node, node: fx.Node) -> None:
+    """What the earlier passes would have found out about a node of the body."""
+    fake = inner.meta.get("val")
+    copy.meta = {"fake": fake, "traced": _flows(fake, copy)}
+    copy.stack_trace = node.stack_trace
+    if copy.op == "call_function":
+        copy.meta["call"] = bind(copy)
+
+
+def _flows(fake: Any, node: fx.Node) -> Any:
+    """A gradient flows on wherever it flows in; traced values say nothing about it themselves."""
+    if isinstance(fake, tuple | list):
+        return [_flows(item, node) for item in fake]
+    arrives = any(_any_traced(arg.meta["traced"]) for arg in node.all_input_nodes)
+    return isinstance(fake, Tensor) and fake.is_floating_point() and arrives
+
+
+def _any_traced(traced: Any) -> bool:
+    return any(_any_traced(item) for item in traced) if isinstance(traced, list) else bool(traced)
+
+
+def _drop_unused_sizes(graph: fx.Graph) -> None:
+    """Sizes that a decomposition asked for and did not need."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and str(node.target).startswith("aten.sym_"):
+            graph.erase_node(node)

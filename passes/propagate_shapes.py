@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from fxgrad.context import Context, source_line
 from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
@@ -13,7 +14,7 @@ from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
 
 def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: a graph as Dynamo left it. After: every node has ``fake`` and ``traced``."""
-    with torch.enable_grad(), ctx.symbols.mode:
+    with torch.enable_grad(), ctx.symbols.mode, enable_python_dispatcher():
         _Propagate(gm, ctx).run(*(ctx.inputs[node.name] for node in gm.graph.find_nodes(op="placeholder")))
     if ctx.symbols.specialised():
         raise BatchSizeError(

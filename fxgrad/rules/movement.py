@@ -134,4 +134,4 @@ def _placed(g, input, dim, start):
     dim = dim % input.dim()
     grad = g.new_zeros(g.shape[0], *input.shape)
     grad.narrow(1 + dim, start, g.shape[1 + dim]).copy_(g)
-    return {"input": grad}
+    return grad

@@ -1,0 +1,92 @@
+"""`fxgrad.trace`: what the passes make of a model, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo import exc
+
+from fxgrad.api import engine_of, transform
+from fxgrad.capture import Engine, fresh_function, marked, no_duck_shapes, translated
+from fxgrad.compiler import make_context
+from fxgrad.context import Context
+from fxgrad.errors import FxgradError
+from fxgrad.pipeline import PASSES, SINGLE, run_passes
+from fxgrad.printing import graph_text
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A rewritten graph; ``str()`` of it is stable, fit for a snapshot."""
+
+    graph_module: fx.GraphModule
+    context: Context
+
+    def __str__(self) -> str:
+        return graph_text(self.graph_module, self.context)
+
+    __repr__ = __str__
+
+
+class _Captured(Exception):
+    """Carries the graph out of Dynamo: nothing is compiled and nothing runs."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__("captured")
+        self.trace = trace
+
+
+def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
+    """The rewritten graph of ``model(*args, **kwargs)``, printable and stable.
+
+    ``model`` may be transformed already; its options then apply. Nothing is computed: no random numbers
+    are drawn and no buffers move. The text names no addresses and no paths.
+
+    >>> print(trace(nn.Linear(3, 2, bias=False), torch.ones(4, 3)))
+    inputs:
+      weight: f32[2, 3]                                               trainable
+      input: f32[B, 3]                                                batched(0)
+    ghosts:
+      ghost(weight)
+    graph:
+      tape = new_tape[GradSample]()
+      handle = collect(tape, B, ghost(weight))
+      linear = linear(input, weight.detach(), None)                   f32[B, 2] batched(0)
+      linear' = tap_linear(tape, B, linear, handle, input, weight.detach())  rule
+    return (linear',)
+    <BLANKLINE>
+    """
+    engine = engine_of(model)
+    if engine is None:
+        engine = engine_of(transform(model))
+    assert engine is not None
+    return capture(engine, args, kwargs)
+
+
+def capture(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Let Dynamo trace a call and run the passes on its graph, and stop there."""
+    batch = engine.roles.find(args, kwargs)
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        captured = engine.captured(gm, examples, batch.size)
+        single = batch.size == 1
+        ctx = make_context(captured, engine.options, captured.sample_dims(), single=single)
+        raise _Captured(Trace(run_passes(gm, ctx, SINGLE if single else PASSES), ctx))
+
+    compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
+    try:
+        with marked(batch), no_duck_shapes():
+            compiled(*args, **kwargs)
+    except exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, _Captured):
+            return error.inner_exception.trace
+        raise translated(error) from error
+    except FxgradError:
+        raise
+    except Exception as error:
+        raise translated(error) from error
+    raise FxgradError("the model has no graph: it uses no trainable parameter in any tensor op")
