@@ -1,0 +1,28 @@
+# `make demo` and `make test` are all a fresh machine needs: both make .venv first.
+
+PYTHON ?= python3
+TORCH := $(shell grep '^torch==' constraints.txt)
+BIN := .venv/bin
+PYTEST_FLAGS ?= -n 2
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	$(BIN)/python examples/noisy_digits.py
+
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+# torch comes first and as exactly one version, so that a CPU build is taken where there is one.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist fxgrad.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,30 @@
+"""What every test starts from: fresh Dynamo caches, one seed, exact float32, and a device to run on."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _exact_float32() -> None:
+    """TF32 keeps 10 bits of the mantissa: a right gradient would miss 1e-4."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(autouse=True)
+def _fresh_start() -> Iterator[None]:
+    """No test sees another's compiled graphs, random numbers or default dtype."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
