@@ -12,7 +12,14 @@ from torch.utils import _pytree as pytree
 
 import fxgrad
 
-__all__ = ["assert_per_sample_grads", "default_loss", "per_sample_grads", "relative_error"]
+__all__ = [
+    "assert_graph_snapshot",
+    "assert_per_sample_grads",
+    "check_rule",
+    "default_loss",
+    "per_sample_grads",
+    "relative_error",
+]
 
 LossFn = Callable[[Any], Tensor]
 
@@ -333,3 +340,81 @@ def _largest(t: Tensor) -> float:
     """max|t| over finite values, 0 if there are none."""
     t = _wide(t).abs()
     return float(torch.where(t.isfinite(), t, 0.0).max()) if t.numel() else 0.0
+
+
+class _OneOp(nn.Module):
+    """A model of one op: its nn.Parameter arguments are its parameters, the other tensors its inputs."""
+
+    def __init__(self, op: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.op, self.leaves, self.spec = op, list(leaves), spec
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, nn.Parameter):
+                self.register_parameter(f"argument_{i}", leaf)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        given = iter(inputs)
+        filled = [
+            getattr(self, f"argument_{i}") if isinstance(leaf, nn.Parameter)
+            else next(given) if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(self.leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(filled, self.spec)
+        return self.op(*args, **kwargs)
+
+
+def check_rule(
+    op: Callable[..., Any],
+    *args: Any,
+    in_dims: Any = 0,
+    backend: str = "aot_eager",
+    tolerance: float | None = None,
+    **kwargs: Any,
+) -> float:
+    """Try an op's rule on numbers: per-sample gradients by it against the loop over single samples.
+
+    Arguments that are `nn.Parameter` are differentiated by; every other tensor is batched along dim 0
+    (`in_dims`, one entry per such tensor, says otherwise; None for one that all samples share). The op
+    runs on the whole batch, on batches of one, and with each parameter frozen in turn. Raises
+    `fxgrad.errors.RuleError` where the rule is wrong by more than `tolerance` (by dtype, see
+    `TOLERANCE`). Returns the largest error.
+
+    >>> check_rule(torch.nn.functional.linear, torch.randn(5, 3), nn.Parameter(torch.randn(2, 3))) < 1e-4
+    True
+    """
+    from fxgrad.errors import RuleError
+
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    model = _OneOp(op, leaves, spec)
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
+    how: dict[str, Any] = {"in_dims": in_dims, "backend": backend, "tolerance": tolerance}
+    errors = []
+    for frozen in (None, *([p for p in model.parameters()] if len(list(model.parameters())) > 1 else [])):
+        if frozen is not None:
+            frozen.requires_grad_(False)
+        try:
+            errors.append(assert_per_sample_grads(model, *inputs, **how))
+        except AssertionError as reason:
+            raise RuleError(
+                f"the rule of {getattr(op, '__name__', op)} is wrong: {reason}",
+                advice="Compare it, term by term, with the op's own derivative.",
+            ) from None
+        finally:
+            if frozen is not None:
+                frozen.requires_grad_(True)
+    return max(errors)
+
+
+def assert_graph_snapshot(trace: Any, expected: str) -> None:
+    """The text of a trace is the expected one, indentation and blank ends aside; else shows the difference.
+
+    >>> assert_graph_snapshot("  graph:\\n    x", "graph:\\n  x")
+    """
+    import difflib
+    from textwrap import dedent
+
+    actual, wanted = (dedent(str(text)).strip().splitlines() for text in (trace, expected))
+    actual, wanted = [line.rstrip() for line in actual], [line.rstrip() for line in wanted]
+    if actual != wanted:
+        changes = "\n".join(difflib.unified_diff(wanted, actual, "expected", "actual", lineterm=""))
+        raise AssertionError(f"the graph is another one:\n{changes}")

@@ -15,7 +15,7 @@ from fxgrad.capture import Engine, fresh_function, marked, no_duck_shapes, trans
 from fxgrad.compiler import make_context
 from fxgrad.context import Context
 from fxgrad.errors import FxgradError
-from fxgrad.pipeline import PASSES, SINGLE, run_passes
+from fxgrad.pipeline import PASSES, SINGLE, Pass, run_passes
 from fxgrad.printing import graph_text
 
 
@@ -67,15 +67,18 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     return capture(engine, args, kwargs)
 
 
-def capture(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Let Dynamo trace a call and run the passes on its graph, and stop there."""
+def capture(
+    engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], passes: Sequence[Pass] | None = None
+) -> Trace:
+    """Let Dynamo trace a call and run the passes (all, or these) on its graph, and stop there."""
     batch = engine.roles.find(args, kwargs)
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         captured = engine.captured(gm, examples, batch.size)
         single = batch.size == 1
         ctx = make_context(captured, engine.options, captured.sample_dims(), single=single)
-        raise _Captured(Trace(run_passes(gm, ctx, SINGLE if single else PASSES), ctx))
+        made = run_passes(gm, ctx, passes if passes is not None else SINGLE if single else PASSES)
+        raise _Captured(Trace(made, ctx))
 
     compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
     try:
