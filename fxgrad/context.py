@@ -73,7 +73,7 @@ def _module(node: fx.Node) -> str:
     if not stack:
         return ""
     path, kind = stack[-1]
-    names = re.findall(r"\['([^']+)'\]|\.([A-Za-z_]\w*)", str(path))
+    names = re.findall(r"\['([^']+)'\]|\.(\w+)", str(path))
     words = [a or b for a, b in names if (a or b) not in ("_modules",)]
     return f"in {getattr(kind, '__name__', kind)} '{words[-1] if words else path}'"
 
