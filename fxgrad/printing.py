@@ -78,7 +78,7 @@ class _Printer:
             parameter = self.ctx.parameters[key]
             ghosts.append(f"  {self._name(node, f'ghost({parameter.name})')}")
             return
-        fake = node.meta.get("fake")
+        fake = node.meta.get("fake", node.meta.get("example_value"))
         if isinstance(fake, torch.SymInt):
             self.names[node] = self.ctx.symbols.show(fake)
             return
@@ -88,7 +88,7 @@ class _Printer:
         inputs.append(_columns(f"  {name}: {self._type(fake)}", remark))
 
     def _call(self, node: fx.Node, body: list[str]) -> None:
-        fake = node.meta.get("fake")
+        fake = node.meta.get("fake", node.meta.get("example_value"))
         if op_name(node.target) == "detach" and node.args[0] in self.names and self._is_parameter(node.args[0]):
             self.names[node] = f"{self.names[node.args[0]]}.detach()"
             return

@@ -1,0 +1,328 @@
+"""Each pass on a small model: what it makes of the graph, where it must not fire, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import fxgrad
+from fxgrad.api import engine_of
+from fxgrad.errors import LostLayout, MixedSamples, SpecViolation, UncoveredParameter
+from fxgrad.pipeline import PASSES, copy_graph, run_passes
+from fxgrad.tape import DeriveTarget, TapTarget
+from fxgrad.testing import assert_graph_snapshot
+from fxgrad.tracing import Trace, capture
+
+
+class Small(nn.Module):
+    """A linear layer on merged samples, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, channels = x.shape
+        hidden = self.fc(x.view(samples * length, channels))
+        return (hidden * self.scale).view(samples, length, -1).mean(1)
+
+
+class Calls(nn.Module):
+    """A function of an input and of parameters w [4, 4] and b [4]."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(torch.randn(4))
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def after(name: str, model: nn.Module, *args: Tensor) -> Trace:
+    """The graph as the named pass leaves it."""
+    names = [run.__name__ for run in PASSES]
+    engine = engine_of(fxgrad.transform(model))
+    assert engine is not None
+    return capture(engine, args, {}, PASSES[: names.index(name) + 1])
+
+
+def nodes(trace: Trace, kind: type) -> list[fx.Node]:
+    return [node for node in trace.graph_module.graph.nodes if isinstance(node.target, kind)]
+
+
+def layouts(function: Callable[..., Any], *args: Tensor) -> list[str]:
+    """What infer_samples says of every value that a function computes."""
+    trace = after("infer_samples", Calls(function), *args)
+    return [str(node.meta["samples"]) for node in trace.graph_module.graph.nodes if "call" in node.meta
+            and node.meta["samples"] is not None]
+
+
+X = torch.randn(5, 5, 3)  # as many positions as samples
+
+
+def test_propagate_shapes() -> None:
+    assert_graph_snapshot(
+        after("propagate_shapes", Small(), X),
+        """
+        inputs:
+          x: f32[B, 5, 3]
+          fc.weight: f32[4, 3]                                            trainable
+          fc.bias: f32[4]                                                 trainable
+          scale: f32[4]                                                   trainable
+        graph:
+          view = view(x, 5*B, 3)                                          f32[5*B, 3]
+          linear = linear(view, fc.weight, fc.bias)                       f32[5*B, 4]
+          mul = mul(linear, scale)                                        f32[5*B, 4]
+          view_2 = view(mul, B, 5, -1)                                    f32[B, 5, 4]
+          mean = mean(view_2, 1)                                          f32[B, 4]
+        return (mean,)
+        """,
+    )
+
+
+def test_infer_samples() -> None:
+    assert_graph_snapshot(
+        after("infer_samples", Small(), X),
+        """
+        inputs:
+          x: f32[B, 5, 3]                                                 batched(0)
+          fc.weight: f32[4, 3]                                            trainable
+          fc.bias: f32[4]                                                 trainable
+          scale: f32[4]                                                   trainable
+        graph:
+          view = view(x, 5*B, 3)                                          f32[5*B, 3] batched(0, 1, 5)
+          linear = linear(view, fc.weight, fc.bias)                       f32[5*B, 4] batched(0, 1, 5)
+          mul = mul(linear, scale)                                        f32[5*B, 4] batched(0, 1, 5)
+          view_2 = view(mul, B, 5, -1)                                    f32[B, 5, 4] batched(0)
+          mean = mean(view_2, 1)                                          f32[B, 4] batched(0)
+        return (mean,)
+        """,
+    )
+
+
+def test_attach_taps() -> None:
+    assert_graph_snapshot(
+        after("attach_taps", Small(), X),
+        """
+        inputs:
+          x: f32[B, 5, 3]                                                 batched(0)
+          fc.weight: f32[4, 3]                                            trainable
+          fc.bias: f32[4]                                                 trainable
+          scale: f32[4]                                                   trainable
+        ghosts:
+          ghost(fc.weight)
+          ghost(fc.bias)
+          ghost(scale)
+        graph:
+          tape = new_tape[GradSample]()
+          handle = collect(tape, B, ghost(fc.weight), ghost(fc.bias), ghost(scale))
+          view = view(x, 5*B, 3)                                          f32[5*B, 3] batched(0, 1, 5)
+          linear = linear(view, fc.weight.detach(), fc.bias.detach())     f32[5*B, 4] batched(0, 1, 5)
+          linear' = tap_linear(tape, B, linear, handle, view, fc.weight.detach(), fc.bias.detach())  rule
+          mul = mul(linear', scale.detach())                              f32[5*B, 4] batched(0, 1, 5)
+          mul' = tap_mul(tape, B, mul, handle, linear', scale.detach())   elementwise
+          view_2 = view(mul', B, 5, -1)                                   f32[B, 5, 4] batched(0)
+          mean = mean(view_2, 1)                                          f32[B, 4] batched(0)
+        return (mean,)
+        """,
+    )
+
+
+def test_take_whole_gradient() -> None:
+    assert_graph_snapshot(
+        fxgrad.trace(Small(), X[:1]),
+        """
+        inputs:
+          x: f32[1, 5, 3]
+          fc.weight: f32[4, 3]                                            trainable
+          fc.bias: f32[4]                                                 trainable
+          scale: f32[4]                                                   trainable
+        ghosts:
+          ghost(fc.weight)
+          ghost(fc.bias)
+          ghost(scale)
+        graph:
+          single = single(ghost(fc.weight), fc.weight)
+          single_2 = single(ghost(fc.bias), fc.bias)
+          single_3 = single(ghost(scale), scale)
+          view = view(x, 5, 3)
+          linear = linear(view, single, single_2)
+          mul = mul(linear, single_3)
+          view_2 = view(mul, 1, 5, -1)
+          mean = mean(view_2, 1)
+        return (mean,)
+        """,
+    )
+
+
+def test_derived_parameters() -> None:
+    model = Calls(lambda own, x: x @ own.w.t()[:, :2] + own.b.chunk(2)[1])
+    assert_graph_snapshot(
+        fxgrad.trace(model, torch.randn(3, 4)),
+        """
+        inputs:
+          w: f32[4, 4]                                                    trainable
+          l_args_0_: f32[B, 4]                                            batched(0)
+          b: f32[4]                                                       trainable
+        ghosts:
+          ghost(w)
+          ghost(b)
+        graph:
+          tape = new_tape[GradSample]()
+          handle = collect(tape, B, ghost(w), ghost(b))
+          t = t(w.detach())                                               f32[4, 4] uniform
+          derived = derive_t(tape, B, handle, w.detach())                 rule
+          getitem = getitem(t, (:, :2))                                   f32[4, 2] uniform
+          derived_2 = derive_getitem(tape, B, derived, t)                 rule
+          matmul = matmul(l_args_0_, getitem)                             f32[B, 2] batched(0)
+          matmul' = tap_matmul(tape, B, matmul, derived_2, l_args_0_, getitem)  rule
+          chunk = chunk(b.detach(), 2)                                    (f32[2], f32[2]) uniform, uniform
+          getitem_2 = getitem(chunk, 1)                                   f32[2] uniform
+          derived_3 = derive_chunk(tape, B, handle, b.detach())           rule
+          add = add(matmul', getitem_2)                                   f32[B, 2] batched(0)
+          add' = tap_add(tape, B, add, derived_3, matmul', getitem_2)     elementwise
+        return (add',)
+        """,
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return output
+
+
+def test_normalize_calls() -> None:
+    spellings: list[Callable[..., Any]] = [
+        lambda own, x: x + own.b,
+        lambda own, x: torch.add(x, own.b),
+        lambda own, x: x.add(own.b),
+        lambda own, x: torch.ops.aten.add.Tensor(x, own.b),
+    ]
+    for spelling in spellings:
+        graph = after("normalize_calls", Calls(spelling), torch.randn(3, 4)).graph_module.graph
+        (call,) = [node.meta["call"] for node in graph.nodes if "call" in node.meta]
+        arguments = {name: str(value) for name, value in call.arguments.items()}
+        assert call.op == "add" and not call.inplace
+        assert list(arguments) == ["input", "other", "alpha"] and arguments["alpha"] == "1"
+        assert call.given == {"input", "other"}
+
+
+def test_normalize_calls_leaves_the_native_call_alone() -> None:
+    before, now = (after(name, Small(), X) for name in ("propagate_shapes", "normalize_calls"))
+    assert str(before) == str(now)
+
+
+def test_decompose_calls_writes_attention_in_known_ops() -> None:
+    graph = after("decompose_calls", Attention(), torch.randn(3, 5, 4)).graph_module.graph
+    ops = [node.meta["call"].op for node in graph.nodes if "call" in node.meta]
+    assert "multi_head_attention_forward" not in ops
+    assert ops.count("linear") == 2 and ops.count("scaled_dot_product_attention") == 1
+
+
+def test_decompose_calls_must_not_fire_on_known_ops() -> None:
+    before, now = (after(name, Small(), X) for name in ("normalize_calls", "decompose_calls"))
+    assert str(before) == str(now)
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda own, x: x.transpose(0, 1), ["batched(1)"]),
+        (lambda own, x: x.transpose(0, 1).reshape(-1, 4), ["batched(1)", "batched(0, 3, 1)"]),
+        (lambda own, x: x.reshape(-1, 4), ["batched(0, 1, 3)"]),
+        (lambda own, x: x.repeat(2, 1, 1), ["batched(0, 2, 1)"]),
+        (lambda own, x: x.repeat_interleave(2, 0), ["batched(0, 1, 2)"]),
+        (lambda own, x: x.flatten(1).view(-1, 2, 6).flatten(0, 1), ["batched(0)", "batched(0)", "batched(0, 1, 2)"]),
+        (lambda own, x: torch.cat([own.b.expand(len(x), 1, 4), x], 1)[:, 1:], ["batched(0)"] * 3),
+        (lambda own, x: x.roll(1, 1), ["batched(0)"]),
+        (lambda own, x: x[torch.arange(len(x)), 1], ["constant", "batched(0)"]),
+        (lambda own, x: own.w * own.b, ["uniform"]),
+        (lambda own, x: x.mean(), ["mixed"]),
+    ],
+)
+def test_infer_samples_follows(function: Callable[..., Any], expected: list[str]) -> None:
+    assert layouts(lambda own, x: (function(own, x), x @ own.w), torch.randn(5, 3, 4))[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("move", [lambda x: x.flip(0), lambda x: x.roll(1, 0), lambda x: x[torch.randperm(len(x))]])
+def test_infer_samples_refuses_moved_samples(move: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(MixedSamples):
+        layouts(lambda own, x: move(x) @ own.w, torch.randn(5, 4))
+
+
+def test_propagate_shapes_refuses_a_fixed_batch() -> None:
+    with pytest.raises(fxgrad.FxgradError, match="fixes its batch size|every number of samples"):
+        fxgrad.trace(Calls(lambda own, x: x.view(5, 4) @ own.w), torch.randn(5, 4))
+
+
+def test_attach_taps_must_not_fire_without_a_gradient() -> None:
+    def frozen(own: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = own.b * 2
+        return x @ own.w.detach() * scale + own.b
+
+    trace = fxgrad.trace(Calls(frozen), torch.randn(3, 4))
+    assert [node.target.strategy.use.op for node in nodes(trace, TapTarget)] == ["add"]  # type: ignore[union-attr]
+    assert not nodes(trace, DeriveTarget)
+
+
+def test_attach_taps_refuses_a_parameter_in_a_sum_over_samples() -> None:
+    with pytest.raises(fxgrad.FxgradError):
+        fxgrad.trace(Calls(lambda own, x: (x @ own.w).sum() + own.b.sum()), torch.randn(3, 4))
+
+
+def test_prove_coverage_finds_a_missing_tap() -> None:
+    trace = after("attach_taps", Small(), X)
+    graph_module = copy_graph(trace.graph_module)
+    tap = next(node for node in graph_module.graph.nodes if isinstance(node.target, TapTarget))
+    tap.replace_all_uses_with(tap.args[2])
+    graph_module.graph.erase_node(tap)
+    with pytest.raises(UncoveredParameter, match="where no tap sees it"):
+        run_passes(graph_module, trace.context, PASSES[-1:])
+
+
+def test_the_spec_finds_a_bypassed_tap() -> None:
+    def bypass(gm: fx.GraphModule, ctx: Any) -> fx.GraphModule:
+        tap = next(node for node in gm.graph.nodes if isinstance(node.target, TapTarget))
+        user = next(iter(tap.users))
+        user.replace_input_with(tap, tap.args[2])
+        return gm
+
+    bypass.__name__ = "attach_taps"
+    trace = after("attach_taps", Small(), X)
+    with pytest.raises(SpecViolation, match="is bypassed by"):
+        run_passes(trace.graph_module, trace.context, [bypass])
+
+
+def test_passes_leave_the_graph_before_them_as_it_was() -> None:
+    trace = after("infer_samples", Small(), X)
+    before = str(trace)
+    run_passes(trace.graph_module, trace.context, PASSES[-2:])
+    assert str(trace) == before
+
+
+def test_trace_runs_nothing() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
+    state = torch.random.get_rng_state()
+    fxgrad.trace(model, torch.ones(4, 3))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_lost_layout_names_the_line() -> None:
+    with pytest.raises(LostLayout, match="test_passes.py") as caught:
+        fxgrad.trace(Calls(lambda own, x: own.b.repeat(len(x)).view(4, -1).t() + x), torch.randn(3, 4))
+    assert caught.value.where
