@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 
 from fxgrad.batch import LOST, SHARED
 from fxgrad.context import Context, Mixing, TrainableParameter, source_line
-from fxgrad.errors import LostLayout, OptionError, UniformOutput
+from fxgrad.errors import BatchSizeError, LostLayout, OptionError, UniformOutput
 from fxgrad.layouts import Kind, Samples
+from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.pipeline import PASSES, SINGLE, run_passes
 from fxgrad.quantities import GradSample, Quantity
 from fxgrad.store import Forward, Ghosts, Store, watch
@@ -109,10 +110,17 @@ class Captured:
         role = getattr(example, SAMPLE_DIM, None)
         if role is not None or self.fullgraph:
             return SHARED if role is None else int(role)
-        sizes = list(example.shape)
-        if self.batch_size in sizes:
-            return sizes.index(self.batch_size) if sizes.count(self.batch_size) == 1 else LOST
-        return LOST if any(size > 0 and size % self.batch_size == 0 for size in sizes) else SHARED
+        equal = [dim for dim, size in enumerate(example.shape) if size == self.batch_size]
+        if len(equal) > 1:  # Dynamo has seen some of them vary
+            equal = [dim for dim in equal if isinstance(self.values[i].shape[dim], torch.SymInt)]
+        if self.batch_size in example.shape:
+            return equal[0] if len(equal) == 1 else LOST
+        multiple = any(size > 0 and size % self.batch_size == 0 for size in example.shape)
+        return LOST if multiple else SHARED
+
+    def traced(self, i: int) -> bool:
+        """Whether a parameter's gradient flows into an input: an earlier graph's output may carry it."""
+        return not self.fullgraph and bool(self.values[i].requires_grad)
 
     def _lost(self, i: int) -> LostLayout:
         user = next(iter(self.placeholders[i].users), self.placeholders[i])
@@ -130,8 +138,9 @@ def input_name(node: fx.Node, positional: Sequence[str]) -> str:
     name = getattr(source, "name", None)
     text = str(name() if callable(name) else name)
     found = re.fullmatch(r"L\['args'\]\[(\d+)\](.*)", text)
-    if found and int(found[1]) < len(positional):
-        return positional[int(found[1])] + found[2]
+    if found:
+        i = int(found[1])
+        return (positional[i] if i < len(positional) else f"args[{i}]") + found[2]
     found = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\](.*)", text)
     return found[1] + found[2] if found else node.name
 
@@ -141,16 +150,44 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     trainable = captured.trainable()
     inner = inner_compiler(options.backend)
     if not trainable:
-        return inner(captured.gm, captured.values)
-    dims = captured.sample_dims()
+        return _without_parameters(captured, options, inner)
     single = captured.batch_size == 1
+    dims = {} if single else captured.sample_dims()
     ctx = make_context(captured, options, dims, single=single)
-    gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
+    with _own_saved_tensors():
+        gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
     compiled = inner(gm, _inner_inputs(captured, trainable, dims))
     names = [captured.name(i) for i in trainable]
     return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size)
+
+
+def _own_saved_tensors() -> Any:
+    """The passes run ops on fake tensors, which the hooks of a checkpoint around the model may not see."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
+    """A graph without trainable parameters runs as it is; a later one has to find the samples in its outputs."""
+    dims = {} if captured.fullgraph or captured.batch_size == 1 else captured.sample_dims()
+    if not dims:
+        return inner(captured.gm, captured.values)
+    passes = PASSES[: PASSES.index(infer_samples) + 1]
+    gm = run_passes(captured.gm, make_context(captured, options, dims), passes)
+    compiled, roles = inner(captured.gm, captured.values), output_roles(gm)
+
+    def run(*args: Any) -> Any:
+        return _with_roles(compiled(*args), roles)
+
+    return run
+
+
+def _with_roles(outputs: Any, roles: dict[int, int]) -> Any:
+    """A graph's outputs, marked for the graph behind a graph break."""
+    for i, role in roles.items():
+        setattr(outputs[i], SAMPLE_DIM, role)
+    return outputs
 
 
 def make_context(
@@ -179,7 +216,10 @@ def make_context(
 def _own_inputs(captured: Captured, symbols: Symbols, dims: dict[int, int]) -> dict[str, Any]:
     """Fake inputs in which the sample dims, and they alone, carry B."""
     if not dims:
-        raise OptionError("the graph has no input that holds samples")
+        raise BatchSizeError(
+            "the model uses no input that holds samples: its parameters have no per-sample gradients",
+            advice="Check which inputs hold samples, and name their dimensions with in_dims=.",
+        )
     batch = symbols.batch(hint=_hint(captured))
     known: dict[Any, Any] = {}
     for i, dim in dims.items():
@@ -197,22 +237,26 @@ def _own_inputs(captured: Captured, symbols: Symbols, dims: dict[int, int]) -> d
         return known[expr]
 
     return {
-        node.name: _own_input(value, dims.get(i), batch, translate, symbols)
+        node.name: _own_input(value, dims.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
         for i, (node, value) in enumerate(zip(captured.placeholders, captured.values, strict=True))
     }
 
 
-def _own_input(value: Any, dim: int | None, batch: Any, translate: Any, symbols: Symbols) -> Any:
+def _own_input(
+    value: Any, dim: int | None, batch: Any, translate: Any, symbols: Symbols, *, traced: bool
+) -> Any:
     if isinstance(value, torch.SymInt):
         return translate(value)
     if not isinstance(value, Tensor):
         return value
     sizes = [batch if d == dim else translate(size) for d, size in enumerate(value.shape)]
     parameter = isinstance(value, nn.Parameter) and value.requires_grad
-    with symbols.mode:
+    with symbols.mode, torch.enable_grad():
         order = sorted(range(len(sizes)), key=lambda d: _stride_hint(value.stride(d)), reverse=True)
         dense = torch.empty([sizes[d] for d in order], dtype=value.dtype, device=value.device)
         own = dense.permute([order.index(d) for d in range(len(sizes))])
+        if traced:
+            return own.requires_grad_().clone()  # no leaf: the graph may change it in place
         return nn.Parameter(own) if parameter else own
 
 
@@ -336,8 +380,7 @@ class Transformed:
         outputs = list(self.compiled(*inputs, *ghosts))
         for i in self.uniform:
             outputs[i] = _Uniform.apply(outputs[i], ghosts[0])  # type: ignore[no-untyped-call]
-        for i, role in self.roles.items():
-            setattr(outputs[i], SAMPLE_DIM, role)
+        _with_roles(outputs, self.roles)
         if torch.is_grad_enabled():
             forward.ghosts.append(ghosts[0].grad_fn)
             if self.store.current.forward is None:
