@@ -156,7 +156,7 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
     _copy_signature(View.forward, original.forward)
     view = original.__new__(View) if original.__new__ is object.__new__ else object.__new__(View)
     object.__setattr__(view, "__dict__", model.__dict__)
-    return view  # type: ignore[no-any-return]
+    return view
 
 
 def _copy_signature(function: Callable[..., Any], original: Callable[..., Any]) -> None:

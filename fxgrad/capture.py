@@ -23,6 +23,7 @@ from fxgrad.store import Forward, Store, Unseen, watch
 MARKS = (
     "_dynamo_dynamic_indices",
     "_dynamo_dynamic_range",
+    "_dynamo_weak_dynamic_indices",
     "_dynamo_hint_overrides",
     "_dynamo_propagated_dynamic_indices",
     "_specialize_on",
@@ -46,7 +47,7 @@ class Engine:
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample."""
         original = self._original(method)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         parameters = self.trainable()
         if not parameters:
@@ -61,7 +62,7 @@ class Engine:
                 outputs = self._on_no_samples(method, forward, args, kwargs)
             else:
                 outputs = self._run(method, batch, args, kwargs)
-        tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
         watch(tensors, self.store, forward)
         if not self.options.fullgraph:
             forward.outside = used_outside(tensors, self.names())
@@ -84,9 +85,12 @@ class Engine:
         if method not in self.compiled:
             self.compiled[method] = self._compile(method)
         try:
-            with marked(batch), no_duck_shapes():
+            with marked(batch, self.options.fullgraph), no_duck_shapes():
                 return self.compiled[method](*args, **kwargs)
         except Exception as error:
+            if _fails_without_dynamo(error):
+                with torch.no_grad():  # PyTorch's own sentence says it best
+                    self._original(method)(*args, **kwargs)
             own = translated(error)
             if own is error:
                 raise
@@ -178,7 +182,7 @@ def fresh_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def marked(batch: Batch) -> Iterator[None]:
+def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
     """The user's tensors, marked with their roles and dynamic on their sample dims, as long as the call lasts."""
     kept: list[tuple[weakref.ref[Tensor], dict[str, Any]]] = []
     try:
@@ -189,7 +193,9 @@ def marked(batch: Batch) -> Iterator[None]:
                 attributes.pop(mark, None)
             setattr(tensor, SAMPLE_DIM, dim)
             if dim != SHARED and batch.size > 1:
-                torch._dynamo.mark_dynamic(tensor, dim)
+                # Behind a graph break samples may meet a value whose size Dynamo has not seen vary yet.
+                mark = torch._dynamo.mark_dynamic if fullgraph else torch._dynamo.maybe_mark_dynamic
+                mark(tensor, dim)
         yield
     finally:
         for reference, before in kept:
@@ -205,7 +211,7 @@ def no_duck_shapes() -> Iterator[None]:
     """Equal sizes are no reason for one symbol: a sequence may be as long as the batch by chance."""
     import torch.fx.experimental._config as config
 
-    with config.patch(use_duck_shape=False):
+    with config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield
 
 
@@ -226,7 +232,7 @@ def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[s
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if node is None or type(node).__name__ == "GhostsBackward":
+        if node is None or type(node).__name__ in ("GhostsBackward", "UnseenBackward"):
             continue
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in names:
@@ -236,6 +242,14 @@ def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[s
                 seen.add(following)
                 stack.append(following)
     return tuple(found)
+
+
+def _fails_without_dynamo(error: Exception) -> bool:
+    """Whether it looks like a mistake in the model or its call: wrong shapes, wrong arguments."""
+    from torch._dynamo import exc
+
+    bind = isinstance(error, exc.Unsupported) and "failed to bind arguments" in str(error)
+    return bind or isinstance(error, exc.TorchRuntimeError)
 
 
 def translated(error: Exception) -> Exception:
@@ -252,13 +266,13 @@ def translated(error: Exception) -> Exception:
             where=_user_line(error),
             advice="Write that line in traceable PyTorch, or pass fullgraph=False.",
         )
-    if isinstance(error, exc.UserError) or "ConstraintViolation" in type(error).__name__:
-        if "mark_dynamic" in text or "Constraints violated" in text:
-            return BatchSizeError(
-                "the model fixes its batch size: it works for one number of samples only",
-                where=_user_line(error),
-                advice="Write sizes in terms of x.shape[0], or pass in_dims= if this is not the sample dimension.",
-            )
+    user = isinstance(error, exc.UserError) or "ConstraintViolation" in type(error).__name__
+    if user and ("mark_dynamic" in text or "Constraints violated" in text):
+        return BatchSizeError(
+            "the model fixes its batch size: it works for one number of samples only",
+            where=_user_line(error),
+            advice="Write sizes in terms of x.shape[0], or pass in_dims= if this is not the sample dimension.",
+        )
     return error
 
 

@@ -42,7 +42,7 @@ def inner_compiler(backend: str | Inner) -> Inner:
     if backend == "inductor":
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx
+        return compile_fx  # type: ignore[return-value]
     if backend == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
