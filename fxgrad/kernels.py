@@ -1,8 +1,9 @@
 """The opaque operators: work that is done at run time, behind one node of the compiled graph.
 
-Two kinds of work live here. The weight gradient of a convolution per sample is a native kernel called
-once per sample (CPU) or once with the samples as groups (elsewhere): faster than unfolding the batch,
-and right for every argument a convolution takes. The generic rule's vmap of a vjp runs here where
+Three kinds of work live here. Large products go into fresh memory on huge pages. The weight gradient of a
+convolution per sample is a native kernel called once per sample (CPU) or once with the samples as groups
+(elsewhere): faster than unfolding the batch, and right for every argument a convolution takes. The generic
+rule's vmap of a vjp runs here where
 tracing it would turn the batch symbol into a constant.
 """
 
@@ -16,8 +17,33 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from fxgrad.memory import fresh
+
 if TYPE_CHECKING:
     from fxgrad.terms import Patches
+
+
+LARGE = 64 << 10  # bytes of one sample's gradient from which fresh memory decides the time on CPU
+
+
+def products(g: Tensor, x: Tensor) -> Tensor:
+    """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``."""
+    size = g.shape[-1] * x.shape[-1] * g.element_size()
+    if g.device.type == "cpu" and isinstance(size, int) and size >= LARGE:
+        return _products(g, x)
+    one_position = isinstance(g.shape[1], int) and g.shape[1] == 1
+    return g.mT * x if one_position else g.mT @ x
+
+
+@torch.library.custom_op("fxgrad::products", mutates_args=())
+def _products(g: Tensor, x: Tensor) -> Tensor:
+    out = fresh(g, (g.shape[0], g.shape[2], x.shape[2]))
+    return torch.mul(g.mT, x, out=out) if g.shape[1] == 1 else torch.bmm(g.mT, x, out=out)
+
+
+@_products.register_fake
+def _(g: Tensor, x: Tensor) -> Tensor:
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2])
 
 
 def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
@@ -48,7 +74,7 @@ def _conv_weight_grad(
     groups: int,
 ) -> Tensor:
     n = g.shape[0]
-    out = g.new_empty(n, *kernel)
+    out = fresh(g, (n, *kernel))
 
     def backward(g: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
         settings = (stride, padding, dilation, transposed, output_padding, groups)
@@ -92,6 +118,16 @@ def register_program(key: str, program: Callable[..., Any]) -> None:
     _PROGRAMS[key] = program
 
 
+def _plain_vjp(call: Callable[..., Tensor], weights: Sequence[Tensor], g: Tensor) -> Sequence[Tensor]:
+    """The vjp by plain autograd: not every custom op that has a backward has one for torch.func."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    below = torch._C.DispatchKey.AutogradFunctionality  # where the body of an operator runs
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded.remove(below)), torch.enable_grad():
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+        return torch.autograd.grad(call(*leaves), leaves, g, materialize_grads=True)
+
+
 @torch.library.custom_op("fxgrad::per_sample_vjp", mutates_args=())
 def per_sample_vjp(
     key: str,
@@ -107,21 +143,23 @@ def per_sample_vjp(
     if n == 0:
         return [shared[i].new_zeros(0, *shared[i].shape) for i in wrt]
 
-    def one_sample(g: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    weights = [shared[i] for i in wrt]
+
+    def sample(rows: Sequence[Tensor]) -> Callable[..., Tensor]:
         def call(*weights: Tensor) -> Tensor:
             values = list(shared)
             for i, weight in zip(wrt, weights, strict=True):
                 values[i] = weight
-            return program(rows, values, sizes)
+            return program(rows, values, sizes)  # type: ignore[no-any-return]
 
-        return vjp(call, *(shared[i] for i in wrt))[1](g)
+        return call
 
     try:
         with warnings.catch_warnings():  # an op that vmap itself loops over is slow, not wrong
             warnings.simplefilter("ignore")
-            grads = vmap(one_sample)(g, *batched)
+            grads = vmap(lambda g, *rows: vjp(sample(rows), *weights)[1](g))(g, *batched)
     except (RuntimeError, NotImplementedError):  # an op without a batching rule: one sample at a time
-        rows = [one_sample(g[i], *(t[i] for t in batched)) for i in range(n)]
+        rows = [_plain_vjp(sample([t[i] for t in batched]), weights, g[i]) for i in range(n)]
         grads = tuple(torch.stack(column) for column in zip(*rows, strict=True))
     return [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxgrad.kernels import conv_weight_grad
+from fxgrad.kernels import conv_weight_grad, products
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,10 @@ class Term:
 
 
 def _einsum(equation: str, tensors: list[Tensor]) -> Tensor:
-    """torch.einsum, with one position per sample as the outer product that it is."""
+    """torch.einsum, and the commonest equation as the product of matrices that it is."""
     if len(tensors) == 2 and equation.replace(" ", "") == "n...o,n...i->noi":
         g, x = tensors
-        if all(size == 1 for size in g.shape[1:-1]):  # one position: a product of two vectors
-            n = g.shape[0]
-            return g.reshape(n, -1, 1) * x.reshape(n, 1, -1)
-        return g.flatten(1, -2).mT @ x.flatten(1, -2)
+        return products(g.flatten(1, -2), x.flatten(1, -2))
     return torch.einsum(equation, *tensors)
 
 
