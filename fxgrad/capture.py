@@ -34,6 +34,22 @@ MARKS = (
 _COUNT = itertools.count()
 
 
+class _Capturing:
+    """Whether a call of fxgrad's own is under way: what Dynamo traces then is for fxgrad."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self.depth -= 1
+
+
+CAPTURING = _Capturing()
+
+
 @dataclass
 class Engine:
     """Runs one model's transformed calls."""
@@ -45,9 +61,19 @@ class Engine:
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample."""
+        """``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample.
+
+        A transformed part of a model that fxgrad itself is capturing is the original, inlined. Another
+        user's torch.compile stops here and calls the part as it is.
+        """
+        if torch.compiler.is_dynamo_compiling() and CAPTURING.depth:
+            return self._original(method)(*args, **kwargs)
+        return self._call(method, args, kwargs)
+
+    @torch._dynamo.disable
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._original(method)
-        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         parameters = self.trainable()
         if not parameters:
