@@ -16,6 +16,7 @@ from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
@@ -88,6 +89,9 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     operator.ixor: "bitwise_xor_",
 }
 
+# torch.nn.functional has its own meaning for two names of tensor methods
+_FUNCTIONS: dict[Callable[..., Any], str] = {F.unfold: "im2col", F.fold: "col2im"}
+
 _ALIASES = {
     "absolute": "abs",
     "arctan2": "atan2",
@@ -156,6 +160,8 @@ def _spelled(target: Any) -> str:
         return f"higher_order::{target.name()}"
     if target in _OPERATORS:
         return _OPERATORS[target]
+    if target in _FUNCTIONS:
+        return _FUNCTIONS[target]
     module = getattr(target, "__module__", None) or ""
     name = str(getattr(target, "__name__", type(target).__name__))
     of_torch = module == "torch" or module.startswith("torch.") or module == "builtins"

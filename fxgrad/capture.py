@@ -111,7 +111,7 @@ class Engine:
         if method not in self.compiled:
             self.compiled[method] = self._compile(method)
         try:
-            with marked(batch, self.options.fullgraph), no_duck_shapes():
+            with marked(batch, self.options.fullgraph), sizes_unseen(), CAPTURING:
                 return self.compiled[method](*args, **kwargs)
         except Exception as error:
             if _fails_without_dynamo(error):
@@ -233,7 +233,7 @@ def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_duck_shapes() -> Iterator[None]:
+def sizes_unseen() -> Iterator[None]:
     """Equal sizes are no reason for one symbol: a sequence may be as long as the batch by chance."""
     import torch.fx.experimental._config as config
 

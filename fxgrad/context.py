@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, TypedDict
@@ -90,12 +90,14 @@ def path_to(node: fx.Node, ctx: Context) -> str:
     return " -> ".join(reversed(steps))
 
 
-def _carriers(node: fx.Node) -> Iterable[fx.Node]:
-    for operand in node.all_input_nodes:
-        samples = operand.meta.get("samples")
-        kinds = [s for s in samples if s] if isinstance(samples, list) else [samples] if samples else []
-        if any(s.kind.value in ("batched", "mixed") for s in kinds):
-            yield operand
+def _carriers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that hold samples, those first in which samples already met."""
+    for wanted in ("mixed", "batched"):
+        for operand in node.all_input_nodes:
+            samples = operand.meta.get("samples")
+            kinds = [s for s in samples if s] if isinstance(samples, list) else [samples] if samples else []
+            if any(s.kind.value == wanted for s in kinds):
+                yield operand
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -39,7 +39,7 @@ MOVEMENT = frozenset(
     getitem index cat stack pad index_select expand_as repeat_interleave view_as reshape_as tensor_split
     tile broadcast_to slice fliplr flipud rot90 ravel atleast_1d atleast_2d atleast_3d hstack vstack
     dstack column_stack diagonal hsplit vsplit dsplit unsafe_chunk unsafe_split numpy_T constant_pad_nd
-    pixel_shuffle pixel_unshuffle channel_shuffle unfold_method take_along_rows view_copy _unsafe_view
+    pixel_shuffle pixel_unshuffle channel_shuffle unfold view_copy _unsafe_view
     broadcast_tensors tril triu diag_embed lift_fresh unsafe_split_with_sizes slice_copy select_copy
     expand_copy permute_copy transpose_copy unsqueeze_copy squeeze_copy as_strided_""".split()
 )
@@ -61,7 +61,7 @@ NORMALISED = frozenset("layer_norm rms_norm native_layer_norm _fused_rms_norm".s
 PER_ROW = frozenset(
     """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution group_norm
     instance_norm native_group_norm local_response_norm interpolate upsample grid_sample affine_grid
-    fold unfold embedding_bag batch_norm""".split()
+    col2im im2col embedding_bag batch_norm""".split()
 )
 PER_IMAGE = frozenset(
     f"{prefix}{kind}_pool{d}d{suffix}"

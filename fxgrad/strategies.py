@@ -23,7 +23,7 @@ from fxgrad.rules.linear import einsum_applies
 from fxgrad.terms import Term
 from fxgrad.uses import Slot, Use, slots_of
 
-Contributions = dict[int, Term | Tensor]  # slot -> the parameter's gradient per sample
+Contributions = list[tuple[int, Term | Tensor]]  # slots with their parameters' gradients per sample
 
 
 @dataclass(frozen=True)
@@ -148,19 +148,19 @@ def _by_rule(use: Use, g: Tensor, values: list[Any]) -> Contributions:
         if name in special or name in use.arguments
     }
     grads = rule.function(g, **arguments)
-    found: Contributions = {}
+    found: Contributions = []
     for name, slots in use.differentiated.items():
         template, grad = use.arguments[name], grads[name]
         if isinstance(template, Slot):
-            found[slots[0]] = grad
-        else:
+            found.append((slots[0], grad))
+        else:  # a list of operands, in which one parameter may stand twice
             by_slot = zip(template, grad, strict=True)
-            found |= {slot.position: part for slot, part in by_slot if slot.position in use.wrt}
+            found += [(slot.position, part) for slot, part in by_slot if slot.position in use.wrt]
     return found
 
 
 def _by_family(use: Use, g: Tensor, values: list[Any]) -> Contributions:
-    return dict(elementwise(g, use, values))
+    return list(elementwise(g, use, values).items())
 
 
 def _by_vmap(use: Use, g: Tensor, values: list[Any]) -> Contributions:
@@ -185,7 +185,7 @@ def _by_vmap(use: Use, g: Tensor, values: list[Any]) -> Contributions:
         wrt,
         [values[i] for i in sizes],
     )
-    return dict(zip(use.wrt, grads, strict=True))
+    return list(zip(use.wrt, grads, strict=True))
 
 
 def densify(part: Term | Tensor) -> Tensor:

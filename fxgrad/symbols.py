@@ -40,15 +40,12 @@ class Symbols:
     def batch(self, hint: int) -> torch.SymInt:
         """The one symbol that the sample dimensions carry."""
         self.b = self.new("B", hint)
+        self.symbol: sympy.Symbol = expression(self.b)
         return self.b
 
     def holds_batch(self, size: Any) -> bool:
         """Whether a size changes with the number of samples."""
         return isinstance(size, torch.SymInt) and self.symbol in expression(size).free_symbols
-
-    @property
-    def symbol(self) -> sympy.Symbol:
-        return expression(self.b)
 
     def batch_dims(self, shape: Any) -> list[int]:
         """The dims of a shape that hold samples."""

@@ -47,7 +47,7 @@ class Tape:
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
         """Differentiate one use and add what it says about each of its parameters."""
-        for slot, part in strategy.terms(g, values, n).items():
+        for slot, part in strategy.terms(g, values, n):
             key = strategy.use.wrt[slot]
             self.totals[key] = self.quantity.add(self.totals.get(key), part)
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._dynamo import exc
 
 from fxgrad.api import engine_of, transform
-from fxgrad.capture import CAPTURING, Engine, fresh_function, marked, no_duck_shapes, translated
+from fxgrad.capture import CAPTURING, Engine, fresh_function, marked, sizes_unseen, translated
 from fxgrad.compiler import make_context
 from fxgrad.context import Context
 from fxgrad.errors import FxgradError
@@ -82,7 +82,7 @@ def capture(
 
     compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
     try:
-        with marked(batch), no_duck_shapes(), CAPTURING:
+        with marked(batch), sizes_unseen(), CAPTURING:
             compiled(*args, **kwargs)
     except exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, _Captured):

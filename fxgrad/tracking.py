@@ -137,12 +137,10 @@ def contraction(op: Op, output: Tensor) -> Answer:
     """Matrix products: the contracted dim may not be the sample dim; the others line up as in matmul."""
     if op.call.op == "einsum":
         return _einsum(op, output)
-    contracted = _CONTRACTED.get(op.call.op)
-    if contracted is None:
+    if op.call.op not in _CONTRACTED:
         return Mixes("nobody says which of its dims are contracted")
     for operand, layout in op.batched:
-        dims = contracted.get(operand.name, ())
-        if layout.dim in [dim % operand.fake.dim() for dim in dims if -operand.fake.dim() <= dim]:
+        if layout.dim in _contracted_dims(op, operand):
             return Mixes("it sums over the sample dimension", linear=False)
     answer = by_shape(op, output)
     if isinstance(answer, Mixes):
@@ -150,23 +148,39 @@ def contraction(op: Op, output: Tensor) -> Answer:
     return _lined_up(op, output, answer)
 
 
+def _contracted_dims(op: Op, operand: Operand) -> Sequence[int]:
+    """The dims of an operand that a product sums over; a vector's only dim wherever it stands."""
+    ndim, dims = operand.fake.dim(), _CONTRACTED[op.call.op].get(operand.name, ())
+    if op.call.op != "tensordot":
+        return [max(dim, -ndim) % ndim for dim in dims]
+    given = op.call.get("dims")
+    if isinstance(given, int):
+        return range(ndim - given, ndim) if operand.name == "a" else range(given)
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        return range(ndim)
+    return [dim % ndim for dim in given[operand.name == "b"]]
+
+
 def _lined_up(op: Op, output: Tensor, answer: Layout) -> Answer:
     """The batch dims (all but the last two) of operands line up from the right."""
-    from_right = answer.dim - output.dim()
+    vector = any(operand.fake.dim() == 1 for operand in op.operands)
     for operand, layout in op.batched:
         if layout.at(0) != answer.at(0):
             return Mixes("its operands hold the samples in different orders")
         place = layout.dim - operand.fake.dim()
-        # a vector operand or a free (row, column) dim moves; by_shape has found where it went
-        if place < -2 and from_right < -2 and place != from_right and op.call.op in ("matmul", "rmatmul"):
+        if op.call.op not in ("matmul", "rmatmul"):
+            continue
+        right = operand.name == ("other" if op.call.op == "matmul" else "input")
+        moves = vector and not (right and place == -1)  # one of the last two dims is gone from the result
+        if place + moves != answer.dim - output.dim():
             return Mixes("its operands hold the samples in different places")
     return answer
 
 
 _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
     "linear": {"input": (-1,), "weight": (-1,)},
-    "matmul": {"input": (-1,), "other": (-2, -1)},
-    "rmatmul": {"input": (-2, -1), "other": (-1,)},
+    "matmul": {"input": (-1,), "other": (-2,)},
+    "rmatmul": {"input": (-2,), "other": (-1,)},
     "mm": {"input": (1,), "mat2": (0,)},
     "bmm": {"input": (2,), "mat2": (1,)},
     "addmm": {"mat1": (1,), "mat2": (0,)},
@@ -179,6 +193,7 @@ _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
     "outer": {},
     "bilinear": {"input1": (-1,), "input2": (-1,)},
     "addbmm": {"batch1": (0, 2), "batch2": (0, 1)},
+    "tensordot": {},
     "cdist": {"x1": (-1,), "x2": (-1,)},
 }
 
@@ -327,6 +342,9 @@ def track(op: Op, family: Family) -> list[Answer | None]:
 
 
 def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
+    moved = op.operand("input")
+    if op.call.op == "expand_as" and moved is not None and moved.layout is None:
+        return [by_shape(op, outputs[0])]  # copies for the samples of the tensor whose shape it takes
     found = op.replay.layouts(op.node, op.output)
     layouts = found if isinstance(op.output, tuple | list) else [found]
     lost = Mixes("it moves the samples to where they cannot be followed")

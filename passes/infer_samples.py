@@ -38,6 +38,7 @@ def infer_samples(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     inference = _Inference(ctx)
     for node in gm.graph.nodes:
         inference.visit(node)
+    inference.check_decided(gm.graph)
     return gm
 
 
@@ -94,7 +95,7 @@ class _Inference:
         outputs: Sequence[Any] = list(fake) if isinstance(fake, tuple | list) else [fake]
         flows = node.meta["traced"] if isinstance(fake, tuple | list) else [node.meta["traced"]]
         family = family_of(call.op)
-        operands = self._operands(node, call)
+        operands = self._decided(node, call, self._operands(node, call))
         if family is Family.FACTORY or not operands:
             return [self._constant(out) for out in outputs]
         kinds = {operand.samples.kind for operand in operands}
@@ -133,13 +134,36 @@ class _Inference:
             visit(name, arg)
         return found
 
-    def _promoted(self, operands: list[Operand]) -> list[Operand]:
-        """Constants with one dim of B's size line up with the samples: give them a layout to check."""
-        merges = {
+    def _decided(self, node: fx.Node, call: Call, operands: list[Operand]) -> list[Operand]:
+        """Copies of a parameter that fit any order of the samples take the order of what they meet."""
+        undecided = [operand for operand in operands if operand.samples.kind is Kind.BATCHED and not operand.layout]
+        merges = self._merges(operands)
+        for operand in undecided:
+            (dim,) = self.symbols.batch_dims(operand.fake.shape)
+            merge = merges.get(expression(operand.fake.shape[dim]))
+            if merge is None:
+                raise self._lost_copies(operand.node)
+            operand.node.meta["samples"] = Samples(Kind.BATCHED, merge.at(dim), traced=True)
+        return self._operands(node, call) if undecided else operands
+
+    def check_decided(self, graph: fx.Graph) -> None:
+        """No copies are left whose order nothing decided."""
+        for node in graph.nodes:
+            samples = node.meta.get("samples")
+            if isinstance(samples, Samples) and samples.kind is Kind.BATCHED and samples.layout is None:
+                raise self._lost_copies(node)
+
+    def _merges(self, operands: list[Operand]) -> dict[Any, Layout]:
+        """How the samples are merged in dims of a size, from the operands that hold samples."""
+        return {
             expression(operand.fake.shape[operand.layout.dim]): operand.layout
             for operand in operands
             if operand.layout is not None
         }
+
+    def _promoted(self, operands: list[Operand]) -> list[Operand]:
+        """Constants with one dim of B's size line up with the samples: give them a layout to check."""
+        merges = self._merges(operands)
 
         def promote(operand: Operand) -> Operand:
             dims = self.symbols.batch_dims(operand.fake.shape)
@@ -211,10 +235,15 @@ class _Inference:
         layout = by_shape(Op(node, call, self._promoted(operands), self.symbols, self.replay), output)
         if isinstance(layout, Mixes) and len(dims) == 1 and call.op in MOVEMENT:
             layout = self.replay.copies(node, output, dims[0])
+            if layout is None and call.op in ("expand", "expand_as", "broadcast_to"):
+                return Samples(Kind.BATCHED, None, traced=True)  # see _decided
         if isinstance(layout, Layout):
             return Samples(Kind.BATCHED, layout, traced=True)
-        raise LostLayout(
-            f"{call.op} gives a parameter's value to the samples in an order that cannot be followed",
+        raise self._lost_copies(node)
+
+    def _lost_copies(self, node: fx.Node) -> LostLayout:
+        return LostLayout(
+            f"{node.meta['call'].op} gives a parameter's value to the samples in an order that cannot be followed",
             where=source_line(node),
             advice="Expand or repeat the parameter along a dimension of its own.",
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from fxgrad.calls import op_name
 from fxgrad.context import Context, source_line
 from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
 
@@ -16,11 +17,6 @@ def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: a graph as Dynamo left it. After: every node has ``fake`` and ``traced``."""
     with torch.enable_grad(), ctx.symbols.mode, enable_python_dispatcher():
         _Propagate(gm, ctx).run(*(ctx.inputs[node.name] for node in gm.graph.find_nodes(op="placeholder")))
-    if ctx.symbols.specialised():
-        raise BatchSizeError(
-            "the model fixes its batch size: an op in it works for one number of samples only",
-            advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
-        )
     return gm
 
 
@@ -43,6 +39,13 @@ class _Propagate(fx.Interpreter):
                 where=source_line(n),
                 advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
             ) from error
+        if self.ctx.symbols.specialised():
+            raise BatchSizeError(
+                f"{op_name(n.target)} fixes the batch size: it works for one number of samples only",
+                where=source_line(n),
+                advice="Write sizes in terms of x.shape[0], or use -1; where they are, PyTorch's own shape "
+                "rule for the op fixes it: write it with another op (gather for take_along_dim).",
+            )
         n.meta["fake"] = value
         n.meta["traced"] = traced(value)
         return value

@@ -68,10 +68,10 @@ def mm(g, input, mat2, use):
     return _either_side(g, input, mat2, use, ("input", "mat2"))
 
 
-@rule(torch.mv, of=("input", "vec"))
-def mv(g, input, vec, use):
+@rule(torch.mv, of=("vec",))
+def mv(g, input, vec):
     """y = X v      dv_n = X_nᵀ g_n"""
-    return _either_side(g, input, vec, use, ("input", "vec"))
+    return {"vec": _product(g, input, vec, left=False)}
 
 
 @rule(torch.addmm, of=("input", "mat1", "mat2"))

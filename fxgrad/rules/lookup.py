@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 import torch.nn.functional as F
 
 from fxgrad.rules.registry import rule
@@ -34,6 +35,11 @@ def getitem(g, input, index, use):
         ids = index[0] if isinstance(index, tuple) else index
         ids = ids.remainder(input.shape[0])
         return {"input": Term("n...v,n...d->nvd", OneHot(ids, input.shape[0]), g, shape=input.shape)}
+    index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, list) for item in index):  # may name a place twice
+        places = torch.arange(input.numel(), device=g.device).view(input.shape)[index].flatten()
+        grad = g.new_zeros(g.shape[0], input.numel()).index_add(1, places, g.flatten(1))
+        return {"input": grad.view(g.shape[0], *input.shape)}
     grad = g.new_zeros(g.shape[0], *input.shape)
-    grad[(slice(None), *(index if isinstance(index, tuple) else (index,)))] = g
+    grad[(slice(None), *index)] = g
     return {"input": grad}

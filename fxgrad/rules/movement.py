@@ -106,7 +106,7 @@ def narrow(g, input, dim, start, length):
 
 
 @rule("chunk", "split", "unbind", "tensor_split", "split_with_sizes", of=("input",), shared=True,
-      ignore=dict.fromkeys(("chunks", "split_size", "split_sizes", "indices_or_sections"), "see use"))  # fmt: skip
+      ignore=dict.fromkeys(("chunks", "split_size", "split_sizes", "sections", "indices"), "see use"))  # fmt: skip
 def pieces(g, input, use, dim=0):
     """y = one of W's pieces      dW_n = g_n there, 0 elsewhere"""
     if use.op == "unbind":
