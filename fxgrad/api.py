@@ -11,9 +11,9 @@ from torch import nn
 
 from fxgrad.batch import Roles
 from fxgrad.capture import Engine, check_parameters
-from fxgrad.compiler import Inner, Options, inner_compiler
 from fxgrad.context import Mixing
 from fxgrad.errors import OptionError
+from fxgrad.options import Inner, Options, inner_compiler, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.store import Accumulate, Store, clear
 
@@ -109,16 +109,6 @@ def _positional(model: nn.Module) -> list[str]:
     """The names of forward's positional arguments: an input has one role, by position or by keyword."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
-
-
-def loss_scale(reduction: str | float) -> float | str:
-    if reduction == "sum":
-        return 1
-    if reduction == "mean":
-        return "mean"
-    if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
-        return reduction
-    raise OptionError(f"loss_reduction has to be 'sum', 'mean' or a positive number, not {reduction!r}")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

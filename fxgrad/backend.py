@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import exc
 
-from fxgrad.compiler import SAMPLE_DIM, Captured, Options, compile_graph
+from fxgrad.capture import MARKS
+from fxgrad.captured import SAMPLE_DIM, Captured
+from fxgrad.compiler import compile_graph
 from fxgrad.errors import BatchSizeError, OptionError
-from fxgrad.api import loss_scale
+from fxgrad.options import Options, loss_scale
 from fxgrad.quantities import GradSample, check_quantities
 from fxgrad.store import Store
 
+_AGAIN = "_fxgrad_again"  # on an input while Dynamo captures a second time
 _OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend")
 
 
@@ -36,35 +39,40 @@ def fxgrad_backend(
     if unknown:
         raise OptionError(f"the fxgrad backend has no option {', '.join(unknown)}", advice=f"It has {_OPTIONS}.")
     dim = 0 if given.get("batch_first", True) else 1
-    inputs = [
-        example
-        for example in example_inputs
-        if isinstance(example, Tensor) and not isinstance(example, nn.Parameter) and example.dim() > dim
-    ]
     placeholders = gm.graph.find_nodes(op="placeholder")
-    user_inputs = [
-        example
-        for example, node in zip(example_inputs, placeholders, strict=True)
-        if any(example is tensor for tensor in inputs) and _is_argument(node)
-    ]
-    size = _batch_size(user_inputs, dim)
+    held = _held(placeholders, example_inputs, dim)
+    size = _batch_size(held)
     if size > 1:
-        _recapture_where_static(user_inputs, placeholders, example_inputs, dim)
-    for tensor in user_inputs:
-        setattr(tensor, SAMPLE_DIM, dim)
+        _recapture_where_static(held, placeholders, example_inputs)
+    fresh = [(tensor, own) for tensor, own in held if getattr(tensor, SAMPLE_DIM, None) is None]
+    for tensor, own in fresh:
+        setattr(tensor, SAMPLE_DIM, own)
+    made = Options(
+        check_quantities(given.get("quantity", GradSample())),
+        loss_scale(given.get("loss_reduction", "sum")),
+        given.get("mixing", "error"),
+        given.get("backend", "inductor"),
+        fullgraph=False,  # the user's torch.compile decides; later graphs find the samples by their inputs' roles
+    )
     try:
-        made = Options(
-            check_quantities(given.get("quantity", GradSample())),
-            loss_scale(given.get("loss_reduction", "sum")),
-            given.get("mixing", "error"),
-            given.get("backend", "inductor"),
-        )
-        names: dict[int, str] = {}
-        return compile_graph(
-            Captured(gm, example_inputs, size, names), made, Store(given.get("accumulate", "error"))
-        )
+        captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
+        return compile_graph(captured, made, Store(given.get("accumulate", "error")))
     finally:
-        _unmark(user_inputs)
+        _unmark([tensor for tensor, _ in fresh])
+
+
+def _held(
+    placeholders: Sequence[fx.Node], examples: Sequence[Any], dim: int
+) -> list[tuple[Tensor, int]]:
+    """The inputs that hold samples, with their sample dimension: arguments, and what an earlier graph made."""
+    found = []
+    for node, example in zip(placeholders, examples, strict=True):
+        if not isinstance(example, Tensor) or isinstance(example, nn.Parameter) or not _is_argument(node):
+            continue
+        own = getattr(example, SAMPLE_DIM, dim)
+        if 0 <= own < example.dim():
+            found.append((example, own))
+    return found
 
 
 def _is_argument(node: fx.Node) -> bool:
@@ -75,11 +83,11 @@ def _is_argument(node: fx.Node) -> bool:
     return bool(getattr(source, "is_input", False))
 
 
-def _batch_size(inputs: Sequence[Tensor], dim: int) -> int:
-    sizes = {tensor.shape[dim] for tensor in inputs}
+def _batch_size(held: Sequence[tuple[Tensor, int]]) -> int:
+    sizes = {tensor.shape[dim] for tensor, dim in held}
     if len(sizes) != 1:
         raise BatchSizeError(
-            f"the inputs' sizes on dimension {dim} do not agree on a batch size: {sorted(sizes)}",
+            f"the inputs do not agree on a batch size: {sorted(sizes)}",
             advice="Use fxgrad.transform with in_dims= or batch_size=.",
         )
     return int(sizes.pop())
@@ -93,28 +101,26 @@ def _batch_size(inputs: Sequence[Tensor], dim: int) -> int:
 
 
 def _recapture_where_static(
-    inputs: Sequence[Tensor], placeholders: Sequence[fx.Node], examples: Sequence[Any], dim: int
+    held: Sequence[tuple[Tensor, int]], placeholders: Sequence[fx.Node], examples: Sequence[Any]
 ) -> None:
     """See Note [Capturing again]."""
     values = {id(e): node.meta["example_value"] for e, node in zip(examples, placeholders, strict=True)}
-    static = [tensor for tensor in inputs if not isinstance(values[id(tensor)].shape[dim], torch.SymInt)]
+    static = [tensor for tensor, dim in held if not isinstance(values[id(tensor)].shape[dim], torch.SymInt)]
     if not static:
         return
-    if any(getattr(tensor, "_fxgrad_again", False) for tensor in static):
-        _unmark(inputs)
+    if any(getattr(tensor, _AGAIN, False) for tensor in static):
+        _unmark([tensor for tensor, _ in held])
         raise BatchSizeError(
             "the model fixes its batch size: it works for one number of samples only",
             advice="Write sizes in terms of x.shape[0].",
         )
-    for tensor in inputs:
+    for tensor, dim in held:
         torch._dynamo.mark_dynamic(tensor, dim)
-        setattr(tensor, "_fxgrad_again", True)
+        setattr(tensor, _AGAIN, True)
     raise exc.TensorifyScalarRestartAnalysis
 
 
-def _unmark(inputs: Sequence[Tensor]) -> None:
-    from fxgrad.capture import MARKS
-
-    for tensor in inputs:
-        for mark in (*MARKS, "_fxgrad_again"):
+def _unmark(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        for mark in (*MARKS, _AGAIN):
             tensor.__dict__.pop(mark, None)

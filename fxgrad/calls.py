@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -133,7 +133,7 @@ _ARGUMENT_NAMES = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_name(target: Any) -> str:
     """The canonical name of an op; in-place spellings keep their trailing underscore.
 
@@ -182,8 +182,8 @@ def bind(node: fx.Node) -> Call:
         return _bind_structural(name, args)
     bound = _bind_signature(node.target, args, kwargs) or _bind_schema(op, name, args, kwargs)
     if bound is None:
-        names = ["input", *(f"arg{i}" for i in range(1, len(args)))]
-        bound = (dict(zip(names, args, strict=False)) | kwargs, {})
+        given_names = ["input", *(f"arg{i}" for i in range(1, len(args)))]
+        bound = (dict(zip(given_names, args, strict=False)) | kwargs, {})
     arguments, defaults = bound
     names = {"self": "input", **_ARGUMENT_NAMES.get(op, {})}
     arguments = {names.get(key, key): value for key, value in arguments.items()}
@@ -211,13 +211,13 @@ def _same(value: Any, default: Any) -> bool:
         return value is default
     if isinstance(value, tuple | list) and isinstance(default, tuple | list):
         return tuple(value) == tuple(default)
-    return type(value) is type(default) and bool(value == default) or (value is default)
+    return (type(value) is type(default) and bool(value == default)) or (value is default)
 
 
 _Bound = tuple[dict[str, Any], dict[str, Any]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
     if isinstance(target, str | OpOverload | OpOverloadPacket | HigherOrderOperator):
         return None
@@ -264,7 +264,7 @@ class _Argument:
     kwarg_only: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def _schemas(op: str) -> tuple[tuple[_Argument, ...], ...]:
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{op}")
     return tuple(
@@ -314,7 +314,7 @@ def _match(
 def _pack_varargs(positional: Sequence[_Argument], args: Sequence[Any]) -> Sequence[Any]:
     """``x.view(2, 3)`` is ``x.view((2, 3))``: several ints where the schema has one list of ints."""
     last = len(positional) - 1
-    if not 0 <= last < len(args) or not "List[int]" in positional[last].type:
+    if not 0 <= last < len(args) or "List[int]" not in positional[last].type:
         return args
     rest = args[last:]
     if all(_is_int(_value(arg)) for arg in rest):

@@ -16,8 +16,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxgrad.batch import SHARED, Batch, Roles
-from fxgrad.compiler import SAMPLE_DIM, Captured, Options, compile_graph
+from fxgrad.captured import SAMPLE_DIM, Captured
+from fxgrad.compiler import compile_graph
 from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
+from fxgrad.options import Options
 from fxgrad.store import Forward, Store, Unseen, watch
 
 MARKS = (
@@ -70,7 +72,7 @@ class Engine:
             return self._original(method)(*args, **kwargs)
         return self._call(method, args, kwargs)
 
-    @torch._dynamo.disable
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._original(method)
         if not torch.is_grad_enabled():

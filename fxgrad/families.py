@@ -8,7 +8,7 @@ decomposed into ATen ops that are, or refused by name.
 from __future__ import annotations
 
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ ELEMENTWISE = frozenset(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def family_of(op: str) -> Family | None:
     """The family of a canonical op name, or None where nobody classified it.
 

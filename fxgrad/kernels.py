@@ -30,7 +30,8 @@ def products(g: Tensor, x: Tensor) -> Tensor:
     """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``."""
     size = g.shape[-1] * x.shape[-1] * g.element_size()
     if g.device.type == "cpu" and isinstance(size, int) and size >= LARGE:
-        return _products(g, x)
+        large: Tensor = _products(g, x)
+        return large
     one_position = isinstance(g.shape[1], int) and g.shape[1] == 1
     return g.mT * x if one_position else g.mT @ x
 
@@ -48,7 +49,7 @@ def _(g: Tensor, x: Tensor) -> Tensor:
 
 def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
     """``[n, *weight.shape]`` from g ``[n, k, out, *space]`` and the windows of the input."""
-    return _conv_weight_grad(
+    grad: Tensor = _conv_weight_grad(
         g,
         patches.input,
         patches.kernel,
@@ -59,6 +60,7 @@ def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
         patches.output_padding or (0,) * len(patches.stride),
         patches.groups,
     )
+    return grad
 
 
 @torch.library.custom_op("fxgrad::conv_weight_grad", mutates_args=())
@@ -79,8 +81,8 @@ def _conv_weight_grad(
     def backward(g: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
         settings = (stride, padding, dilation, transposed, output_padding, groups)
         mask = (False, True, False)
-        grads = torch.ops.aten.convolution_backward(g, x, weight, None, *settings, mask)
-        return grads[1]
+        grad: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *settings, mask)[1]
+        return grad
 
     if g.device.type == "cpu" or transposed:
         weight = g.new_empty(()).expand(tuple(kernel))
@@ -89,8 +91,8 @@ def _conv_weight_grad(
         return out
     # The samples as groups of one convolution: channels of all samples side by side.
     weight = g.new_empty(()).expand(n * kernel[0], *kernel[1:])
-    side_by_side = [t.transpose(0, 1).flatten(1, 2) for t in (g, input)]
-    return out.copy_(backward(*side_by_side, weight, n * groups).view_as(out))
+    g, x = (t.transpose(0, 1).flatten(1, 2) for t in (g, input))
+    return out.copy_(backward(g, x, weight, n * groups).view_as(out))
 
 
 @_conv_weight_grad.register_fake

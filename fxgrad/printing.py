@@ -51,7 +51,10 @@ class _Printer:
         self.taken: set[str] = set()
 
     def text(self) -> str:
-        inputs, ghosts, body, result = [], [], [], ""
+        inputs: list[str] = []
+        ghosts: list[str] = []
+        body: list[str] = []
+        result = ""
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 self._input(node, inputs, ghosts)
@@ -89,8 +92,9 @@ class _Printer:
 
     def _call(self, node: fx.Node, body: list[str]) -> None:
         fake = node.meta.get("fake", node.meta.get("example_value"))
-        if op_name(node.target) == "detach" and node.args[0] in self.names and self._is_parameter(node.args[0]):
-            self.names[node] = f"{self.names[node.args[0]]}.detach()"
+        source = node.args[0] if node.args else None
+        if op_name(node.target) == "detach" and isinstance(source, fx.Node) and source.name in self.ctx.by_node:
+            self.names[node] = f"{self.names[source]}.detach()"
             return
         if isinstance(fake, int | float | torch.SymInt) or str(node.target) == "aten.sym_size.int":
             self.names[node] = "B" if fake is None else self.ctx.symbols.show(fake)
@@ -103,9 +107,6 @@ class _Printer:
         args += [f"{key}={self._value(arg)}" for key, arg in node.kwargs.items()]
         line = f"{call}({', '.join(args)})"
         body.append(_columns(f"  {self._name(node, wish)} = {line}", remark))
-
-    def _is_parameter(self, arg: Any) -> bool:
-        return isinstance(arg, fx.Node) and arg.name in self.ctx.by_node
 
     def _form(self, node: fx.Node) -> tuple[str, str, str]:
         """How a call is written: the function, the name of its result, a remark."""

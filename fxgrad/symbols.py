@@ -66,7 +66,7 @@ class Symbols:
         hints = getattr(self.env, "backed_var_to_val", None)
         if hints is None:
             hints = self.env.var_to_val
-        return hints  # type: ignore[no-any-return]
+        return hints
 
     def show(self, size: Any) -> str:
         """A size as text: ``B``, ``12*B``, ``7``."""

@@ -41,7 +41,7 @@ class Tape:
 
     def scaled(self, g: Tensor, n: int) -> Tensor:
         """g for a loss that is a sum over samples."""
-        if self.loss_scale == "mean":
+        if isinstance(self.loss_scale, str):  # "mean"
             return g * n
         return g * self.loss_scale if self.loss_scale != 1 else g
 
@@ -209,7 +209,7 @@ class CollectTarget(Target):
         super().__init__("collect")
 
     def __call__(self, tape: Tape, n: int, *ghosts: Tensor) -> Any:
-        return Collect.apply(tape, n, *ghosts)
+        return Collect.apply(tape, n, *ghosts)  # type: ignore[no-untyped-call]
 
 
 class TapTarget(Target):
@@ -220,7 +220,7 @@ class TapTarget(Target):
         self.strategy, self.handles, self.dirty = strategy, handles, dirty
 
     def __call__(self, tape: Tape, n: int, y: Tensor, *rest: Any) -> Any:
-        return Tap.apply(tape, self.strategy, self.dirty, n, y, self.handles, *rest)
+        return Tap.apply(tape, self.strategy, self.dirty, n, y, self.handles, *rest)  # type: ignore[no-untyped-call]
 
 
 class DeriveTarget(Target):
@@ -231,7 +231,7 @@ class DeriveTarget(Target):
         self.strategy, self.key, self.handles = strategy, key, handles
 
     def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
-        return Derive.apply(tape, self.strategy, self.key, n, self.handles, *rest)
+        return Derive.apply(tape, self.strategy, self.key, n, self.handles, *rest)  # type: ignore[no-untyped-call]
 
 
 class SingleTarget(Target):
@@ -242,6 +242,6 @@ class SingleTarget(Target):
         self.scale = scale
 
     def __call__(self, ghost: Tensor, parameter: Tensor) -> Any:
-        return Single.apply(self.scale, ghost, parameter)
+        return Single.apply(self.scale, ghost, parameter)  # type: ignore[no-untyped-call]
 
 

@@ -12,7 +12,7 @@ from torch._dynamo import exc
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture import CAPTURING, Engine, fresh_function, marked, sizes_unseen, translated
-from fxgrad.compiler import make_context
+from fxgrad.captured import make_context
 from fxgrad.context import Context
 from fxgrad.errors import FxgradError
 from fxgrad.pipeline import PASSES, SINGLE, Pass, run_passes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ class _Attachment:
             with self.graph.inserting_after(cursor):
                 cursor = self.graph.call_method("detach", (node,))
             cursor.meta.update(fake=node.meta["fake"], samples=node.meta["samples"])
-            node.replace_all_uses_with(cursor, delete_user_cb=lambda user, own=cursor: user is not own)
+            node.replace_all_uses_with(cursor, delete_user_cb=partial(is_not, cursor))
             self.replaced[node] = cursor
             natives.append(cursor)
         batched, dim = next(iter(self.ctx.sample_dims.items()))

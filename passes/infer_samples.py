@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxgrad.context import Context, path_to, source_line, tensors_of
 from fxgrad.calls import Call
+from fxgrad.context import Context, path_to, source_line, tensors_of
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.families import MOVEMENT, Family, family_of
 from fxgrad.layouts import Kind, Layout, Samples

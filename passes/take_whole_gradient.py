@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import is_not
+
 from torch import fx
 
 from fxgrad.context import Context
@@ -25,5 +28,5 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     for node, ghost in zip(trainable, ghosts, strict=True):
         with graph.inserting_after(cursor):
             cursor = graph.call_function(SingleTarget(scale), (ghost, node))
-        node.replace_all_uses_with(cursor, delete_user_cb=lambda user, own=cursor: user is not own)
+        node.replace_all_uses_with(cursor, delete_user_cb=partial(is_not, cursor))
     return gm

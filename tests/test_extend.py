@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,12 +20,13 @@ def squared_scale(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _tables_restored():
+def _tables_restored() -> Iterator[None]:
     rules, families = dict(RULES), dict(_REGISTERED)
     yield
-    for table, before in ((RULES, rules), (_REGISTERED, families)):
-        table.clear()
-        table.update(before)
+    RULES.clear()
+    RULES.update(rules)
+    _REGISTERED.clear()
+    _REGISTERED.update(families)
     family_of.cache_clear()
 
 

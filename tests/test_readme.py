@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 PROGRAMS = [code for language, code in BLOCKS if language == "python" and "# mistake" not in code]
 MISTAKES = [
     (code, shown)
-    for (language, code), (_, shown) in zip(BLOCKS, BLOCKS[1:], strict=False)
+    for (language, code), (_, shown) in pairwise(BLOCKS)
     if language == "python" and "# mistake" in code
 ]
 

@@ -48,7 +48,8 @@ def conv_transpose(
 ):
     """y = Wᵀ ∗ x + b      dW_n = Σ_k x_nk ⊗ patch_nk(g)      db_n = Σ_k g_nk"""
     spatial = weight.dim() - 2
-    settings = [_each(value, spatial) for value in (stride, padding, dilation)]
-    extra = _each(output_padding, spatial)
-    patches = Patches(input, tuple(weight.shape), *settings, groups, True, extra)
+    stride, padding, dilation, extra = (
+        _each(value, spatial) for value in (stride, padding, dilation, output_padding)
+    )
+    patches = Patches(input, tuple(weight.shape), stride, padding, dilation, groups, True, extra)
     return {"weight": Term("nko...,nk...i->noi", g, patches), "bias": Term("nko...->no", g)}

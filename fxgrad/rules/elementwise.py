@@ -6,15 +6,18 @@ vector-Jacobian product of the op is already per sample, and what broadcasting r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fxgrad.rules.reduce import sum_to
 from fxgrad.rules.registry import rule
 from fxgrad.uses import Slot
 
 
-def elementwise(g, use, values):
+def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Tensor]:
     """dw_n = Σ over broadcast positions of g_n · ∂f/∂w"""
     n, ndim = g.shape[0], g.dim() - 1
     copies = list(values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -94,7 +96,7 @@ def einsum(g, equation, operands, use):
     inputs, _, result = equation.replace(" ", "").partition("->")
     letters = inputs.split(",")
     slots = use.arguments["operands"]
-    grads = [None] * len(slots)
+    grads: list[Any] = [None] * len(slots)
     for i, slot in enumerate(slots):
         if slot.position not in use.wrt:
             continue
@@ -104,13 +106,13 @@ def einsum(g, equation, operands, use):
     return {"operands": grads}
 
 
-def einsum_applies(equation, shapes, differentiated):
+def einsum_applies(equation: Any, shapes: Any, differentiated: list[int]) -> bool:
     """Whether every letter of a parameter also stands elsewhere, once, at the same size, without dots."""
     inputs, arrow, result = str(equation).replace(" ", "").partition("->")
     letters = inputs.split(",")
     if not arrow or "." in inputs + result or any(len(set(term)) < len(term) for term in [*letters, result]):
         return False
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for term, shape in zip(letters, shapes, strict=True):
         for letter, size in zip(term, shape, strict=True):
             if sizes.setdefault(letter, size) != size:

@@ -1,0 +1,189 @@
+"""One graph from TorchDynamo: its inputs, what they are to the samples, and the passes' own view of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxgrad.batch import LOST, SHARED
+from fxgrad.context import Context, TrainableParameter, source_line
+from fxgrad.errors import BatchSizeError, LostLayout
+from fxgrad.options import Options
+from fxgrad.symbols import Symbols, expression
+
+SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
+
+
+@dataclass
+class Captured:
+    """One graph from Dynamo: its inputs, and what they are to the samples."""
+
+    gm: fx.GraphModule
+    examples: Sequence[Any]
+    batch_size: int
+    names: dict[int, str]  # id(parameter) -> the user's name
+    fullgraph: bool = True
+    buffers: frozenset[int] = frozenset()  # id(buffer)
+    positional: Sequence[str] = ()  # the names of forward's positional arguments
+
+    def __post_init__(self) -> None:
+        self.placeholders = self.gm.graph.find_nodes(op="placeholder")
+        self.values = [node.meta["example_value"] for node in self.placeholders]
+
+    def trainable(self) -> list[int]:
+        """The positions of trainable parameters among the inputs."""
+        return [
+            i
+            for i, example in enumerate(self.examples)
+            if isinstance(example, nn.Parameter) and example.requires_grad
+        ]
+
+    def name(self, i: int) -> str:
+        """The user's name for an input: ``encoder.weight``, ``x``, ``batch['ids']``."""
+        known = self.names.get(id(self.examples[i]))
+        return known if known is not None else input_name(self.placeholders[i], self.positional)
+
+    def sample_dims(self) -> dict[int, int]:
+        """Input position -> sample dimension."""
+        dims = {}
+        for i in self.inputs():
+            dim = self._role(i)
+            if dim == LOST:
+                raise self._lost(i)
+            if dim != SHARED:
+                dims[i] = dim
+        return dims
+
+    def inputs(self) -> list[int]:
+        """The positions of tensors that are neither parameters nor buffers."""
+        return [
+            i
+            for i, example in enumerate(self.examples)
+            if isinstance(example, Tensor)
+            and not isinstance(example, nn.Parameter)
+            and id(example) not in self.buffers
+        ]
+
+    def _role(self, i: int) -> int:
+        """The mark of a user's input or of an earlier graph's output; else the input's size decides."""
+        example = self.examples[i]
+        role = getattr(example, SAMPLE_DIM, None)
+        if role is not None or self.fullgraph:
+            return SHARED if role is None else int(role)
+        equal = [dim for dim, size in enumerate(example.shape) if size == self.batch_size]
+        if len(equal) > 1:  # Dynamo has seen some of them vary
+            equal = [dim for dim in equal if isinstance(self.values[i].shape[dim], torch.SymInt)]
+        if self.batch_size in example.shape:
+            return equal[0] if len(equal) == 1 else LOST
+        multiple = any(size > 0 and size % self.batch_size == 0 for size in example.shape)
+        return LOST if multiple else SHARED
+
+    def traced(self, i: int) -> bool:
+        """Whether a parameter's gradient flows into an input: an earlier graph's output may carry it."""
+        return not self.fullgraph and bool(self.values[i].requires_grad)
+
+    def _lost(self, i: int) -> LostLayout:
+        user = next(iter(self.placeholders[i].users), self.placeholders[i])
+        shape = ", ".join(map(str, self.examples[i].shape))
+        return LostLayout(
+            f"where the {self.batch_size} samples are in a value of shape [{shape}] is lost at a graph break",
+            where=source_line(user),
+            advice="Give the samples a dimension of their own before the break.",
+        )
+
+
+def input_name(node: fx.Node, positional: Sequence[str]) -> str:
+    """The name of a graph input in terms of forward's arguments: ``L['args'][1]['y']`` is ``y['y']``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    text = str(name() if callable(name) else name)
+    found = re.fullmatch(r"L\['args'\]\[(\d+)\](.*)", text)
+    if found:
+        i = int(found[1])
+        return (positional[i] if i < len(positional) else f"args[{i}]") + found[2]
+    found = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\](.*)", text)
+    return found[1] + found[2] if found else node.name
+
+
+def make_context(
+    captured: Captured, options: Options, dims: dict[int, int], *, single: bool = False
+) -> Context:
+    """The passes' context: their own symbols, and the inputs as fake values in them."""
+    symbols = Symbols()
+    placeholders = captured.placeholders
+    parameters = [
+        TrainableParameter(placeholders[i].name, captured.name(i), tuple(captured.examples[i].shape))
+        for i in captured.trainable()
+    ]
+    inputs = {} if single else _own_inputs(captured, symbols, dims)
+    return Context(
+        symbols,
+        inputs,
+        parameters,
+        {placeholders[i].name: dim for i, dim in dims.items()},
+        options.quantity,
+        options.loss_scale,
+        options.mixing,
+        {placeholders[i].name: captured.name(i) for i in range(len(placeholders))},
+    )
+
+
+def _own_inputs(captured: Captured, symbols: Symbols, dims: dict[int, int]) -> dict[str, Any]:
+    """Fake inputs in which the sample dims, and they alone, carry B."""
+    if not dims:
+        raise BatchSizeError(
+            "the model uses no input that holds samples: its parameters have no per-sample gradients",
+            advice="Check which inputs hold samples, and name their dimensions with in_dims=.",
+        )
+    batch = symbols.batch(hint=_hint(captured))
+    known: dict[Any, Any] = {}
+    for i, dim in dims.items():
+        size = captured.values[i].shape[dim]
+        if isinstance(size, torch.SymInt):
+            known[expression(size)] = batch
+
+    def translate(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = expression(size)
+        if expr not in known:
+            hint = size.node.hint if size.node.hint is not None else 7
+            known[expr] = symbols.new(f"T{len(known)}", hint)
+        return known[expr]
+
+    return {
+        node.name: _own_input(value, dims.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
+        for i, (node, value) in enumerate(zip(captured.placeholders, captured.values, strict=True))
+    }
+
+
+def _own_input(
+    value: Any, dim: int | None, batch: Any, translate: Any, symbols: Symbols, *, traced: bool
+) -> Any:
+    if isinstance(value, torch.SymInt):
+        return translate(value)
+    if not isinstance(value, Tensor):
+        return value
+    sizes = [batch if d == dim else translate(size) for d, size in enumerate(value.shape)]
+    parameter = isinstance(value, nn.Parameter) and value.requires_grad
+    with symbols.mode, torch.enable_grad():
+        order = sorted(range(len(sizes)), key=lambda d: _stride_hint(value.stride(d)), reverse=True)
+        dense = torch.empty([sizes[d] for d in order], dtype=value.dtype, device=value.device)
+        own = dense.permute([order.index(d) for d in range(len(sizes))])
+        if traced:
+            return own.requires_grad_().clone()  # no leaf: the graph may change it in place
+        return nn.Parameter(own) if parameter else own
+
+
+def _stride_hint(stride: Any) -> int:
+    return int(stride.node.hint) if isinstance(stride, torch.SymInt) else int(stride)
+
+
+def _hint(captured: Captured) -> int:
+    """A number of samples that no other size is mistaken for, with the real one's divisors."""
+    return captured.batch_size * 1009
