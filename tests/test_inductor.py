@@ -1,0 +1,117 @@
+"""One model for each family of rules, in float32, through Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import fxgrad
+from fxgrad.testing import assert_per_sample_grads, default_loss
+from tests.cases import BATCH, Case, case, ids, w, x
+
+pytestmark = pytest.mark.inductor
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
+def products(
+    x: Tensor, v: Tensor, w: Tensor, b: Tensor, left: Tensor, heads: Tensor, u: Tensor, z: Tensor
+) -> Tensor:
+    """linear, matmul on both sides, a batch of weights, einsum, addmm, mv"""
+    h = F.linear(x, v, b).tanh() @ w + F.linear(x, v.t())
+    h = (left @ h).unsqueeze(1) @ heads
+    h = torch.einsum("bhti,ij->btj", h.tanh(), u)
+    h = torch.addmm(z, h.sum(1).tanh(), u.t() @ u, beta=0.5)
+    return torch.mv(h, z)
+
+
+def convolutions(
+    x: Tensor, one: Tensor, bias: Tensor, two: Tensor, three: Tensor, up: Tensor
+) -> list[Tensor]:
+    """conv1d, conv2d and conv3d with strides, groups and padding by name, conv_transpose"""
+    h = F.conv1d(x, one, bias, stride=2, padding=2).tanh()
+    up = F.conv_transpose1d(h, up, stride=2, output_padding=1, groups=2)
+    h = F.conv2d(h.unsqueeze(2), two[:, :, :1], bias, padding=(1, 1), groups=6)
+    return [up, h, F.conv3d(h.unsqueeze(1), three, padding="valid", dilation=(2, 1, 1))]
+
+
+def norms(x: Tensor, w: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """layer_norm, rms_norm, group_norm, instance_norm, batch_norm in eval mode, prelu"""
+    h = F.layer_norm(x, (6,), w, b) + F.rms_norm(x, (6,), w, eps=0.01)
+    h = F.prelu(F.group_norm(h * x, 2, c, d), d)
+    h = h + F.instance_norm(h * x, weight=c, bias=d)
+    return F.batch_norm(h, torch.zeros_like(c), torch.ones_like(c), d, c)
+
+
+def lookups(ids: Tensor, table: Tensor, positions: Tensor, relative: Tensor) -> Tensor:
+    """embedding with padding, rows by index, position and relative tables, a tied head"""
+    steps = torch.arange(4, device=ids.device)
+    h = F.embedding(ids, table, padding_idx=-2) + F.embedding(steps, positions)
+    bias = relative[(steps[:, None] - steps).clamp(-2, 2) + 2].permute(2, 0, 1)
+    scores = (h @ h.mT).unsqueeze(1) + bias
+    return F.linear(scores.softmax(-1).mean(1) @ (h + positions[ids]), table)
+
+
+def elementwise(x: Tensor, w: Tensor, scale: Tensor, rows: Tensor, more: Tensor) -> Tensor:
+    """arithmetic with broadcasting, a parameter in any place, in place too"""
+    h = torch.addcmul(w, x * scale, x, value=0.5) - rows / (1 + x * x)
+    h = torch.where(x > 0, w, h).add_(w).mul_(rows)
+    return (h * more).movedim(1, 0) + (w - x).clamp(max=scale).unsqueeze(1)
+
+
+def moved(x: Tensor, cls: Tensor, v: Tensor, w: Tensor, two: Tensor) -> Any:
+    """functions of parameters, and parameters handed out to the samples"""
+    h = torch.cat([cls.expand(len(x), -1, -1), x, v.repeat(len(x), 1, 1)], 1)
+    weight = torch.cat([v, torch.zeros_like(v), w.t()]) / v.norm()
+    upper, lower = F.normalize(two, dim=1).chunk(2)
+    h = F.linear(h, weight).tanh() @ torch.stack([upper, lower, v]).flatten(0, 1)
+    return h.flatten(0, 1).unflatten(0, (-1, 8)) * two[[0, 2, 0]].narrow(0, 1, 1).squeeze()
+
+
+def generic(x: Tensor, w: Tensor, table: Tensor, bias: Tensor, fill: Tensor) -> Tensor:
+    """ops without a rule: bilinear, index_select, attention with a bias, masked_fill"""
+    h = F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+    h = F.bilinear(h, x, w)
+    ids = (x[..., 0] > 0).long().flatten()
+    rows = table.index_select(0, ids).unflatten(0, (-1, 4))
+    return torch.cat([h, rows], -1).masked_fill(torch.cat([h, rows], -1) > 1, fill)
+
+
+FAMILIES = [
+    case("products", products, x(4, 6), w(6, 6), w(6, 6), w(6), w(3, 4), w(2, 6, 5), w(5, 30), w(30)),
+    case("convolutions", convolutions, x(4, 6), w(6, 4, 3), w(6), w(6, 1, 2, 3), w(2, 1, 2, 2, 2), w(6, 2, 3)),
+    case("norms", norms, x(4, 6), w(6), w(6), w(4), w(4)),
+    case("lookups", lookups, ids(7, 4), w(7, 6), w(9, 6), w(5, 2)),
+    case("elementwise", elementwise, x(4, 6), w(6), w(), w(4, 1), w(3, 1, 1, 6)),
+    case("moved", moved, x(4, 6), w(1, 1, 6), w(3, 6), w(6, 3), w(6, 6)),
+    case("generic", generic, x(4, 6), w(3, 6, 6), w(7, 6), w(4, 4), w()),
+]
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_family(case: Case, device: torch.device) -> None:
+    model = case.model(device).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.3)  # small enough for float32
+    inputs = [value.detach() for value in case.inputs(device)]
+    inputs = [value.float().requires_grad_() if value.is_floating_point() else value for value in inputs]
+    assert_per_sample_grads(model, *inputs, backend="inductor", tolerance=1e-4)
+
+
+def test_a_linear_layer_s_forward_is_one_call(device: torch.device) -> None:
+    model = fxgrad.transform(nn.Linear(3, 2).to(device))
+    out, (forward, *_) = run_and_get_code(model, torch.randn(BATCH, 3, device=device))
+    default_loss(out).backward()
+    assert forward.count("extern_kernels.addmm(") == 1
+    assert "cpp_fused" not in forward and "triton_poi" not in forward
