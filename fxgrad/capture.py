@@ -301,6 +301,12 @@ def translated(error: Exception) -> Exception:
             where=_user_line(error),
             advice="Write sizes in terms of x.shape[0], or pass in_dims= if this is not the sample dimension.",
         )
+    if isinstance(error, exc.UserError | exc.InternalTorchDynamoError):
+        return GraphBreak(
+            f"TorchDynamo does not capture the model: {_reason(text)}",
+            where=_user_line(error),
+            advice="See what torch.compile(model, fullgraph=True) says of it.",
+        )
     return error
 
 

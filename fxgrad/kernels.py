@@ -1,21 +1,17 @@
 """The opaque operators: work that is done at run time, behind one node of the compiled graph.
 
-Three kinds of work live here. Large products go into fresh memory on huge pages. The weight gradient of a
-convolution per sample is a native kernel called once per sample (CPU) or once with the samples as groups
-(elsewhere): faster than unfolding the batch, and right for every argument a convolution takes. The generic
-rule's vmap of a vjp runs here where
-tracing it would turn the batch symbol into a constant.
+Large products go into fresh memory on huge pages. The weight gradient of a convolution per sample is a
+native kernel called once per sample (CPU) or once with the samples as groups (elsewhere): faster than
+unfolding the batch, and right for every argument a convolution takes.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
 
 from fxgrad.memory import fresh
 
@@ -108,71 +104,3 @@ def _(
     groups: int,
 ) -> Tensor:
     return g.new_empty(g.shape[0], *kernel)
-
-
-# Closures cannot be op arguments. The key names what the closure computes, in full, so that a compiled
-# artefact that PyTorch's caches keep for another process finds the same computation there.
-_PROGRAMS: dict[str, Callable[..., Any]] = {}
-
-
-def register_program(key: str, program: Callable[..., Any]) -> None:
-    """Make ``program(batched, shared, sizes) -> output``, one sample's call, known under ``key``."""
-    _PROGRAMS[key] = program
-
-
-def _plain_vjp(call: Callable[..., Tensor], weights: Sequence[Tensor], g: Tensor) -> Sequence[Tensor]:
-    """The vjp by plain autograd: not every custom op that has a backward has one for torch.func."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    below = torch._C.DispatchKey.AutogradFunctionality  # where the body of an operator runs
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded.remove(below)), torch.enable_grad():
-        leaves = [weight.detach().requires_grad_() for weight in weights]
-        return torch.autograd.grad(call(*leaves), leaves, g, materialize_grads=True)
-
-
-@torch.library.custom_op("fxgrad::per_sample_vjp", mutates_args=())
-def per_sample_vjp(
-    key: str,
-    g: Tensor,
-    batched: Sequence[Tensor],
-    shared: Sequence[Tensor],
-    wrt: Sequence[int],
-    sizes: Sequence[int],
-) -> list[Tensor]:
-    """Per sample n: the gradient of ``<g_n, program(batched_n, shared)>`` by ``shared[i], i in wrt``."""
-    program = _PROGRAMS[key]
-    n = g.shape[0]
-    if n == 0:
-        return [shared[i].new_zeros(0, *shared[i].shape) for i in wrt]
-
-    weights = [shared[i] for i in wrt]
-
-    def sample(rows: Sequence[Tensor]) -> Callable[..., Tensor]:
-        def call(*weights: Tensor) -> Tensor:
-            values = list(shared)
-            for i, weight in zip(wrt, weights, strict=True):
-                values[i] = weight
-            return program(rows, values, sizes)  # type: ignore[no-any-return]
-
-        return call
-
-    try:
-        with warnings.catch_warnings():  # an op that vmap itself loops over is slow, not wrong
-            warnings.simplefilter("ignore")
-            grads = vmap(lambda g, *rows: vjp(sample(rows), *weights)[1](g))(g, *batched)
-    except (RuntimeError, NotImplementedError):  # an op without a batching rule: one sample at a time
-        rows = [_plain_vjp(sample([t[i] for t in batched]), weights, g[i]) for i in range(n)]
-        grads = tuple(torch.stack(column) for column in zip(*rows, strict=True))
-    return [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
-
-
-@per_sample_vjp.register_fake
-def _(
-    key: str,
-    g: Tensor,
-    batched: Sequence[Tensor],
-    shared: Sequence[Tensor],
-    wrt: Sequence[int],
-    sizes: Sequence[int],
-) -> list[Tensor]:
-    return [shared[i].new_empty(g.shape[0], *shared[i].shape) for i in wrt]

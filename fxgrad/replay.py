@@ -85,7 +85,16 @@ class Replay:
         self.constants: dict[tuple[fx.Node, int], Any] = {}
 
     def layouts(self, node: fx.Node, outputs: Any) -> Any:
-        """The layout of each output tensor of a movement op; None where it has none."""
+        """The layout of each output tensor of a movement op; None where it has none.
+
+        An op that cannot run on two or three samples (it takes rows 2 to 4) has none either.
+        """
+        try:
+            return self._layouts(node, outputs)
+        except (RuntimeError, IndexError, ValueError):
+            return [None] * len(outputs) if isinstance(outputs, tuple | list) else None
+
+    def _layouts(self, node: fx.Node, outputs: Any) -> Any:
         if op_name(node.target) in _INDEXING:
             return self._indexed(node, outputs)
         runs = [self._run(node, batch) for batch in BATCHES]
@@ -278,7 +287,7 @@ _INDEXING = frozenset({"getitem", "index_select", "index"})
 def _indexed_dim(node: fx.Node, index: fx.Node) -> int:
     """The source's dim that an index tensor indexes."""
     if op_name(node.target) == "index_select":
-        return int(node.args[1])  # type: ignore[arg-type]
+        return int(node.args[1]) % node.args[0].meta["fake"].dim()  # type: ignore[arg-type, no-any-return, union-attr]
     items = node.args[1]
     if not isinstance(items, tuple | list):
         return 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxgrad.calls import Call
 from fxgrad.errors import UnsupportedOp
 from fxgrad.families import RANDOM, Family, family_of
-from fxgrad.kernels import per_sample_vjp, register_program
+from fxgrad.generic import per_sample_vjp, register_program
 from fxgrad.layouts import samples_first
 from fxgrad.rules import RULES, Rule
 from fxgrad.rules.elementwise import elementwise

@@ -304,6 +304,9 @@ def loss(op: Op, output: Tensor) -> Answer:
 
 def per_index(op: Op, output: Tensor) -> Answer:
     """gather, scatter: the same place in every operand, and not the dim that is indexed."""
+    table = op.operand("input")
+    if op.call.op in ("gather", "take_along_dim") and table is not None and table.layout is None:
+        return by_shape(op, output)  # each sample looks up in a table that all share
     answer = by_shape(op, output)
     if isinstance(answer, Mixes):
         return answer

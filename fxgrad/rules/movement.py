@@ -34,6 +34,8 @@ def cast(g, input):
 def transpose(g, input, dim0, dim1):
     """y = W with two dims swapped      dW_n = g_n with them swapped back"""
     ndim = input.dim()
+    if ndim == 0:
+        return {"input": g}
     return {"input": g.transpose(1 + dim0 % ndim, 1 + dim1 % ndim)}
 
 
@@ -66,6 +68,8 @@ def expand(g, input):
 def repeat(g, input):
     """y = W tiled      dW_n = Σ over sample n's tiles of g"""
     shape = (1,) * (g.dim() - 1 - input.dim()) + tuple(input.shape)
+    if not shape or 0 in shape:
+        return {"input": g.new_zeros(g.shape[0], *input.shape) if 0 in shape else g}
     split = [part for size, own in zip(g.shape[1:], shape, strict=True) for part in (size // own, own)]
     tiles = g.reshape(g.shape[0], *split).sum(tuple(range(1, 2 * len(shape), 2)))
     return {"input": tiles.reshape(g.shape[0], *input.shape)}
@@ -77,6 +81,9 @@ def cat(g, tensors, use, dim=0):
     rank = g.dim() - 1
     dim, start, grads = dim % rank, 0, []
     for slot, tensor in zip(use.arguments["tensors"], tensors, strict=True):
+        if tuple(tensor.shape) == (0,) and rank > 1:  # PyTorch lets an empty vector stand for nothing
+            grads.append(g.new_zeros(g.shape[0], 0) if slot.position in use.wrt else None)
+            continue
         size = tensor.shape[dim + (use.layouts[slot.position] is not None)]
         grads.append(g.narrow(1 + dim, start, size) if slot.position in use.wrt else None)
         start = start + size

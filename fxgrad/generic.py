@@ -1,0 +1,92 @@
+"""The generic rule's operator: per sample, the vjp of any op, behind one node of the compiled graph.
+
+functorch's batching rules turn a symbolic batch into a number for many ops, so the vmap runs at run time,
+on concrete sizes. A loop over the samples takes over where vmap cannot or says something else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+# Closures cannot be op arguments. The key names what the closure computes, in full, so that a compiled
+# artefact that PyTorch's caches keep for another process finds the same computation there.
+_PROGRAMS: dict[str, Callable[..., Any]] = {}
+
+
+def register_program(key: str, program: Callable[..., Any]) -> None:
+    """Make ``program(batched, shared, sizes) -> output``, one sample's call, known under ``key``."""
+    _PROGRAMS[key] = program
+
+
+def _plain_vjp(call: Callable[..., Tensor], weights: Sequence[Tensor], g: Tensor) -> Sequence[Tensor]:
+    """The vjp by plain autograd: not every custom op that has a backward has one for torch.func."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    below = torch._C.DispatchKey.AutogradFunctionality  # where the body of an operator runs
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded.remove(below)), torch.enable_grad():
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+        return torch.autograd.grad(call(*leaves), leaves, g, materialize_grads=True)
+
+
+def _close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether vmap says what the op alone says: some of its batching rules are wrong (roll of a 0-dim tensor)."""
+    return all(torch.allclose(a, b, 1e-2, 1e-2, equal_nan=True) for a, b in zip(actual, expected, strict=True))
+
+
+@torch.library.custom_op("fxgrad::per_sample_vjp", mutates_args=())
+def per_sample_vjp(
+    key: str,
+    g: Tensor,
+    batched: Sequence[Tensor],
+    shared: Sequence[Tensor],
+    wrt: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """Per sample n: the gradient of ``<g_n, program(batched_n, shared)>`` by ``shared[i], i in wrt``."""
+    program = _PROGRAMS[key]
+    n = g.shape[0]
+    if n == 0:
+        return [shared[i].new_zeros(0, *shared[i].shape) for i in wrt]
+
+    weights = [shared[i] for i in wrt]
+
+    def sample(rows: Sequence[Tensor]) -> Callable[..., Tensor]:
+        def call(*weights: Tensor) -> Tensor:
+            values = list(shared)
+            for i, weight in zip(wrt, weights, strict=True):
+                values[i] = weight
+            return program(rows, values, sizes)  # type: ignore[no-any-return]
+
+        return call
+
+    def alone(i: int) -> Sequence[Tensor]:
+        return _plain_vjp(sample([t[i] for t in batched]), weights, g[i])
+
+    try:
+        with warnings.catch_warnings():  # an op that vmap itself loops over is slow, not wrong
+            warnings.simplefilter("ignore")
+            grads = vmap(lambda g, *rows: vjp(sample(rows), *weights)[1](g))(g, *batched)
+        right = all(_close([grad[i] for grad in grads], alone(i)) for i in {0, n - 1})
+    except (RuntimeError, NotImplementedError):  # an op without a batching rule
+        right = False
+    if not right:  # one sample at a time
+        grads = tuple(torch.stack(column) for column in zip(*map(alone, range(n)), strict=True))
+    return [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
+
+
+@per_sample_vjp.register_fake
+def _(
+    key: str,
+    g: Tensor,
+    batched: Sequence[Tensor],
+    shared: Sequence[Tensor],
+    wrt: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    return [shared[i].new_empty(g.shape[0], *shared[i].shape) for i in wrt]
