@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from string import ascii_letters
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -130,6 +131,7 @@ _ALIASES = {
 _ARGUMENT_NAMES = {
     "embedding": {"indices": "input"},
     "embedding_bag": {"indices": "input"},
+    "rmatmul": {"arg1": "other"},
 }
 
 
@@ -248,11 +250,23 @@ def _bind_signature(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments.update(arguments.pop(key, {}))
     if getattr(target, "__name__", "") == "einsum":
+        if not isinstance(args[0], str):
+            return _einsum_of_sublists(list(args)), {}
         equation, *operands = args
         if len(operands) == 1 and isinstance(operands[0], tuple | list):
             operands = list(operands[0])
         return {"equation": equation, "operands": tuple(operands)}, {}
     return arguments, defaults
+
+
+def _einsum_of_sublists(parts: list[Any]) -> dict[str, Any]:
+    """``einsum(x, [0, 1], w, [2, 1], [0, 2])`` is ``einsum("ab,cb->ac", x, w)``."""
+
+    def letters(numbers: Sequence[Any]) -> str:
+        return "".join("..." if i is Ellipsis else ascii_letters[i] for i in numbers)
+
+    result = f"->{letters(parts.pop())}" if len(parts) % 2 else ""
+    return {"equation": ",".join(map(letters, parts[1::2])) + result, "operands": tuple(parts[::2])}
 
 
 @dataclass(frozen=True)

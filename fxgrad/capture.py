@@ -236,11 +236,19 @@ def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_unseen() -> Iterator[None]:
-    """Equal sizes are no reason for one symbol: a sequence may be as long as the batch by chance."""
-    import torch.fx.experimental._config as config
+    """Equal sizes are no reason for one symbol: a sequence may be as long as the batch by chance.
 
-    with config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-        yield
+    Nor may sizes choose the order of an einsum: opt_einsum, where installed, makes the batch a number.
+    """
+    import torch.fx.experimental._config as config
+    from torch.backends import opt_einsum
+
+    before, opt_einsum.enabled = opt_einsum.enabled, False  # its own `flags` does not nest
+    try:
+        with config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            yield
+    finally:
+        opt_einsum.enabled = before
 
 
 def _leaves(outputs: Any) -> list[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.backends import opt_einsum
 
 from fxgrad.rules import RULES
 from fxgrad.terms import Term
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 CASES = (
     PRODUCTS + EINSUMS + CONVOLUTIONS + LOOKUPS + NORMS + ELEMENTWISE + MOVED + FUNCTIONS + HANDED_OUT
 )
-UNSUPPORTED = {
-    "einsum of sublists": (True, "its equation is not read"),
-    "einsum of three": (opt_einsum.is_available(), "the path finder fixes the batch size"),
-    "einsum of two parameters": (opt_einsum.is_available(), "the path finder fixes the batch size"),
-    "einsum with one weight twice": (opt_einsum.is_available(), "the path finder fixes the batch size"),
-}
 FIRST = list({case.op: case for case in reversed(CASES)}.values())[::-1]
 """One case for every op."""
 
@@ -37,12 +30,7 @@ def by_name(value: Any) -> str:
     return value.name if isinstance(value, Case) else "x".join(map(str, value)) or "no"
 
 
-def marked(case: Case, *others: Any) -> Any:
-    condition, reason = UNSUPPORTED.get(case.name, (False, ""))
-    return pytest.param(case, *others, marks=pytest.mark.xfail(condition, reason=reason, strict=True))
-
-
-every_case = pytest.mark.parametrize("case", [marked(case) for case in CASES], ids=by_name)
+every_case = pytest.mark.parametrize("case", CASES, ids=by_name)
 one_per_op = pytest.mark.parametrize("case", FIRST, ids=by_name)
 
 
@@ -57,7 +45,7 @@ def check(case: Case, model: nn.Module, inputs: Sequence[Tensor], **how: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("case", "extra"), [marked(case, extra) for case in CASES for extra in case.extra], ids=by_name
+    ("case", "extra"), [(case, extra) for case in CASES for extra in case.extra], ids=by_name
 )
 def test_extra_dims(case: Case, extra: tuple[int, ...], device: torch.device) -> None:
     check(case, case.model(device), case.inputs(device, extra))
@@ -139,8 +127,6 @@ def test_rejects_a_rule_off_by_a_thousandth(
     op: str, argument: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """So the cases reach every argument of every rule, and the checker sees a small mistake there."""
-    if op == "rmatmul":
-        pytest.xfail("its arguments are not named as the rule has them: the generic rule serves it")
     rule = RULES[op]
     for case in (case for case in CASES if case.op == op):
         factor = 1 + max(1e-3, 4 * (case.tolerance or 0))  # in half precision, as much as can be seen
