@@ -5,7 +5,7 @@ a few epochs. One more pass with `fxgrad.transform` gives every image's own grad
 the rest of the data speaks against pulls hardest on the weights, so the largest gradients point at
 the flipped labels.
 
-    python examples/noisy_digits.py --seed 0 --epochs 4
+    python examples/noisy_digits.py --seed 0 --epochs 8
 
 prints how many of the top-ranked images were flipped, what the gradients cost per step and how far
 they are from a plain loop over images, writes a picture, and exits with 1 where it falls short.

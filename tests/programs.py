@@ -236,9 +236,13 @@ def compare(
     args = program.sample(batch)
     truth = loop(program, model, args, batch)
     try:
+        if batch == 0:
+            loss_of(model(*args)).backward()
+            fxgrad.zero_grad(model)
         with torch.no_grad():
             plain = model(*args)
-    except RuntimeError:  # PyTorch itself has no such op for B = 0: reshape(B, -1)
+    except (RuntimeError, IndexError):  # PyTorch itself has no such op for B = 0: reshape(B, -1), amax(0)
+        fxgrad.zero_grad(model)
         return None
     args[0].requires_grad_(program.seed % 2 == 0)
     outputs = transformed(*args)
