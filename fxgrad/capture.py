@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fxgrad.batch import SHARED, Batch, Roles
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.compiler import compile_graph
+from fxgrad.context import last_own_line
 from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
 from fxgrad.options import Options
 from fxgrad.store import Forward, Store, Unseen, watch
@@ -60,7 +61,7 @@ class Engine:
     options: Options
     roles: Roles
     store: Store
-    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample.
@@ -110,11 +111,13 @@ class Engine:
     def _run(
         self, method: str, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if method not in self.compiled:
-            self.compiled[method] = self._compile(method)
+        # Not every version of Dynamo guards on requires_grad: what is trainable is part of the key.
+        key = (method, *self.trainable())
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(method)
         try:
             with marked(batch, self.options.fullgraph), sizes_unseen(), CAPTURING:
-                return self.compiled[method](*args, **kwargs)
+                return self.compiled[key](*args, **kwargs)
         except Exception as error:
             if _fails_without_dynamo(error):
                 with torch.no_grad():  # PyTorch's own sentence says it best
@@ -328,4 +331,4 @@ def _user_line(error: Exception) -> str:
     for frame in reversed(getattr(error, "real_stack", None) or []):
         if "torch/" not in frame.filename and not frame.filename.endswith("fxgrad/capture.py"):
             return f"{PurePath(frame.filename).name}:{frame.lineno}   {(frame.line or '').strip()}"
-    return ""
+    return last_own_line(str(error))

@@ -59,10 +59,14 @@ _HOSTS = ("torch/nn/", "torch/_", "torch/utils/", "torch/functional.py", "fxgrad
 
 def source_line(node: fx.Node) -> str:
     """The user's own line that made a node: ``model.py:41   x = self.bn(x)``."""
-    frames = list(_FRAME.finditer(node.stack_trace or ""))
-    own = [f for f in frames if not any(host in f["file"] for host in _HOSTS)]
+    return last_own_line(node.stack_trace or "") or _module(node)
+
+
+def last_own_line(trace: str) -> str:
+    """The last line of a stack trace that is neither PyTorch's nor fxgrad's."""
+    own = [f for f in _FRAME.finditer(trace) if not any(host in f["file"] for host in _HOSTS)]
     if not own:
-        return _module(node)
+        return ""
     frame = own[-1]
     return f"{PurePath(frame['file']).name}:{frame['line']}   {frame['code'].strip()}"
 

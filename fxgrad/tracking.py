@@ -191,6 +191,7 @@ _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
     "inner": {"input": (-1,), "other": (-1,)},
     "ger": {},
     "outer": {},
+    "addr": {},
     "bilinear": {"input1": (-1,), "input2": (-1,)},
     "addbmm": {"batch1": (0, 2), "batch2": (0, 1)},
     "tensordot": {},
