@@ -27,7 +27,9 @@ _LINEAR = frozenset("add sub sum mean nansum neg mul div clone to float double h
 # A loss inside the model has summed its samples away. Its gradient by each sample's values is still
 # that sample's own share as long as nothing but a linear map follows; a nonlinear function of a sum
 # over samples lets one sample's data decide about another's gradient. So a mixed value may be summed,
-# averaged, scaled by what carries no gradient, moved, and returned. Everything else is refused.
+# averaged, scaled by what carries no gradient, moved, and returned. Everything else is refused. A value
+# with two sample dims, such as x @ x.T, holds products of one sample's values with another's: it may be
+# returned and nothing else.
 
 
 def infer_samples(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -258,6 +260,8 @@ class _Inference:
             nonlinear = call.op not in _LINEAR or (call.op == "mul" and len(traced) > 1)
             divides = call.op == "div" and any(operand.name == "other" for operand in traced)
             batched = any(operand.samples.kind is Kind.BATCHED for operand in operands)
+            if any(flows) and any(self._holds_pairs(operand) for operand in traced):
+                raise self._refusal(node, call, "a value of pairs of samples may only be returned")
             if any(flows) and (meets_others or nonlinear or divides or batched):
                 reason = "a value that depends on several samples may only be summed, scaled and returned"
                 raise self._refusal(node, call, reason)
@@ -270,6 +274,10 @@ class _Inference:
             else:
                 results.append(Samples(Kind.MIXED, traced=flow))
         return results
+
+    def _holds_pairs(self, operand: Operand) -> bool:
+        """``x @ x.T``: a product of one sample's values with another's, nothing linear."""
+        return len(self.symbols.batch_dims(operand.fake.shape)) > 1
 
     def _mutate(self, node: fx.Node, call: Call) -> None:
         """An in-place op changes what earlier nodes of the same storage hold."""

@@ -263,6 +263,13 @@ def test_infer_samples_refuses_moved_samples(move: Callable[[Tensor], Tensor]) -
         layouts(lambda own, x: move(x) @ own.w, torch.randn(5, 4))
 
 
+@pytest.mark.parametrize("use", [lambda pairs: pairs.sum(1), lambda pairs: pairs.t(), lambda pairs: pairs * 2])
+def test_infer_samples_refuses_pairs_of_samples_unless_returned(use: Callable[[Tensor], Tensor]) -> None:
+    assert layouts(lambda own, x: (x @ own.w) @ (x @ own.w).t(), torch.randn(5, 4))[-1] == "mixed"
+    with pytest.raises(MixedSamples, match="pairs of samples"):
+        layouts(lambda own, x: use((x @ own.w) @ (x @ own.w).t()), torch.randn(5, 4))
+
+
 def test_propagate_shapes_refuses_a_fixed_batch() -> None:
     with pytest.raises(fxgrad.FxgradError, match=r"fixes (its|the) batch size|every number of samples"):
         fxgrad.trace(Calls(lambda own, x: x.view(5, 4) @ own.w), torch.randn(5, 4))

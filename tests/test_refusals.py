@@ -23,7 +23,7 @@ class Refusal:
     text: str
 
 
-RETURN = "a value that depends on several samples may only be summed, scaled and returned"
+RETURN = "a value of pairs of samples may only be returned"
 KEEP = 'Keep the op within one sample, leave it out of the model, or pass mixing="allow".'
 
 REFUSED: list[Refusal] = []
