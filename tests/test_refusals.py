@@ -23,7 +23,8 @@ class Refusal:
     text: str
 
 
-RETURN = "a value of pairs of samples may only be returned"
+RETURN = "a value that depends on several samples may only be summed, scaled and returned"
+PAIRS = "a value of pairs of samples may only be returned"
 KEEP = 'Keep the op within one sample, leave it out of the model, or pass mixing="allow".'
 
 REFUSED: list[Refusal] = []
@@ -277,7 +278,7 @@ def rows_in_one_order(x: Tensor, w: Tensor) -> Any:
 
 @refused(
     [
-        f"MixedSamples: softmax lets samples influence each other: {RETURN}",
+        f"MixedSamples: softmax lets samples influence each other: {PAIRS}",
         "test_refusals.py:N   return (h @ h.T).softmax(-1)",
         "path: x -> mul -> matmul -> softmax",
         KEEP,
