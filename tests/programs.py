@@ -44,8 +44,11 @@ def generate(seed: int, size: int | None = None) -> Program:
         program = write(
             seed, size or rng.randint(1, 9), rng, random.Random(f"{seed}/{attempt}/end")
         )
-        if program is not None and is_tame(program):
-            return program
+        try:
+            if program is not None and is_tame(program):
+                return program
+        except ValueError:  # PyTorch refuses the sizes: instance_norm of a single position
+            continue
     raise AssertionError(f"seed {seed}: no program without degenerate values")
 
 
@@ -154,10 +157,7 @@ def rejoined(b: Builder, v: Value) -> Value:
 def is_tame(program: Program) -> bool:
     """Whether outputs and gradients are finite and of reasonable size, so that 1e-9 tells right from wrong."""
     model, args = program.model(), program.sample(program.batch)
-    try:
-        if not loss_of(model(*args)).requires_grad:
-            return False
-    except ValueError:  # PyTorch refuses the sizes: instance_norm of a single position
+    if not loss_of(model(*args)).requires_grad:
         return False
     truth = loop(program, model, args, program.batch)
     tensors = [
