@@ -1,0 +1,52 @@
+"""mixing="allow": dL/dW(i) as defined, every sample with its own copy of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxgrad
+from fxgrad.testing import relative_error
+
+Mix = Callable[[Tensor], Tensor]
+
+
+class Mixing(nn.Module):
+    """A linear map of every sample, what the samples do to each other, a scale."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+        self.s = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x @ self.w) * self.s
+
+
+def own_copies(model: Mixing, x: Tensor) -> dict[str, Tensor]:
+    """The gradients by hand-made copies W(i), one for each sample."""
+    w = model.w.detach().expand(len(x), 3, 4).clone().requires_grad_()
+    s = model.s.detach().expand(len(x), 4).clone().requires_grad_()
+    out = model.mix(torch.einsum("ni,nio->no", x, w)) * s
+    out.sin().sum().backward()
+    assert w.grad is not None and s.grad is not None
+    return {"w": w.grad, "s": s.grad}
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [lambda h: h - h.mean(0), lambda h: h.softmax(0), lambda h: h.cumsum(0), lambda h: h / h.norm()],
+    ids=["centred", "softmax", "cumsum", "normalised"],
+)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_every_sample_has_its_own_copy(mix: Mix, backend: str) -> None:
+    model, x = Mixing(mix), torch.randn(5, 3, dtype=torch.float64)
+    with pytest.raises(fxgrad.errors.MixedSamples):
+        fxgrad.transform(model, backend=backend)(x)
+    fxgrad.transform(model, backend=backend, mixing="allow")(x).sin().sum().backward()
+    found = {name: p.grad_sample for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    assert relative_error(found, own_copies(model, x)) <= 1e-10
