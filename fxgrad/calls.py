@@ -40,19 +40,24 @@ class Call:
         return Call(self.op, arguments, self.inplace, self.given)
 
 
-def map_nodes(value: Any, fn: Callable[[fx.Node], Any]) -> Any:
-    """A nest of arguments in ordinary containers, with ``fn(node)`` in place of every node."""
-    if isinstance(value, fx.Node):
+def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
+    """A nest of arguments in ordinary containers, with ``fn(leaf)`` in place of every leaf of this kind."""
+    if isinstance(value, kind):
         return fn(value)
     if isinstance(value, slice):
-        return slice(map_nodes(value.start, fn), map_nodes(value.stop, fn), map_nodes(value.step, fn))
+        return slice(*(map_leaves(part, kind, fn) for part in (value.start, value.stop, value.step)))
     if isinstance(value, tuple):
-        return tuple(map_nodes(item, fn) for item in value)
+        return tuple(map_leaves(item, kind, fn) for item in value)
     if isinstance(value, list):
-        return [map_nodes(item, fn) for item in value]
+        return [map_leaves(item, kind, fn) for item in value]
     if isinstance(value, dict):
-        return {key: map_nodes(item, fn) for key, item in value.items()}
+        return {key: map_leaves(item, kind, fn) for key, item in value.items()}
     return value
+
+
+def map_nodes(value: Any, fn: Callable[[fx.Node], Any]) -> Any:
+    """A nest of arguments with ``fn(node)`` in place of every node."""
+    return map_leaves(value, fx.Node, fn)
 
 
 _OPERATORS: dict[Callable[..., Any], str] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fxgrad.calls import map_leaves
 from fxgrad.layouts import Layout, samples_first
 
 
@@ -54,7 +55,7 @@ class Use:
 
     def fill(self, template: Any, values: Sequence[Any]) -> Any:
         """A template with the operands' values in place of its slots."""
-        return _map_slots(template, lambda slot: values[slot.position])
+        return map_leaves(template, Slot, lambda slot: values[slot.position])
 
     def rerun(self, values: Sequence[Any]) -> Any:
         """The op's own call on these values."""
@@ -85,22 +86,5 @@ class Use:
 def slots_of(template: Any) -> list[Slot]:
     """The slots in a template, slices included."""
     found: list[Slot] = []
-    _map_slots(template, found.append)
+    map_leaves(template, Slot, found.append)
     return found
-
-
-def _map_slots(template: Any, fn: Callable[[Slot], Any]) -> Any:
-    if isinstance(template, Slot):
-        return fn(template)
-    if isinstance(template, slice):
-        parts = (template.start, template.stop, template.step)
-        return slice(*(_map_slots(part, fn) for part in parts))
-    if isinstance(template, tuple):
-        return tuple(_map_slots(item, fn) for item in template)
-    if isinstance(template, list):
-        return [_map_slots(item, fn) for item in template]
-    if isinstance(template, dict):
-        return {key: _map_slots(value, fn) for key, value in template.items()}
-    return template
-
-
