@@ -35,7 +35,7 @@ MOVEMENTS = """
 UNSEEDED = {"nn.functional.scaled_dot_product_attention": F.scaled_dot_product_attention}
 """Ops around which the database sets a random seed, which no graph can hold; dropout is left out of the samples."""
 
-SLOW = {"nn.functional.bilinear": 2, "nn.functional.conv2d": 4, "nn.functional.conv3d": 3}
+SLOW = {"nn.functional.bilinear": 2, "nn.functional.conv3d": 3}
 """Ops with fewer samples in the default run than the others."""
 
 ONE_SIZE = "it works for one number of samples only"
@@ -118,7 +118,7 @@ def by_name(info: Any) -> str:
 @pytest.mark.parametrize("info", entries(OF_SEVERAL, WITHOUT_RULE), ids=by_name)
 def test_op(info: Any) -> None:
     """One tensor is the batched input, the others are parameters: some samples."""
-    report = examine(cases(info, few=SLOW.get(info.name, 5)))
+    report = examine(cases(info, few=SLOW.get(info.name, 4)))
     print(f"{info.full_name}: {report}")
     assert not report.wrong, "\n".join(report.wrong)
     assert report.refused <= Counter(REFUSED.get(info.full_name, {}))
@@ -150,7 +150,7 @@ NARROW = {"float": 1e-6, "half": 1e-2, "bfloat16": 5e-2}
 @pytest.mark.parametrize("info", entries(OF_ONE_TENSOR, MOVEMENTS), ids=by_name)
 def test_function_of_parameters(info: Any) -> None:
     """x ⊙ op(parameters): the op sees parameters alone and its result meets the samples."""
-    made = [uniform_case(info.op, name, sample) for name, sample in spread(list(samples(info)), 4)]
+    made = [uniform_case(info.op, name, sample) for name, sample in spread(list(samples(info)), 3)]
     tolerance = NARROW.get(info.name)
     report = examine(replace(case, tolerance=tolerance) for case in made if case is not None)
     print(f"{info.full_name} of parameters: {report}")
@@ -179,7 +179,7 @@ def layouts(info: Any, few: int) -> list[Case]:
 OVER_SAMPLES = ("unbind", "split", "chunk")
 """Parts of names of ops that cut the samples apart: Dynamo unrolls them for many samples before they are refused."""
 
-SOME = [info for info in LAYOUTS if not any(part in info.name for part in OVER_SAMPLES)][::4]
+SOME = [info for info in LAYOUTS if not any(part in info.name for part in OVER_SAMPLES)][::6]
 
 
 @pytest.mark.parametrize("info", SOME, ids=by_name)
