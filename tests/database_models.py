@@ -278,6 +278,14 @@ def compiled_module(
 
 
 def _trains(model: nn.Module, inputs: Sequence[Any]) -> bool:
-    """Whether some output depends on a parameter in a differentiable way."""
+    """Whether some output depends on a parameter, in a way that the plain model can differentiate."""
+    parameters = list(model.parameters())
     with torch.enable_grad():
-        return any(leaf.requires_grad for leaf in tensors_of(model(*inputs)))
+        outputs = [leaf for leaf in tensors_of(model(*inputs)) if leaf.requires_grad]
+    if not outputs:
+        return False
+    try:  # bilinear takes a weight of four dims and then has no backward
+        torch.autograd.grad(outputs, parameters, [torch.ones_like(y) for y in outputs], allow_unused=True)
+    except RuntimeError:
+        return False
+    return True

@@ -55,19 +55,17 @@ REFUSED: dict[str, dict[str, int]] = {
     "__rmatmul__": {"it sums over the sample dimension": 2},
     "inner": {"it sums over the sample dimension": 3},
     # a query's positions, or a value's features, as samples
-    "nn.functional.scaled_dot_product_attention": {"it attends over the sample dimension": 30},
+    "nn.functional.scaled_dot_product_attention": {"it attends over the sample dimension": 19},
     # implementations in C++ that turn a symbolic size into a number
     "nn.functional.bilinear": {ONE_SIZE: 12},
     "kron": {ONE_SIZE: 4},
     # a parameter read at the samples' own positions
-    "gather": {"it indexes the sample dimension": 8},
     "take_along_dim": {ONE_SIZE: 3, "its operands hold the samples in different orders": 2},
     # tensors without elements
     "stack": {"it moves the samples to where they cannot be followed": 12},
     "cat": {"it moves the samples to where they cannot be followed": 2},
     # a channel's positions as samples
     "nn.functional.batch_norm": {"it gets its samples on another dimension than #": 3},
-    "nn.functional.batch_norm.without_cudnn": {"it gets its samples on another dimension than #": 3},
 }
 """Cases in which a batch exists and that are refused all the same: op -> {reason: how many}. A closed list."""
 
