@@ -279,13 +279,15 @@ def compiled_module(
 
 def _trains(model: nn.Module, inputs: Sequence[Any]) -> bool:
     """Whether some output depends on a parameter, in a way that the plain model can differentiate."""
-    parameters = list(model.parameters())
+    leaves = [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in inputs]
     with torch.enable_grad():
-        outputs = [leaf for leaf in tensors_of(model(*inputs)) if leaf.requires_grad]
-    if not outputs:
+        trained = [y for y in tensors_of(model(*inputs)) if y.requires_grad]
+        outputs = [y for y in tensors_of(model(*leaves)) if y.requires_grad]
+    sources = [*model.parameters(), *(x for x in leaves if x.requires_grad)]
+    if not trained:
         return False
     try:  # bilinear takes a weight of four dims and then has no backward
-        torch.autograd.grad(outputs, parameters, [torch.ones_like(y) for y in outputs], allow_unused=True)
+        torch.autograd.grad(outputs, sources, [torch.ones_like(y) for y in outputs], allow_unused=True)
     except RuntimeError:
         return False
     return True
