@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from tests.program_oracle import Program
-from tests.programs import KNOWN_REFUSALS, Outcome, check, generate, quick_dynamo
+from tests.programs import Outcome, check, generate, is_known, quick_dynamo
 
 RESET_EVERY = 20  # programs between two resets of Dynamo's caches
 SECOND_BATCHES = (7, 5, 1, 0, None, None, None, None)  # the batch size of the second call, by seed
@@ -165,7 +165,7 @@ def report(results: dict[int, Outcome], backend: str, show: int) -> int:
     for (kind, reason), seeds in sorted(
         by_reason.items(), key=lambda item: (item[0][0], -len(item[1]))
     ):
-        known = kind != "refused" or any(reason.startswith(start) for start in KNOWN_REFUSALS)
+        known = kind != "refused" or is_known(reason)
         unknown += len(seeds) * (not known)
         print(
             f"{len(seeds):7d}  {kind}: {reason}{'' if known else '   [not in KNOWN_REFUSALS]'}   e.g. seed {seeds[0]}"
