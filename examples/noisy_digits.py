@@ -175,7 +175,7 @@ def draw_histogram(axes: Axes, norms: Tensor, flipped: Tensor) -> None:
     axes.set(xscale="log", xlabel="norm of the image's own gradient", ylabel="images")
     axes.set_title("Wrong labels pull hardest on the weights", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left")
+    axes.legend(frameon=False, loc="upper right")
 
 
 def draw_most_surprising(figure: SubFigure, digits: Digits, norms: Tensor) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fxgrad.families import _REGISTERED, family_of
+from fxgrad.rules import RULES
+
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
@@ -28,3 +31,15 @@ def _fresh_start() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _tables_restored() -> Iterator[None]:
+    """Rules and families that a test registers are gone after it."""
+    rules, families = dict(RULES), dict(_REGISTERED)
+    yield
+    RULES.clear()
+    RULES.update(rules)
+    _REGISTERED.clear()
+    _REGISTERED.update(families)
+    family_of.cache_clear()

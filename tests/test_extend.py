@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxgrad
 from fxgrad.errors import RuleError, UnknownOp
-from fxgrad.families import _REGISTERED, family_of
-from fxgrad.rules import RULES
 from fxgrad.testing import check_rule
 
 
 def squared_scale(x: Tensor, w: Tensor) -> Tensor:
     return x * w.square()
-
-
-@pytest.fixture(autouse=True)
-def _tables_restored() -> Iterator[None]:
-    rules, families = dict(RULES), dict(_REGISTERED)
-    yield
-    RULES.clear()
-    RULES.update(rules)
-    _REGISTERED.clear()
-    _REGISTERED.update(families)
-    family_of.cache_clear()
 
 
 def _arguments() -> tuple[Tensor, nn.Parameter]:
