@@ -130,7 +130,6 @@ _ALIASES = {
     "__pow__": "pow",
     "__rpow__": "rpow",
     "linalg_matmul": "matmul",
-    "embedding_renorm": "embedding_renorm",
 }
 
 _ARGUMENT_NAMES = {

@@ -38,10 +38,10 @@ MOVEMENT = frozenset(
     chunk split split_with_sizes unbind select narrow roll flip detach movedim t T mT H mH adjoint
     getitem index cat stack pad index_select expand_as repeat_interleave view_as reshape_as tensor_split
     tile broadcast_to slice fliplr flipud rot90 ravel atleast_1d atleast_2d atleast_3d hstack vstack
-    dstack column_stack diagonal hsplit vsplit dsplit unsafe_chunk unsafe_split numpy_T constant_pad_nd
+    dstack column_stack diagonal hsplit vsplit dsplit unsafe_chunk unsafe_split constant_pad_nd
     pixel_shuffle pixel_unshuffle channel_shuffle unfold view_copy _unsafe_view
     broadcast_tensors tril triu diag_embed lift_fresh unsafe_split_with_sizes slice_copy select_copy
-    expand_copy permute_copy transpose_copy unsqueeze_copy squeeze_copy as_strided_""".split()
+    expand_copy permute_copy transpose_copy unsqueeze_copy squeeze_copy""".split()
 )
 
 # softmax-like, cumulative and sorting ops; reductions whose result is not linear in the samples

@@ -55,14 +55,8 @@ def _is_uniform(node: fx.Node) -> bool:
 
 
 def _derived(node: fx.Node) -> bool:
-    if not isinstance(node.meta["fake"], Tensor):
-        return all(user.target is not None for user in node.users)  # several outputs: their getitems are derived
-    inputs = set(node.all_input_nodes)
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and not isinstance(source.meta.get("fake"), Tensor):
-        inputs = set(source.all_input_nodes)
-    after = node.next
-    return isinstance(after.target, DeriveTarget) and bool(inputs | set(after.all_input_nodes))
+    several = not isinstance(node.meta["fake"], Tensor)  # their getitems are walked to, and derived
+    return several or isinstance(node.next.target, DeriveTarget)
 
 
 def _tapped(node: fx.Node) -> bool:
