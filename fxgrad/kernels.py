@@ -1,8 +1,8 @@
 """The opaque operators: work that is done at run time, behind one node of the compiled graph.
 
 Large products go into fresh memory on huge pages. The weight gradient of a convolution per sample is a
-native kernel called once per sample (CPU) or once with the samples as groups (elsewhere): faster than
-unfolding the batch, and right for every argument a convolution takes.
+native kernel called with samples as the groups of one convolution, a few at a time on CPU and all at once
+elsewhere: faster than unfolding the batch, and right for every argument a convolution takes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxgrad.terms import Patches
 
 
+BLOCK = 8  # samples that stand as groups in one convolution on CPU: what they read stays in the cache
 LARGE = 64 << 10  # bytes of one sample's gradient from which fresh memory decides the time on CPU
 
 
@@ -73,22 +74,21 @@ def _conv_weight_grad(
 ) -> Tensor:
     n = g.shape[0]
     out = fresh(g, (n, *kernel))
-
-    def backward(g: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        settings = (stride, padding, dilation, transposed, output_padding, groups)
+    block = BLOCK if g.device.type == "cpu" else max(n, 1)
+    for start in range(0, n, block):
+        g_rows, x_rows, rows = (t[start : start + block] for t in (g, input, out))
+        size = len(rows)
+        weight = g.new_empty(()).expand(size * kernel[0], *kernel[1:])
+        settings = (stride, padding, dilation, transposed, output_padding, size * groups)
+        operands = (_side_by_side(g_rows), _side_by_side(x_rows), weight, None)
         mask = (False, True, False)
-        grad: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *settings, mask)[1]
-        return grad
+        rows.copy_(torch.ops.aten.convolution_backward(*operands, *settings, mask)[1].view_as(rows))
+    return out
 
-    if g.device.type == "cpu" or transposed:
-        weight = g.new_empty(()).expand(tuple(kernel))
-        for i in range(n):
-            out[i] = backward(g[i], input[i], weight, groups)
-        return out
-    # The samples as groups of one convolution: channels of all samples side by side.
-    weight = g.new_empty(()).expand(n * kernel[0], *kernel[1:])
-    g, x = (t.transpose(0, 1).flatten(1, 2) for t in (g, input))
-    return out.copy_(backward(g, x, weight, n * groups).view_as(out))
+
+def _side_by_side(rows: Tensor) -> Tensor:
+    """``[n, k, channels, *space]`` as ``[k, n * channels, *space]``."""
+    return rows.transpose(0, 1).flatten(1, 2)
 
 
 @_conv_weight_grad.register_fake

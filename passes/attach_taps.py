@@ -15,7 +15,7 @@ from fxgrad.context import Context, path_to, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.quantities import Quantity
-from fxgrad.strategies import choose
+from fxgrad.strategies import Strategy, choose
 from fxgrad.symbols import expression
 from fxgrad.tape import CollectTarget, DeriveTarget, NewTape, TapTarget
 from fxgrad.uses import Slot, Use
@@ -38,6 +38,8 @@ class _Attachment:
         self.handles: dict[int, fx.Node] = {}
         self.replaced: dict[fx.Node, fx.Node] = {}  # what stands for a node now
         self.quantity: Quantity = ctx.quantity
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.written = self._writes()
 
     def run(self) -> None:
         nodes = list(self.graph.nodes)
@@ -189,8 +191,7 @@ class _Attachment:
     def _tap(self, node: fx.Node, layout: Layout | None) -> None:
         use, operands = self._use(node, layout, None)
         strategy = choose(use, node.meta["call"], _shapes(operands), where=source_line(node))
-        saved = self._before_mutation(node, operands) if use.inplace else operands
-        rest = [arg if i in strategy.needs else None for i, arg in enumerate(saved)]
+        rest = self._saved(node, operands, strategy)
         handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
         target = TapTarget(strategy, len(handles), use.inplace)
         with self.graph.inserting_after(node):
@@ -200,22 +201,43 @@ class _Attachment:
         node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)
         self.replaced[node] = tap
 
-    def _before_mutation(self, node: fx.Node, operands: list[Any]) -> list[Any]:
-        """An in-place op overwrites an operand that its rule may need: keep a copy."""
-        base = node.args[0]
-        with self.graph.inserting_before(node):
-            copy = self.graph.call_method("clone", (base,))
-        assert isinstance(base, fx.Node)
-        copy.meta.update(fake=base.meta["fake"], samples=base.meta["samples"])
-        return [copy if arg is base else arg for arg in operands]
+    def _writes(self) -> dict[int, int]:
+        """Where each memory is last written by an op in place: storage -> position in the graph."""
+        written = {}
+        for node, i in self.order.items():
+            base = node.args[0] if "call" in node.meta and node.meta["call"].inplace else None
+            storage = _storage(base.meta["fake"]) if isinstance(base, fx.Node) else None
+            if storage is not None:
+                written[storage] = i
+        return written
+
+    def _saved(self, node: fx.Node, operands: Sequence[fx.Node], strategy: Strategy) -> list[fx.Node | None]:
+        """The operands the strategy looks at; of one that this op or a later one writes over, a copy."""
+        return [
+            None
+            if i not in strategy.needs
+            else self._copy(arg, node)
+            if self._written_from(node, arg)
+            else arg
+            for i, arg in enumerate(operands)
+        ]
+
+    def _written_from(self, node: fx.Node, value: fx.Node) -> bool:
+        storage = _storage(value.meta["fake"])
+        return storage is not None and self.written.get(storage, -1) >= self.order[node]
+
+    def _copy(self, value: fx.Node, before: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(before):
+            copy = self.graph.call_method("clone", (value,))
+        copy.meta.update(fake=value.meta["fake"], samples=value.meta["samples"])
+        return copy
 
     def _derive(self, node: fx.Node, source: fx.Node, select: int | None) -> None:
         use, operands = self._use(source, None, select)
         strategy = choose(use, source.meta["call"], _shapes(operands), where=source_line(node))
-        saved = self._before_mutation(node, operands) if use.inplace else operands
+        rest = self._saved(source, operands, strategy)
         key = len(self.handles)
         handles = list(dict.fromkeys(self.handles[parent] for parent in use.wrt.values()))
-        rest = [arg if i in strategy.needs else None for i, arg in enumerate(saved)]
         target = DeriveTarget(strategy, key, len(handles))
         with self.graph.inserting_after(node):
             handle = self.graph.call_function(target, (self.tape, self.n, *handles, *rest))
@@ -223,6 +245,11 @@ class _Attachment:
         self.keys[node], self.handles[key] = key, handle
         if use.inplace and isinstance(node.args[0], fx.Node):
             self.keys[node.args[0]] = key
+
+
+def _storage(fake: Any) -> int | None:
+    """What tells a value's memory from other memory; None for a value that has none."""
+    return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
 
 
 def _shapes(operands: Sequence[fx.Node]) -> list[Any]:
