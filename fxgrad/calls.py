@@ -284,7 +284,7 @@ class _Argument:
 
 @cache
 def _schemas(op: str) -> tuple[tuple[_Argument, ...], ...]:
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{op}")
+    schemas = torch._C._jit_get_schemas_for_operator(op if "::" in op else f"aten::{op}")
     return tuple(
         tuple(
             _Argument(a.name, str(a.type), a.default_value, not a.has_default_value(), a.kwarg_only)

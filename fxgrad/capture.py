@@ -21,6 +21,7 @@ from fxgrad.compiler import compile_graph
 from fxgrad.context import last_own_line
 from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
 from fxgrad.options import Options
+from fxgrad.recurrent_modules import recurrent_modules
 from fxgrad.store import Forward, Store, Unseen, watch
 
 MARKS = (
@@ -248,7 +249,7 @@ def sizes_unseen() -> Iterator[None]:
 
     before, opt_einsum.enabled = opt_einsum.enabled, False  # its own `flags` does not nest
     try:
-        with config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        with config.patch(use_duck_shape=False), recurrent_modules():  # type: ignore[attr-defined]
             yield
     finally:
         opt_einsum.enabled = before
@@ -284,11 +285,12 @@ def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[s
 
 
 def _fails_without_dynamo(error: Exception) -> bool:
-    """Whether it looks like a mistake in the model or its call: wrong shapes, wrong arguments."""
+    """Whether it looks like the model's own exception: wrong shapes, wrong arguments."""
     from torch._dynamo import exc
 
-    bind = isinstance(error, exc.Unsupported) and "failed to bind arguments" in str(error)
-    return bind or isinstance(error, exc.TorchRuntimeError)
+    raised = ("failed to bind arguments", "Observed exception")
+    own = isinstance(error, exc.Unsupported) and any(words in str(error) for words in raised)
+    return own or isinstance(error, exc.TorchRuntimeError)
 
 
 def translated(error: Exception) -> Exception:

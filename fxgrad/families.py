@@ -30,6 +30,7 @@ class Family(Enum):
     LOSS = "loss"  # elementwise or per row, then reduced
     FACTORY = "factory"  # borrows shape, dtype or device only
     ALONE = "alone"  # a user's own op, promised to treat samples alone
+    RECURRENT = "recurrent"  # runs over dim 0, alone over dim 1
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
 
 
@@ -130,6 +131,7 @@ _TABLE: tuple[tuple[frozenset[str], Family], ...] = (
     (FACTORIES, Family.FACTORY),
     (PER_INDEX, Family.PER_INDEX),
     (frozenset({"embedding"}), Family.LOOKUP),
+    (frozenset({"fxgrad::recurrence"}), Family.RECURRENT),
     (frozenset({"scaled_dot_product_attention"}), Family.ATTENTION),
     (ELEMENTWISE, Family.ELEMENTWISE),
 )

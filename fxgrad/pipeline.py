@@ -1,6 +1,7 @@
 """The compiler, as the list of its passes. Read this file first.
 
     user's model --TorchDynamo--> graph
+       decompose_recurrent  recurrent layers as products and one recurrence each
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
        decompose_calls    what nobody classified, in terms of what somebody did
@@ -20,6 +21,7 @@ from torch import fx
 from fxgrad.context import Context
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_calls import decompose_calls
+from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
@@ -30,6 +32,7 @@ from fxgrad.spec import check_spec
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PASSES: tuple[Pass, ...] = (
+    decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
     decompose_calls,
@@ -39,7 +42,7 @@ PASSES: tuple[Pass, ...] = (
 )
 
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
-SINGLE: tuple[Pass, ...] = (take_whole_gradient,)
+SINGLE: tuple[Pass, ...] = (decompose_recurrent, take_whole_gradient)
 
 seconds: dict[str, float] = {}  # time spent in each pass since the process began
 

@@ -17,7 +17,7 @@ from fxgrad.errors import UnsupportedOp
 from fxgrad.families import RANDOM, Family, family_of
 from fxgrad.generic import per_sample_vjp, register_program
 from fxgrad.layouts import samples_first
-from fxgrad.rules import RULES, Rule
+from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import elementwise
 from fxgrad.rules.linear import einsum_applies
 from fxgrad.terms import Term
@@ -39,6 +39,50 @@ class Strategy:
         if self.use.output is not None:
             g = samples_first(g, self.use.output, n)
         return self.function(self.use, g, self.use.sample_first(values, n))
+
+
+@dataclass(frozen=True)
+class OwnStrategy:
+    """The strategy of an op with a backward of fxgrad's own: one call for its inputs and its parameters."""
+
+    use: Use
+    rule: OwnBackward
+    name: str = "own backward"
+
+    def gradients(
+        self, grads: Sequence[Tensor | None], outputs: Sequence[Tensor], values: Sequence[Any], n: int
+    ) -> tuple[list[Tensor | None], Contributions]:
+        """The gradient of every operand, None for a parameter's, and the parameters' per-sample gradients."""
+        use, rule = self.use, self.rule
+        rows = use.arguments[rule.rows]
+        layout = use.layouts[rows.position]
+        assert layout is not None
+
+        def first(value: Tensor) -> Tensor:
+            return samples_first(value, layout, n)
+
+        arguments = {name: use.fill(use.arguments[name], values) for name in rule.arguments}
+        by_input, by_parameter = rule.function(grads[: rule.outputs], outputs, first, **arguments)
+        found: list[Tensor | None] = [None] * len(values)
+        for name, grad in by_input.items():
+            slot = use.arguments[name]
+            if isinstance(slot, Slot):
+                found[slot.position] = grad
+        parts = [(slots[0], by_parameter[name]) for name, slots in use.differentiated.items()]
+        return found, parts
+
+
+def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
+    """The strategy for a use of parameters by an op with a backward of fxgrad's own."""
+    rule = OWN_BACKWARDS[use.op]
+    wrong = sorted(use.differentiated.keys() - rule.of)
+    if wrong:
+        raise UnsupportedOp(
+            f"{use.op} gets a parameter as {wrong[0]}, which all samples share",
+            where=where,
+            advice="Expand it to one row for each sample.",
+        )
+    return OwnStrategy(use, rule)
 
 
 def choose(use: Use, call: Call, shapes: Sequence[Any], *, where: str = "") -> Strategy:

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fxgrad.quantities import Quantity
-from fxgrad.strategies import Strategy
+from fxgrad.strategies import Contributions, OwnStrategy, Strategy
+from fxgrad.terms import Term
+from fxgrad.uses import Use
 
 
 class Tape:
@@ -47,9 +49,20 @@ class Tape:
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
         """Differentiate one use and add what it says about each of its parameters."""
-        for slot, part in strategy.terms(g, values, n):
-            key = strategy.use.wrt[slot]
+        self.add(strategy.use, strategy.terms(g, values, n), n)
+
+    def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
+        """What one use says about each of its parameters; ``scaled``: for a loss that is a sum over samples."""
+        for slot, part in parts:
+            key = use.wrt[slot]
+            part = part if scaled else self._scaled_part(part, n)
             self.totals[key] = self.quantity.add(self.totals.get(key), part)
+
+    def _scaled_part(self, part: Term | Tensor, n: int) -> Term | Tensor:
+        scale = n if isinstance(self.loss_scale, str) else self.loss_scale
+        if scale is self.loss_scale and scale == 1:
+            return part
+        return part.scaled(scale) if isinstance(part, Term) else part * scale
 
     def pull_back(self) -> None:
         """From functions of parameters to the parameters, children before their parents."""
@@ -95,6 +108,33 @@ class Tap(torch.autograd.Function):
                 values = _matched(_kept(ctx), g)
                 ctx.tape.record(ctx.strategy, ctx.tape.scaled(g.detach(), ctx.n), values, ctx.n)
         return (None, None, None, None, g, *[None] * (ctx.inputs - 5))
+
+
+class OwnTap(torch.autograd.Function):
+    """An op with a backward of fxgrad's own: it gives its inputs' gradients and writes its parameters' terms."""
+
+    @staticmethod
+    def forward(tape: Tape, strategy: OwnStrategy, n: int, handles: int, *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(strategy.use.rerun(rest[handles:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.tape, ctx.strategy, ctx.n, ctx.handles, *rest = inputs
+        ctx.outputs = len(output)
+        ctx.mark_non_differentiable(*output[ctx.strategy.rule.outputs :])
+        _keep(ctx, [*output, *rest[ctx.handles :]])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        kept = _kept(ctx)
+        outputs, values = kept[: ctx.outputs], kept[ctx.outputs :]
+        with torch.autocast(outputs[0].device.type, enabled=False), torch.no_grad():
+            by_operand, parts = ctx.strategy.gradients(grads, outputs, values, ctx.n)
+            ctx.tape.begin()
+            ctx.tape.add(ctx.strategy.use, parts, ctx.n, scaled=False)
+        return (None, None, None, None, *[None] * ctx.handles, *by_operand)
 
 
 class Derive(torch.autograd.Function):
@@ -221,6 +261,17 @@ class TapTarget(Target):
 
     def __call__(self, tape: Tape, n: int, y: Tensor, *rest: Any) -> Any:
         return Tap.apply(tape, self.strategy, self.dirty, n, y, self.handles, *rest)  # type: ignore[no-untyped-call]
+
+
+class OwnTapTarget(Target):
+    """``tap_recurrence(tape, n, handles.., operands..)``"""
+
+    def __init__(self, strategy: OwnStrategy, handles: int) -> None:
+        super().__init__(f"tap_{strategy.use.op.split('::')[-1]}")
+        self.strategy, self.handles = strategy, handles
+
+    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
+        return OwnTap.apply(tape, self.strategy, n, self.handles, *rest)  # type: ignore[no-untyped-call]
 
 
 class DeriveTarget(Target):

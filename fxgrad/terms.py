@@ -77,6 +77,13 @@ class Term:
         tensors = [factor for factor in self.factors if isinstance(factor, Tensor)]
         return _einsum(self.equation, tensors)
 
+    def scaled(self, factor: float) -> Term:
+        """The same term times a number."""
+        factors: list[Factor] = list(self.factors)
+        first, tensor = next((i, f) for i, f in enumerate(factors) if isinstance(f, Tensor))
+        factors[first] = tensor * factor
+        return Term(self.equation, *factors, shape=self.shape)
+
     def __repr__(self) -> str:
         return f"Term({self.equation!r})"
 

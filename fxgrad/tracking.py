@@ -319,6 +319,18 @@ def per_index(op: Op, output: Tensor) -> Answer:
     return answer
 
 
+def recurrent(op: Op, output: Tensor) -> Answer:
+    """Rows of dim 1 are alone; states and lengths have them on dim 0."""
+    held = set()
+    for operand, layout in op.batched:
+        if operand.name in ("w_hh", "b_hh", "w_hr"):
+            return Mixes("its weights hold samples")
+        if layout.dim != (1 if operand.name == "xp" else 0):
+            return Mixes("it runs along the sample dimension")
+        held.add(layout.at(0))
+    return by_shape(op, output) if len(held) == 1 else Mixes("its operands hold the samples in different orders")
+
+
 HANDLERS: dict[Family, Handler] = {
     Family.ELEMENTWISE: elementwise,
     Family.MOVEMENT: movement,
@@ -331,18 +343,23 @@ HANDLERS: dict[Family, Handler] = {
     Family.LOOKUP: lookup,
     Family.ATTENTION: attention,
     Family.LOSS: loss,
+    Family.RECURRENT: recurrent,
     Family.PER_INDEX: per_index,
     Family.ALONE: by_shape,
 }
 
 
 def track(op: Op, family: Family) -> list[Answer | None]:
-    """The answer for each output of an op; None for an output that is no tensor."""
+    """The answer for each output of an op; None for an output that is no tensor, or an empty one."""
     outputs = list(op.output) if isinstance(op.output, tuple | list) else [op.output]
     if family is Family.MOVEMENT:
         return _movement_layouts(op, outputs)
     handler = HANDLERS[family]
-    return [handler(op, out) if isinstance(out, torch.Tensor) else None for out in outputs]
+    return [handler(op, out) if _holds_values(out) else None for out in outputs]
+
+
+def _holds_values(output: Any) -> bool:
+    return isinstance(output, Tensor) and not any(type(size) is int and size == 0 for size in output.shape)
 
 
 def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:

@@ -15,9 +15,10 @@ from fxgrad.context import Context, path_to, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.quantities import Quantity
-from fxgrad.strategies import Strategy, choose
+from fxgrad.rules import OWN_BACKWARDS
+from fxgrad.strategies import Strategy, choose, choose_own
 from fxgrad.symbols import expression
-from fxgrad.tape import CollectTarget, DeriveTarget, NewTape, TapTarget
+from fxgrad.tape import CollectTarget, DeriveTarget, NewTape, OwnTapTarget, TapTarget
 from fxgrad.uses import Slot, Use
 
 
@@ -85,13 +86,15 @@ class _Attachment:
         call: Call = node.meta["call"]
         if call.op == "setitem":
             return self._refuse_assigned(node)
+        if call.op in OWN_BACKWARDS and isinstance(samples, list) and self._tap_own(node, samples):
+            return None
         if isinstance(samples, list):
             return self._check_several(node, call, samples)
         if not isinstance(samples, Samples) or not node.meta["traced"]:
             return None
         source, select = self._producer(node, call)
         used = [arg for arg in source.all_input_nodes if arg in self.keys]
-        if not used:
+        if not used or isinstance(source.target, OwnTapTarget):
             return None
         if samples.kind is Kind.UNIFORM:
             return self._derive(node, source, select)
@@ -200,6 +203,20 @@ class _Attachment:
         tap.stack_trace = node.stack_trace
         node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)
         self.replaced[node] = tap
+
+    def _tap_own(self, node: fx.Node, samples: list[Samples | None]) -> bool:
+        """Make an op that has a backward of fxgrad's own its tap, where it uses parameters on samples."""
+        known = samples[0]
+        used = any(arg in self.keys for arg in node.all_input_nodes)
+        if not used or known is None or known.kind is not Kind.BATCHED:
+            return False
+        use, operands = self._use(node, known.layout, None)
+        strategy = choose_own(use, where=source_line(node))
+        handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
+        node.target, node.kwargs = OwnTapTarget(strategy, len(handles)), {}
+        node.args = (self.tape, self.n, *handles, *operands)
+        node.meta["use"] = use
+        return True
 
     def _writes(self) -> dict[int, int]:
         """Where each memory is last written by an op in place: storage -> position in the graph."""

@@ -107,6 +107,8 @@ class _Inference:
             return [self._shared(node, call, operands, out, t) for out, t in zip(outputs, flows, strict=True)]
         if family is None:
             raise self._unknown(node, call)
+        if any(_undecided(operand.samples) for operand in operands):
+            return [self._moved_copies(node, operands, fake)]
         op = Op(node, call, self._promoted(operands), self.symbols, self.replay)
         return [
             self._verdict(node, call, operands, answer, flow)
@@ -138,21 +140,41 @@ class _Inference:
 
     def _decided(self, node: fx.Node, call: Call, operands: list[Operand]) -> list[Operand]:
         """Copies of a parameter that fit any order of the samples take the order of what they meet."""
-        undecided = [operand for operand in operands if operand.samples.kind is Kind.BATCHED and not operand.layout]
+        undecided = [operand for operand in operands if _undecided(operand.samples)]
         merges = self._merges(operands)
         for operand in undecided:
             (dim,) = self.symbols.batch_dims(operand.fake.shape)
             merge = merges.get(expression(operand.fake.shape[dim]))
-            if merge is None:
+            if merge is not None:
+                self._settle(operand.node, merge)
+            elif call.op not in MOVEMENT:
                 raise self._lost_copies(operand.node)
-            operand.node.meta["samples"] = Samples(Kind.BATCHED, merge.at(dim), traced=True)
         return self._operands(node, call) if undecided else operands
+
+    def _settle(self, node: fx.Node, merge: Layout) -> None:
+        """Give copies their order, and the copies they were made of."""
+        (dim,) = self.symbols.batch_dims(node.meta["fake"].shape)
+        node.meta["samples"] = Samples(Kind.BATCHED, merge.at(dim), traced=True)
+        for source in node.all_input_nodes:
+            if _undecided(source.meta["samples"]):
+                self._settle(source, merge)
+
+    def _moved_copies(self, node: fx.Node, operands: list[Operand], output: Any) -> Samples:
+        """Undecided copies, moved about: still copies, as long as their dim stays whole."""
+        sizes = {expression(operand.fake.shape[d]) for operand in operands for d in self._dims(operand.fake)}
+        whole = isinstance(output, Tensor) and {expression(output.shape[d]) for d in self._dims(output)} == sizes
+        if not whole or len(operands) > 1 or len(sizes) > 1 or len(self._dims(output)) != 1:
+            raise self._lost_copies(node)
+        return Samples(Kind.BATCHED, None, traced=True)
+
+    def _dims(self, fake: Tensor) -> list[int]:
+        return self.symbols.batch_dims(fake.shape)
 
     def check_decided(self, graph: fx.Graph) -> None:
         """No copies are left whose order nothing decided."""
         for node in graph.nodes:
             samples = node.meta.get("samples")
-            if isinstance(samples, Samples) and samples.kind is Kind.BATCHED and samples.layout is None:
+            if _undecided(samples):
                 raise self._lost_copies(node)
 
     def _merges(self, operands: list[Operand]) -> dict[Any, Layout]:
@@ -207,7 +229,8 @@ class _Inference:
         return Samples(Kind.MIXED, traced=flow)
 
     def _refusal(self, node: fx.Node, call: Call, reason: str) -> MixedSamples:
-        sentence = reason if reason.startswith(call.op) else f"{call.op} lets samples influence each other: {reason}"
+        name = call.op.removeprefix("fxgrad::")
+        sentence = reason if reason.startswith(name) else f"{name} lets samples influence each other: {reason}"
         advice = "Use GroupNorm, or put the layer in eval mode." if call.op == "batch_norm" else ADVICE
         return MixedSamples(sentence, where=source_line(node), path=path_to(node, self.ctx), advice=advice)
 
@@ -326,6 +349,11 @@ class _Inference:
             path=path_to(node, self.ctx),
             advice="Use torch.cat, torch.where or masked_fill.",
         )
+
+
+def _undecided(samples: Any) -> bool:
+    """Whether these are copies of a parameter's value that fit any order of the samples."""
+    return isinstance(samples, Samples) and samples.kind is Kind.BATCHED and samples.layout is None
 
 
 def _dim_after_index(index: Sequence[Any], dim: int, ndim: int) -> int | None:

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from fxgrad.context import Context, source_line
 from fxgrad.errors import UncoveredParameter
 from fxgrad.layouts import Kind, Samples
-from fxgrad.tape import CollectTarget, DeriveTarget, TapTarget
+from fxgrad.tape import CollectTarget, DeriveTarget, OwnTapTarget, TapTarget
 
 
 def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -21,7 +21,7 @@ def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     while frontier:
         node = frontier.pop()
         for user in node.users:
-            if user.op == "output" or isinstance(user.target, TapTarget | DeriveTarget | CollectTarget):
+            if user.op == "output" or isinstance(user.target, TapTarget | OwnTapTarget | DeriveTarget | CollectTarget):
                 continue
             if not _carries_gradient(user):
                 continue

@@ -1,6 +1,19 @@
 """Per-sample-gradient rules, one op each: what differs from PyTorch's own backward, and nothing else."""
 
-from fxgrad.rules import conv, elementwise, linear, lookup, movement, norm
-from fxgrad.rules.registry import RULES, Rule, rule
+from fxgrad.rules import conv, elementwise, linear, lookup, movement, norm, recurrent
+from fxgrad.rules.registry import OWN_BACKWARDS, RULES, OwnBackward, Rule, rule
 
-__all__ = ["RULES", "Rule", "conv", "elementwise", "linear", "lookup", "movement", "norm", "rule"]
+__all__ = [
+    "OWN_BACKWARDS",
+    "RULES",
+    "OwnBackward",
+    "Rule",
+    "conv",
+    "elementwise",
+    "linear",
+    "lookup",
+    "movement",
+    "norm",
+    "recurrent",
+    "rule",
+]

@@ -11,7 +11,7 @@ from fxgrad.calls import Call, op_name
 from fxgrad.errors import RuleError
 
 RuleFunction = Callable[..., Mapping[str, Any]]
-F = TypeVar("F", bound=RuleFunction)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,40 @@ def rule(
             RULES[name] = Rule(
                 name, function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {}
             )
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class OwnBackward:
+    """An op with a backward of fxgrad's own, which yields its parameters' gradients beside its inputs'.
+
+    ``of`` are the arguments that may be parameters, ``rows`` the one whose layout the gradients have, and the
+    first ``outputs`` of its outputs carry gradients.
+    """
+
+    op: str
+    function: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
+    arguments: tuple[str, ...]
+    of: frozenset[str]
+    rows: str
+    outputs: int
+
+
+OWN_BACKWARDS: dict[str, OwnBackward] = {}
+
+
+def own_backward(op: str, *, of: Iterable[str], rows: str, outputs: int) -> Callable[[F], F]:
+    """Register ``function(grads, outputs, samples_first, **arguments) -> (input gradients, parameters' terms)``.
+
+    It stands in for autograd's backward of the op, whose rule would have to compute the same again.
+    ``samples_first`` brings a value with the layout of the argument ``rows`` into a term's form.
+    """
+
+    def register(function: F) -> F:
+        names = tuple(inspect.signature(function).parameters)[3:]
+        OWN_BACKWARDS[op] = OwnBackward(op, function, names, frozenset(of), rows, outputs)
         return function
 
     return register

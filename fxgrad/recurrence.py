@@ -1,0 +1,371 @@
+"""The recurrence of one recurrent layer in one direction: an operator with its own backward.
+
+The loop over time runs inside the operator, so the compiled graph is the same for every length and compiling
+takes no longer for a long one. It takes the input projection of all steps at once (``xp``, one product before
+the loop) and its backward returns the gradients of the gates at all steps: with them each weight has one
+per-sample term with k = time, contracted after the loop. What does not depend on the step before is computed
+for all steps together; the loop itself holds one product and a few in-place ops.
+
+    RNN    h' = act(x + W h + b)
+    LSTM   i, f, n, o = x + W h + b;   c' = σ(f) c + σ(i) tanh(n);   h' = R (σ(o) tanh(c'))
+    GRU    r, z = σ(x_rz + W_rz h + b_rz);   n = tanh(x_n + r (W_n h + b_n));   h' = n + z (h - n)
+
+A sample with ``lengths[b] = t`` stops after t steps: its state then stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.memory import fresh
+
+GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
+Step = tuple[int, int, int]  # time, and the rows of the states before and after it
+
+
+def steps(length: int, reverse: bool) -> Iterator[Step]:
+    """The walk through time; states have ``length + 1`` rows, the first one given."""
+    for t in reversed(range(length)) if reverse else range(length):
+        yield (t, t + 1, t) if reverse else (t, t, t + 1)
+
+
+def states_before(states: Tensor, reverse: bool) -> Tensor:
+    """Of states ``[T + 1, ..]``, the ones each step started from: ``[T, ..]``."""
+    return states[1:] if reverse else states[:-1]
+
+
+def states_after(states: Tensor, reverse: bool) -> Tensor:
+    """Of states ``[T + 1, ..]``, the ones each step left: ``[T, ..]``."""
+    return states[:-1] if reverse else states[1:]
+
+
+@torch.library.custom_op("fxgrad::recurrence", mutates_args=())
+def recurrence(
+    mode: str,
+    xp: Tensor,
+    lengths: Tensor | None,
+    h0: Tensor,
+    c0: Tensor | None,
+    w_hh: Tensor,
+    b_hh: Tensor | None,
+    w_hr: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``xp [T, B, gates * H] -> hs [T + 1, B, P]``, the last cell state ``[B, H]``, and what the backward reads.
+
+    ``mode`` is nn.RNNBase's. The states hs hold h0 first (last where ``reverse``).
+    """
+    dtype = xp.dtype
+    hs, gates = fresh(xp, (xp.shape[0] + 1, *h0.shape)), xp.new_empty(0)
+    cells, extra, c = xp.new_empty(0), xp.new_empty(0), xp.new_empty(0)
+    hs[-1 if reverse else 0] = h0
+    w = w_hh.to(dtype).t().contiguous()
+    mask = _mask(xp, lengths)
+    bias = None if b_hh is None else b_hh.to(dtype)
+    if mode == "LSTM":
+        assert c0 is not None
+        gates = fresh(xp, xp.shape)
+        gates.copy_(xp) if bias is None else torch.add(xp, bias, out=gates)
+        cells = fresh(xp, (xp.shape[0] + 1, *c0.shape))
+        cells[-1 if reverse else 0] = c0
+        extra = _lstm(gates, hs, cells, w, None if w_hr is None else w_hr.to(dtype), mask, reverse)
+        c = cells[0 if reverse else -1].clone()
+    elif mode == "GRU":
+        gates = fresh(xp, xp.shape)
+        extra = _gru(xp, gates, hs, w, bias, mask, reverse)
+    else:
+        _rnn(xp if bias is None else xp + bias, hs, w, mode == "RNN_RELU", mask, reverse)
+    return hs, c, gates, cells, extra
+
+
+@recurrence.register_fake
+def _(
+    mode: str,
+    xp: Tensor,
+    lengths: Tensor | None,
+    h0: Tensor,
+    c0: Tensor | None,
+    w_hh: Tensor,
+    b_hh: Tensor | None,
+    w_hr: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    length, batch = xp.shape[0], xp.shape[1]
+    hidden = w_hh.shape[0] // GATES[mode]
+    none = xp.new_empty(0)
+    cell = (batch, hidden)
+    lstm = mode == "LSTM"
+    has_extra = mode == "GRU" or w_hr is not None
+    return (
+        xp.new_empty(length + 1, batch, w_hh.shape[1]),
+        xp.new_empty(cell) if lstm else none,
+        xp.new_empty(xp.shape) if lstm or mode == "GRU" else xp.new_empty(0),
+        xp.new_empty(length + 1, *cell) if lstm else xp.new_empty(0),
+        xp.new_empty(length, *cell) if has_extra else xp.new_empty(0),
+    )
+
+
+def _mask(xp: Tensor, lengths: Tensor | None) -> tuple[Tensor, ...] | None:
+    """Per step ``[B, 1]``: 1 while a sample goes on, 0 after its end."""
+    return None if lengths is None else _going_on(xp, lengths).unbind(0)
+
+
+def _going_on(xp: Tensor, lengths: Tensor) -> Tensor:
+    time = torch.arange(xp.shape[0], device=xp.device)
+    return (time[:, None] < lengths.to(xp.device)).to(xp.dtype).unsqueeze(-1)
+
+
+def _rnn(
+    xp: Tensor, hs: Tensor, w: Tensor, relu: bool, mask: tuple[Tensor, ...] | None, reverse: bool
+) -> None:
+    x, h = xp.unbind(0), hs.unbind(0)
+    activate = torch.relu_ if relu else torch.tanh_
+    for t, before, after in steps(len(x), reverse):
+        new = activate(torch.addmm(x[t], h[before], w, out=h[after]))
+        if mask is not None:
+            new.copy_(torch.lerp(h[before], new, mask[t]))
+
+
+def _lstm(
+    gates: Tensor,
+    hs: Tensor,
+    cells: Tensor,
+    w: Tensor,
+    w_hr: Tensor | None,
+    mask: tuple[Tensor, ...] | None,
+    reverse: bool,
+) -> Tensor:
+    """Turns ``gates`` from pre-activations without h into the gates; returns o tanh(c) before a projection."""
+    hidden = cells.shape[-1]
+    h, c, all_gates = hs.unbind(0), cells.unbind(0), gates.unbind(0)
+    i_and_f = gates[..., : 2 * hidden].unbind(0)
+    i, f, n, o = (part.unbind(0) for part in gates.chunk(4, -1))
+    outputs = gates.new_empty(0) if w_hr is None else fresh(gates, (len(i), *cells.shape[1:]))
+    out = outputs.unbind(0)
+    for t, before, after in steps(len(i), reverse):
+        all_gates[t].addmm_(h[before], w)
+        i_and_f[t].sigmoid_()
+        n[t].tanh_()
+        o[t].sigmoid_()
+        cell = torch.mul(f[t], c[before], out=c[after]).addcmul_(i[t], n[t])
+        if mask is not None:
+            cell.copy_(torch.lerp(c[before], cell, mask[t]))
+        if w_hr is None:
+            new = torch.tanh(cell, out=h[after]).mul_(o[t])
+        else:
+            new = torch.mm(torch.tanh(cell, out=out[t]).mul_(o[t]), w_hr.t(), out=h[after])
+        if mask is not None:
+            new.copy_(torch.lerp(h[before], new, mask[t]))
+    return outputs
+
+
+def _gru(
+    xp: Tensor,
+    gates: Tensor,
+    hs: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    mask: tuple[Tensor, ...] | None,
+    reverse: bool,
+) -> Tensor:
+    """Fills ``gates`` with r, z, n; returns W_n h + b_n."""
+    hidden = hs.shape[-1]
+    inner = fresh(xp, (xp.shape[0], *hs.shape[1:]))
+    h, g = hs.unbind(0), inner.unbind(0)
+    x_rz, x_n = xp[..., : 2 * hidden].unbind(0), xp[..., 2 * hidden :].unbind(0)
+    rz = gates[..., : 2 * hidden].unbind(0)
+    r, z, n = (part.unbind(0) for part in gates.chunk(3, -1))
+    for t, before, after in steps(len(x_n), reverse):
+        product = torch.mm(h[before], w) if bias is None else torch.addmm(bias, h[before], w)
+        g[t].copy_(product[:, 2 * hidden :])
+        torch.add(x_rz[t], product[:, : 2 * hidden], out=rz[t]).sigmoid_()
+        torch.addcmul(x_n[t], r[t], g[t], out=n[t]).tanh_()
+        new = torch.lerp(n[t], h[before], z[t], out=h[after])
+        if mask is not None:
+            new.copy_(torch.lerp(h[before], new, mask[t]))
+    return inner
+
+
+@torch.library.custom_op("fxgrad::recurrence_backward", mutates_args=())
+def recurrence_backward(
+    mode: str,
+    dhs: Tensor,
+    dc: Tensor | None,
+    lengths: Tensor | None,
+    w_hh: Tensor,
+    w_hr: Tensor | None,
+    hs: Tensor,
+    gates: Tensor,
+    cells: Tensor,
+    extra: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of xp, h0 and c0, and a fourth that a weight's term needs (see `hidden_gradients`)."""
+    w, dtype = w_hh.to(dhs.dtype), dhs.dtype
+    mask = None if lengths is None else _going_on(hs[1:], lengths)
+    if mode == "LSTM":
+        w_hr = None if w_hr is None else w_hr.to(dtype)
+        return _lstm_backward(dhs, dc, w, w_hr, gates, cells, mask, reverse)
+    if mode == "GRU":
+        return _gru_backward(dhs, w, hs, gates, extra, mask, reverse)
+    after = states_after(hs, reverse)
+    slope = (after > 0).to(dtype) if mode == "RNN_RELU" else 1 - after * after
+    return _rnn_backward(dhs, w, slope, mask, reverse)
+
+
+@recurrence_backward.register_fake
+def _(
+    mode: str,
+    dhs: Tensor,
+    dc: Tensor | None,
+    lengths: Tensor | None,
+    w_hh: Tensor,
+    w_hr: Tensor | None,
+    hs: Tensor,
+    gates: Tensor,
+    cells: Tensor,
+    extra: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    length, batch, states = hs.shape[0] - 1, hs.shape[1], hs.shape[2]
+    dxp = dhs.new_empty(length, batch, w_hh.shape[0])
+    dc0 = dhs.new_empty(batch, w_hh.shape[0] // 4) if mode == "LSTM" else dhs.new_empty(0)
+    fourth = (
+        dhs.new_empty(dxp.shape)
+        if mode == "GRU"
+        else dhs.new_empty(length, batch, states)
+        if w_hr is not None
+        else dhs.new_empty(0)
+    )
+    return dxp, dhs.new_empty(batch, states), dc0, fourth
+
+
+def hidden_gradients(mode: str, dxp: Tensor, fourth: Tensor) -> Tensor:
+    """The gradients of ``W_hh h + b_hh`` at every step: xp's own, but for the GRU's n, where r stands between."""
+    return fourth if mode == "GRU" else dxp
+
+
+def _last(dhs: Tensor, reverse: bool) -> Tensor:
+    return dhs[0 if reverse else -1]
+
+
+def _rnn_backward(
+    dhs: Tensor, w: Tensor, slope: Tensor, mask: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kept = None if mask is None else (1 - mask).unbind(0)
+    slopes = (slope if mask is None else slope * mask).unbind(0)
+    dxp = fresh(dhs, slope.shape)
+    d, dy = dxp.unbind(0), dhs.unbind(0)
+    dh = _last(dhs, reverse)
+    for t, before, _ in reversed(list(steps(len(d), reverse))):
+        torch.mul(slopes[t], dh, out=d[t])
+        carried = dy[before] if kept is None else torch.addcmul(dy[before], kept[t], dh)
+        dh = torch.addmm(carried, d[t], w)
+    return dxp, dh.clone(), dhs.new_empty(0), dhs.new_empty(0)
+
+
+def _lstm_backward(
+    dhs: Tensor,
+    dc: Tensor | None,
+    w: Tensor,
+    w_hr: Tensor | None,
+    gates: Tensor,
+    cells: Tensor,
+    mask: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    i, f, n, o = gates.chunk(4, -1)
+    tanh = states_after(cells, reverse).tanh()
+    # d(pre-activations of i, f, n) = dc * by_cell,   d(pre-activation of o) = dh * by_output
+    length, batch, hidden = tanh.shape
+    by_cell = fresh(dhs, (length, batch, 3, hidden))
+    torch.stack([n * i * (1 - i), states_before(cells, reverse) * f * (1 - f), i * (1 - n * n)], 2, out=by_cell)
+    by_output, to_cell, kept = tanh * o * (1 - o), o * (1 - tanh * tanh), None
+    if mask is not None:
+        by_cell, by_output, to_cell = by_cell * mask.unsqueeze(2), by_output * mask, to_cell * mask
+        kept, f = (1 - mask).unbind(0), f * mask + (1 - mask)
+    dxp = fresh(dhs, (length, batch, 4 * hidden))
+    d, dy = dxp.unbind(0), dhs.unbind(0)
+    d_ifn = dxp.view(length, batch, 4, hidden)[:, :, :3].unbind(0)
+    d_o = dxp[..., 3 * hidden :].unbind(0)
+    by_cells, by_outputs, to_cells, fs = by_cell.unbind(0), by_output.unbind(0), to_cell.unbind(0), f.unbind(0)
+    projected = dhs.new_empty(0) if w_hr is None else dhs.new_empty(length, batch, dhs.shape[-1])
+    dh = _last(dhs, reverse)
+    dcell = dhs.new_zeros(batch, hidden) if dc is None else dc.clone()
+    for t, before, _ in reversed(list(steps(length, reverse))):
+        output = dh
+        if w_hr is not None:
+            projected[t] = dh if mask is None else dh * mask[t]
+            output = dh @ w_hr
+        dcell.addcmul_(output, to_cells[t])
+        torch.mul(by_cells[t], dcell.unsqueeze(1), out=d_ifn[t])
+        torch.mul(by_outputs[t], output, out=d_o[t])
+        dcell.mul_(fs[t])
+        carried = dy[before] if kept is None else torch.addcmul(dy[before], kept[t], dh)
+        dh = torch.addmm(carried, d[t], w)
+    return dxp, dh.clone(), dcell, projected
+
+
+def _gru_backward(
+    dhs: Tensor, w: Tensor, hs: Tensor, gates: Tensor, inner: Tensor, mask: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r, z, n = gates.chunk(3, -1)
+    by_n = (1 - z) * (1 - n * n)
+    length, batch, hidden = n.shape
+    factor = fresh(dhs, (length, batch, 3, hidden))  # d(W h + b) = dh * factor, gate by gate
+    gate_factors = [by_n * inner * r * (1 - r), (states_before(hs, reverse) - n) * z * (1 - z), by_n * r]
+    torch.stack(gate_factors, 2, out=factor)
+    if mask is not None:
+        factor, by_n = factor * mask.unsqueeze(2), by_n * mask
+        z = z * mask + (1 - mask)
+    dgh, through = fresh(dhs, (length, batch, 3 * hidden)), fresh(dhs, (length, batch, hidden))
+    d, d3, dy = dgh.unbind(0), dgh.view(length, batch, 3, hidden).unbind(0), dhs.unbind(0)
+    factors, zs = factor.unbind(0), z.unbind(0)
+    dh = _last(dhs, reverse)
+    for t, before, _ in reversed(list(steps(length, reverse))):
+        through[t] = dh
+        torch.mul(factors[t], dh.unsqueeze(1), out=d3[t])
+        dh = torch.addmm(torch.addcmul(dy[before], zs[t], dh), d[t], w)
+    dxp = torch.cat([dgh[..., : 2 * hidden], through * by_n], -1)
+    return dxp, dh.clone(), dhs.new_empty(0), dgh
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mode, _, lengths, h0, c0, w_hh, _, w_hr, ctx.reverse = inputs
+    ctx.dtypes = (h0.dtype, None if c0 is None else c0.dtype)
+    hs, _, *saved = output
+    ctx.save_for_backward(lengths, w_hh, w_hr, hs, *saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dhs: Tensor | None, dc: Tensor | None, *others: None) -> Any:
+    """The plain gradients, summed over the batch: where no tap stands behind the op."""
+    lengths, w_hh, w_hr, hs, *saved = ctx.saved_tensors
+    dhs = torch.zeros_like(hs) if dhs is None else dhs
+    dxp, dh0, dc0, fourth = torch.ops.fxgrad.recurrence_backward(
+        ctx.mode, dhs, dc, lengths, w_hh, w_hr, hs, *saved, ctx.reverse
+    )
+    g = hidden_gradients(ctx.mode, dxp, fourth)
+    by_h, by_c, by_w, by_b, by_r = ctx.needs_input_grad[3:8]
+    return (
+        None,
+        dxp,
+        None,
+        dh0.to(ctx.dtypes[0]) if by_h else None,
+        dc0.to(ctx.dtypes[1]) if by_c else None,
+        _summed(g, states_before(hs, ctx.reverse)).to(w_hh.dtype) if by_w else None,
+        g.sum((0, 1)).to(w_hh.dtype) if by_b else None,
+        _summed(fourth, saved[-1]).to(w_hh.dtype) if by_r else None,
+        None,
+    )
+
+
+def _summed(g: Tensor, x: Tensor) -> Tensor:
+    return g.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+recurrence.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,260 @@
+"""nn.RNN, nn.LSTM, nn.GRU and their cells against the loop over single samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch._decomp import decomposition_table
+
+import fxgrad
+from fxgrad.context import Context
+from fxgrad.errors import MixedSamples
+from fxgrad.passes.decompose_recurrent import decompose_recurrent
+from fxgrad.symbols import Symbols
+from fxgrad.testing import assert_per_sample_grads, default_loss
+
+KINDS = [nn.RNN, nn.LSTM, nn.GRU]
+B, T, IN, H = 3, 5, 4, 6
+
+
+class Recurrent(nn.Module):
+    """One recurrent module; ``uses`` says which of its results are returned."""
+
+    def __init__(self, kind: type[nn.RNNBase], uses: str = "both", **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(IN, H, **options)
+        self.uses = uses
+
+    def forward(self, x: Tensor, *states: Tensor) -> Any:
+        given = states if len(states) > 1 else states[0] if states else None
+        out, last = self.rnn(x, given)
+        last = last if isinstance(last, tuple) else (last,)
+        # every result with the samples first
+        out = out if self.rnn.batch_first else out.transpose(0, 1)
+        last = tuple(state.transpose(0, 1) for state in last)
+        return {"output": out, "states": last, "both": (out, last), "cell": last[-1]}[self.uses]
+
+
+def states_for(rnn: nn.RNNBase, batch: int = B, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    rows = rnn.num_layers * (2 if rnn.bidirectional else 1)
+    sizes = [rnn.proj_size or H, H] if isinstance(rnn, nn.LSTM) else [H]
+    return [torch.randn(rows, batch, size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def check(model: Recurrent, x: Tensor, states: Sequence[Tensor] = (), **how: Any) -> None:
+    in_dims = (0 if model.rnn.batch_first else 1, *(1 for _ in states))
+    assert_per_sample_grads(model, x, *states, **{"in_dims": in_dims, "backend": "eager", **how})
+
+
+def sequence(batch_first: bool = False, dtype: torch.dtype = torch.float64, time: int = T) -> Tensor:
+    return torch.randn(*((B, time) if batch_first else (time, B)), IN, dtype=dtype)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    kind=st.sampled_from(KINDS),
+    relu=st.booleans(),
+    options=st.fixed_dictionaries(
+        dict(num_layers=st.integers(1, 3), bidirectional=st.booleans(), bias=st.booleans(), batch_first=st.booleans())
+    ),
+    proj=st.booleans(),
+    given_states=st.booleans(),
+    by_input=st.booleans(),
+    uses=st.sampled_from(["output", "states", "both", "cell"]),
+    time=st.integers(1, 6),
+    frozen=st.sampled_from(["", "weight_ih", "weight_hh", "bias", "l0"]),
+)
+def test_every_option(
+    kind: type[nn.RNNBase],
+    relu: bool,
+    options: dict[str, Any],
+    proj: bool,
+    given_states: bool,
+    by_input: bool,
+    uses: str,
+    time: int,
+    frozen: str,
+) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    if kind is nn.RNN and relu:
+        options = {**options, "nonlinearity": "relu"}
+    if kind is nn.LSTM and proj:
+        options = {**options, "proj_size": 2}
+    model = Recurrent(kind, uses, **options).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and frozen in name))
+    if not any(p.requires_grad for p in model.parameters()):
+        return
+    x = sequence(options["batch_first"], time=time).requires_grad_(by_input)
+    check(model, x, states_for(model.rnn) if given_states else ())
+
+
+@pytest.mark.parametrize("by_input", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype(kind: type[nn.RNNBase], dtype: torch.dtype, by_input: bool, device: torch.device) -> None:
+    model = Recurrent(kind, num_layers=2, bidirectional=True).to(device, dtype)
+    x = sequence(dtype=dtype).to(device).requires_grad_(by_input)
+    check(model, x, backend="aot_eager")
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("kind", KINDS)
+def test_through_inductor(kind: type[nn.RNNBase], device: torch.device) -> None:
+    model = Recurrent(kind, num_layers=2, bidirectional=True, batch_first=True).to(device)
+    check(model, sequence(True, torch.float32).to(device), backend="inductor")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_between_layers(kind: type[nn.RNNBase]) -> None:
+    model = Recurrent(kind, num_layers=3, dropout=0.4, bidirectional=True).double()
+    check(model, sequence(), seed=3)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_batches(kind: type[nn.RNNBase], batch: int) -> None:
+    model = Recurrent(kind, batch_first=True).double()
+    if batch:
+        check(model, torch.randn(batch, T, IN, dtype=torch.float64))
+    else:
+        gs = fxgrad.transform(model, backend="eager")
+        default_loss(gs(torch.randn(0, T, IN, dtype=torch.float64))).backward()
+        assert model.rnn.weight_hh_l0.grad_sample.shape == (0, *model.rnn.weight_hh_l0.shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_batch_as_long_as_the_sequence(kind: type[nn.RNNBase]) -> None:
+    check(Recurrent(kind, bidirectional=True).double(), sequence(time=B))
+
+
+class Twice(nn.Module):
+    """One module over two sequences, its last state handed on, with rows that hold parts of samples."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(IN, H, batch_first=True), nn.Linear(H, IN)
+        self.start = nn.Parameter(torch.randn(1, 1, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.flatten(0, 1)  # [B * sentences, T, IN]
+        start = self.start.expand(1, words.shape[0], H).contiguous()
+        out, _ = self.rnn(words, (start, start) if isinstance(self.rnn, nn.LSTM) else start)
+        sentences = self.head(out[:, -1]).unflatten(0, x.shape[:2])
+        return self.rnn(sentences)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twice_over_merged_rows_with_a_learned_start(kind: type[nn.RNNBase]) -> None:
+    assert_per_sample_grads(Twice(kind).double(), torch.randn(B, 2, T, IN, dtype=torch.float64), backend="eager")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_normalised_weights(kind: type[nn.RNNBase]) -> None:
+    model = Recurrent(kind)
+    nn.utils.parametrizations.weight_norm(model.rnn, "weight_hh_l0")
+    nn.utils.parametrizations.spectral_norm(model.rnn, "weight_ih_l0")
+    check(model.double().eval(), sequence())
+
+
+class Cells(nn.Module):
+    def __init__(self, kind: type[nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.cell = kind(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state[0] * state[1] if isinstance(state, tuple) else state
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_cells_in_a_loop(kind: type[nn.RNNCellBase], backend: str, device: torch.device) -> None:
+    x = torch.randn(B, 3, IN, dtype=torch.float64, device=device)
+    assert_per_sample_grads(Cells(kind).double().to(device), x, backend=backend)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unbatched_input_is_refused(kind: type[nn.RNNBase]) -> None:
+    gs = fxgrad.transform(nn.Sequential(kind(IN, H)), backend="eager")
+    with pytest.raises(MixedSamples, match="runs along the sample dimension"):
+        gs(torch.randn(T, IN))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pytorchs_own_errors(kind: type[nn.RNNBase]) -> None:
+    gs = fxgrad.transform(Recurrent(kind), backend="eager", in_dims=(1, 1, 1))
+    with pytest.raises(RuntimeError, match=r"input\.size\(-1\) must be equal to input_size\. Expected 4, got 7"):
+        gs(torch.randn(T, B, 7))
+    with pytest.raises(RuntimeError, match=r"Expected hidden"):
+        gs(torch.randn(T, B, IN), *[state.detach().float() for state in states_for(kind(IN, H, 2))])
+
+
+def test_lengths_change_without_compiling_again() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    model = nn.LSTM(IN, H, 2, bidirectional=True, batch_first=True).double()
+    gs = fxgrad.transform(model, backend=backend)
+    for batch, time in [(3, 5), (4, 7), (4, 4), (2, 64), (5, 6), (7, 9)]:
+        default_loss(gs(torch.randn(batch, time, IN, dtype=torch.float64))).backward()
+        fxgrad.zero_grad(gs)
+    assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_sequence_has_the_same_graph(kind: type[nn.RNNBase]) -> None:
+    def nodes(time: int) -> list[str]:
+        made = fxgrad.trace(kind(IN, H, 2, bidirectional=True, batch_first=True), torch.randn(B, time, IN))
+        return [str(node.target) for node in made.graph_module.graph.nodes]
+
+    torch._dynamo.reset()
+    short = nodes(6)
+    torch._dynamo.reset()
+    assert nodes(512) == short
+
+
+_TABLE = {
+    nn.LSTM: torch.ops.aten.lstm.input,
+    nn.GRU: torch.ops.aten.gru.input,
+    nn.RNN: torch.ops.aten.rnn_tanh.input,
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_definition_is_pytorchs_decomposition(kind: type[nn.RNNBase], batch_first: bool) -> None:
+    """`decompose_recurrent` of PyTorch's own op computes what its decomposition table says."""
+    rnn = kind(IN, H, 2, bidirectional=True, batch_first=batch_first).double()
+    x, states = sequence(batch_first), [state.detach() for state in states_for(kind(IN, H, 2, bidirectional=True))]
+    hx = states if kind is nn.LSTM else states[0]
+    weights = list(rnn.parameters())
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{i}") for i in range(1 + len(states) + len(weights))]
+    h = nodes[1 : 1 + len(states)]
+    own = getattr(torch._VF, {nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn_tanh"}[kind])
+    settings_ = (True, 2, 0.0, False, True, batch_first)
+    call = graph.call_function(own, (nodes[0], h if kind is nn.LSTM else h[0], nodes[1 + len(states) :], *settings_))
+    graph.output([graph.call_function(getitem, (call, i)) for i in range(1 + len(states))])
+    gm = decompose_recurrent(fx.GraphModule(nn.Module(), graph), Context(Symbols(), {}, [], {}))
+    gm.recompile()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of the flags themselves
+        with torch.backends.mkldnn.flags(enabled=False):
+            expected = decomposition_table[_TABLE[kind]](x, hx, weights, *settings_)
+    with torch.no_grad():
+        torch.testing.assert_close(gm(x, *states, *weights), list(expected))
