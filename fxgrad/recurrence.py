@@ -212,9 +212,7 @@ def recurrence_backward(
         return _lstm_backward(dhs, dc, w, w_hr, gates, cells, mask, reverse)
     if mode == "GRU":
         return _gru_backward(dhs, w, hs, gates, extra, mask, reverse)
-    after = states_after(hs, reverse)
-    slope = (after > 0).to(dtype) if mode == "RNN_RELU" else 1 - after * after
-    return _rnn_backward(dhs, w, slope, mask, reverse)
+    return _rnn_backward(dhs, w, states_after(hs, reverse), mode == "RNN_RELU", mask, reverse)
 
 
 @recurrence_backward.register_fake
@@ -253,18 +251,33 @@ def _last(dhs: Tensor, reverse: bool) -> Tensor:
     return dhs[0 if reverse else -1]
 
 
+BLOCK = 1 << 18  # bytes of one value in a block of steps: what is computed for all of them stays in the cache
+
+
+def _blocks(like: Tensor, length: int, reverse: bool) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
+    """Blocks of steps, the last step of the walk first: their times, and for each (row in the block, time, before)."""
+    size = max(1, BLOCK // max(1, like[0].numel() * like.element_size()))
+    walk = list(steps(length, reverse))[::-1]
+    for i in range(0, length, size):
+        block = walk[i : i + size]
+        low = min(t for t, _, _ in block)
+        yield slice(low, low + len(block)), [(t - low, t, before) for t, before, _ in block]
+
+
 def _rnn_backward(
-    dhs: Tensor, w: Tensor, slope: Tensor, mask: Tensor | None, reverse: bool
+    dhs: Tensor, w: Tensor, after: Tensor, relu: bool, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kept = None if mask is None else (1 - mask).unbind(0)
-    slopes = (slope if mask is None else slope * mask).unbind(0)
-    dxp = fresh(dhs, slope.shape)
+    dxp = fresh(dhs, after.shape)
     d, dy = dxp.unbind(0), dhs.unbind(0)
     dh = _last(dhs, reverse)
-    for t, before, _ in reversed(list(steps(len(d), reverse))):
-        torch.mul(slopes[t], dh, out=d[t])
-        carried = dy[before] if kept is None else torch.addcmul(dy[before], kept[t], dh)
-        dh = torch.addmm(carried, d[t], w)
+    for times, block in _blocks(after, len(d), reverse):
+        slope = (after[times] > 0).to(dhs.dtype) if relu else 1 - after[times] * after[times]
+        going_on = None if mask is None else mask[times]
+        slope = slope if going_on is None else slope * going_on
+        for row, t, before in block:
+            torch.mul(slope[row], dh, out=d[t])
+            carried = dy[before] if going_on is None else torch.addcmul(dy[before], 1 - going_on[row], dh)
+            dh = torch.addmm(carried, d[t], w)
     return dxp, dh.clone(), dhs.new_empty(0), dhs.new_empty(0)
 
 
@@ -278,59 +291,62 @@ def _lstm_backward(
     mask: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    i, f, n, o = gates.chunk(4, -1)
-    tanh = states_after(cells, reverse).tanh()
-    # d(pre-activations of i, f, n) = dc * by_cell,   d(pre-activation of o) = dh * by_output
-    length, batch, hidden = tanh.shape
-    by_cell = fresh(dhs, (length, batch, 3, hidden))
-    torch.stack([n * i * (1 - i), states_before(cells, reverse) * f * (1 - f), i * (1 - n * n)], 2, out=by_cell)
-    by_output, to_cell, kept = tanh * o * (1 - o), o * (1 - tanh * tanh), None
-    if mask is not None:
-        by_cell, by_output, to_cell = by_cell * mask.unsqueeze(2), by_output * mask, to_cell * mask
-        kept, f = (1 - mask).unbind(0), f * mask + (1 - mask)
+    cells_before, cells_after = states_before(cells, reverse), states_after(cells, reverse)
+    length, batch, hidden = cells_after.shape
     dxp = fresh(dhs, (length, batch, 4 * hidden))
     d, dy = dxp.unbind(0), dhs.unbind(0)
-    d_ifn = dxp.view(length, batch, 4, hidden)[:, :, :3].unbind(0)
-    d_o = dxp[..., 3 * hidden :].unbind(0)
-    by_cells, by_outputs, to_cells, fs = by_cell.unbind(0), by_output.unbind(0), to_cell.unbind(0), f.unbind(0)
-    projected = dhs.new_empty(0) if w_hr is None else dhs.new_empty(length, batch, dhs.shape[-1])
+    d_ifn, d_o = dxp.view(length, batch, 4, hidden)[:, :, :3].unbind(0), dxp[..., 3 * hidden :].unbind(0)
+    projected = dhs.new_empty(0) if w_hr is None else fresh(dhs, (length, *dhs.shape[1:]))
     dh = _last(dhs, reverse)
     dcell = dhs.new_zeros(batch, hidden) if dc is None else dc.clone()
-    for t, before, _ in reversed(list(steps(length, reverse))):
-        output = dh
-        if w_hr is not None:
-            projected[t] = dh if mask is None else dh * mask[t]
-            output = dh @ w_hr
-        dcell.addcmul_(output, to_cells[t])
-        torch.mul(by_cells[t], dcell.unsqueeze(1), out=d_ifn[t])
-        torch.mul(by_outputs[t], output, out=d_o[t])
-        dcell.mul_(fs[t])
-        carried = dy[before] if kept is None else torch.addcmul(dy[before], kept[t], dh)
-        dh = torch.addmm(carried, d[t], w)
+    for times, block in _blocks(cells, length, reverse):
+        i, f, n, o = gates[times].chunk(4, -1)
+        tanh = cells_after[times].tanh()
+        # d(pre-activations of i, f, n) = dc * by_cell,   d(pre-activation of o) = dh * by_output
+        by_cell = torch.stack([n * i * (1 - i), cells_before[times] * f * (1 - f), i * (1 - n * n)], 2)
+        by_output, to_cell = tanh * o * (1 - o), o * (1 - tanh * tanh)
+        going_on = None if mask is None else mask[times]
+        if going_on is not None:
+            by_cell, by_output, to_cell = by_cell * going_on.unsqueeze(2), by_output * going_on, to_cell * going_on
+            f = f * going_on + (1 - going_on)
+        for row, t, before in block:
+            output = dh
+            if w_hr is not None:
+                projected[t] = dh if going_on is None else dh * going_on[row]
+                output = dh @ w_hr
+            dcell.addcmul_(output, to_cell[row])
+            torch.mul(by_cell[row], dcell.unsqueeze(1), out=d_ifn[t])
+            torch.mul(by_output[row], output, out=d_o[t])
+            dcell.mul_(f[row])
+            carried = dy[before] if going_on is None else torch.addcmul(dy[before], 1 - going_on[row], dh)
+            dh = torch.addmm(carried, d[t], w)
     return dxp, dh.clone(), dcell, projected
 
 
 def _gru_backward(
     dhs: Tensor, w: Tensor, hs: Tensor, gates: Tensor, inner: Tensor, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r, z, n = gates.chunk(3, -1)
-    by_n = (1 - z) * (1 - n * n)
-    length, batch, hidden = n.shape
-    factor = fresh(dhs, (length, batch, 3, hidden))  # d(W h + b) = dh * factor, gate by gate
-    gate_factors = [by_n * inner * r * (1 - r), (states_before(hs, reverse) - n) * z * (1 - z), by_n * r]
-    torch.stack(gate_factors, 2, out=factor)
-    if mask is not None:
-        factor, by_n = factor * mask.unsqueeze(2), by_n * mask
-        z = z * mask + (1 - mask)
-    dgh, through = fresh(dhs, (length, batch, 3 * hidden)), fresh(dhs, (length, batch, hidden))
+    states = states_before(hs, reverse)
+    length, batch, hidden = states.shape
+    dgh, dxp = fresh(dhs, (length, batch, 3 * hidden)), fresh(dhs, (length, batch, 3 * hidden))
     d, d3, dy = dgh.unbind(0), dgh.view(length, batch, 3, hidden).unbind(0), dhs.unbind(0)
-    factors, zs = factor.unbind(0), z.unbind(0)
+    d_n = dxp[..., 2 * hidden :].unbind(0)
     dh = _last(dhs, reverse)
-    for t, before, _ in reversed(list(steps(length, reverse))):
-        through[t] = dh
-        torch.mul(factors[t], dh.unsqueeze(1), out=d3[t])
-        dh = torch.addmm(torch.addcmul(dy[before], zs[t], dh), d[t], w)
-    dxp = torch.cat([dgh[..., : 2 * hidden], through * by_n], -1)
+    for times, block in _blocks(hs, length, reverse):
+        r, z, n = gates[times].chunk(3, -1)
+        by_n = (1 - z) * (1 - n * n)
+        going_on = None if mask is None else mask[times]
+        by_n = by_n if going_on is None else by_n * going_on
+        by_z = (states[times] - n) * z * (1 - z)
+        by_z = by_z if going_on is None else by_z * going_on
+        z = z if going_on is None else z * going_on + (1 - going_on)
+        # d(W h + b) = dh * factor, gate by gate
+        factor = torch.stack([by_n * inner[times] * r * (1 - r), by_z, by_n * r], 2)
+        for row, t, before in block:
+            torch.mul(factor[row], dh.unsqueeze(1), out=d3[t])
+            torch.mul(by_n[row], dh, out=d_n[t])
+            dh = torch.addmm(torch.addcmul(dy[before], z[row], dh), d[t], w)
+        dxp[times, :, : 2 * hidden] = dgh[times, :, : 2 * hidden]
     return dxp, dh.clone(), dhs.new_empty(0), dgh
 
 
