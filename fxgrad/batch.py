@@ -7,13 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from fxgrad.errors import BatchSizeError, OptionError
 
 Path = tuple[Any, ...]
 Input = tuple[Path, Tensor, int]  # where it was found, the tensor, its sample dimension or SHARED
-SHARED = -1  # in place of a sample dimension: all samples share the value
-LOST = -2  # the same, on a value between two graphs: it holds samples, merged or mixed
+# In place of a sample dimension:
+SHARED = -1  # all samples share the value
+LOST = -2  # a value between two graphs: it holds samples, merged or mixed
+PACKED_DATA, PACKED_SIZES, PACKED_ORDER = -3, -4, -5  # the tensors of a PackedSequence
+
+
+def dynamic_dim(role: int) -> int | None:
+    """The dimension of a tensor with this role that changes from batch to batch."""
+    return role if role >= 0 else None if role in (SHARED, LOST) else 0
+
+
+def counting_dim(role: int) -> int | None:
+    """The dimension of a tensor with this role that has one entry for each sample."""
+    return role if role >= 0 else 0 if role == PACKED_ORDER else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +64,8 @@ class Roles:
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """The batch of ``model(*args, **kwargs)``."""
         found = list(self._inputs(args, kwargs))
-        held = [item for item in found if item[2] != SHARED]
-        sizes = {tensor.shape[dim] for _, tensor, dim in held}
+        held = [item for item in found if counting_dim(item[2]) is not None]
+        sizes = {size for _, tensor, role in held if (size := _size(tensor, role)) is not None}
         if self.batch_size is not None:
             return self._explicit(found, self.batch_size)
         if not held:
@@ -63,15 +76,16 @@ class Roles:
         if len(sizes) > 1:
             (path, tensor, dim), (other, tensor2, dim2) = _disagreeing(held)
             raise BatchSizeError(
-                f"inputs disagree about the batch size: {_show(path)} has {tensor.shape[dim]} on dimension "
-                f"{dim}, {_show(other)} has {tensor2.shape[dim2]} on dimension {dim2}",
+                f"inputs disagree about the batch size: {_show(path)} has {_size(tensor, dim)} on dimension "
+                f"{counting_dim(dim)}, {_show(other)} has {_size(tensor2, dim2)} on dimension {counting_dim(dim2)}",
                 advice="Pass in_dims= with None for inputs that all samples share, or batch_size=.",
             )
         return _batch(sizes.pop(), found)
 
     def _explicit(self, found: list[Input], size: int) -> Batch:
         """With an explicit batch_size, inputs of another size are shared by all samples, and stay so."""
-        shared = {path for path, tensor, dim in found if dim == SHARED or tensor.shape[dim] != size}
+        shared = {path for path, tensor, role in found if _size(tensor, role) not in (size, None)}
+        shared |= {path for path, _, role in found if role == SHARED}
         if all(path in shared | self.shared for path, _, _ in found):
             raise BatchSizeError(
                 f"no input has batch_size={size} on its sample dimension",
@@ -110,6 +124,10 @@ class Roles:
                 )
             yield path, value, dim % value.dim()
             return
+        if isinstance(value, PackedSequence):
+            for name, role in _PACKED:
+                yield (*path, name), getattr(value, name), role
+            return
         if isinstance(spec, tuple | list) and isinstance(value, tuple | list) and len(spec) != len(value):
             raise OptionError(f"in_dims has {len(spec)} entries for the {len(value)} of {_show(path)}")
         for key, item in _children(value):
@@ -136,6 +154,19 @@ class _Default:
 _DEFAULT = _Default()
 
 
+_PACKED = (
+    ("data", PACKED_DATA),
+    ("batch_sizes", PACKED_SIZES),
+    ("sorted_indices", PACKED_ORDER),
+    ("unsorted_indices", PACKED_ORDER),
+)
+
+
+def _size(tensor: Tensor, role: int) -> int | None:
+    dim = counting_dim(role)
+    return None if dim is None else tensor.shape[dim]
+
+
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         yield from value.items()
@@ -148,7 +179,7 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _disagreeing(found: list[Input]) -> tuple[Any, Any]:
     first = found[0]
-    return first, next(item for item in found if item[1].shape[item[2]] != first[1].shape[first[2]])
+    return first, next(item for item in found if _size(*item[1:]) != _size(*first[1:]))
 
 
 def _batch(size: int, found: list[Input]) -> Batch:

@@ -15,12 +15,13 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxgrad.batch import SHARED, Batch, Roles
+from fxgrad.batch import PACKED_SIZES, Batch, Roles, dynamic_dim
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.compiler import compile_graph
 from fxgrad.context import last_own_line
 from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
 from fxgrad.options import Options
+from fxgrad.packed import as_pytorch_packs, with_indices
 from fxgrad.recurrent_modules import recurrent_modules
 from fxgrad.store import Forward, Store, Unseen, watch
 
@@ -85,6 +86,8 @@ class Engine:
         check_parameters(parameters)
         check_reverse_mode([*parameters.values(), *tree_leaves((args, kwargs))])
         self.store.check_clear(parameters, torch._C._current_graph_task_id(), "a forward")
+        given: dict[int, Tensor] = {}
+        args, kwargs = with_indices(args, given), with_indices(kwargs, given)
         batch = self.roles.find(args, kwargs)
         forward = Forward(batch.size, parameters)
         with self.store.during(forward):
@@ -92,6 +95,7 @@ class Engine:
                 outputs = self._on_no_samples(method, forward, args, kwargs)
             else:
                 outputs = self._run(method, batch, args, kwargs)
+        outputs = as_pytorch_packs(outputs, given)
         tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
         watch(tensors, self.store, forward)
         if not self.options.fullgraph:
@@ -218,15 +222,18 @@ def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
     """The user's tensors, marked with their roles and dynamic on their sample dims, as long as the call lasts."""
     kept: list[tuple[weakref.ref[Tensor], dict[str, Any]]] = []
     try:
-        for tensor, dim in batch.roles():
+        for tensor, role in batch.roles():
             attributes = tensor.__dict__
             kept.append((weakref.ref(tensor), {k: attributes[k] for k in MARKS if k in attributes}))
             for mark in MARKS:
                 attributes.pop(mark, None)
-            setattr(tensor, SAMPLE_DIM, dim)
-            if dim != SHARED and batch.size > 1:
-                # Behind a graph break samples may meet a value whose size Dynamo has not seen vary yet.
-                mark = torch._dynamo.mark_dynamic if fullgraph else torch._dynamo.maybe_mark_dynamic
+            setattr(tensor, SAMPLE_DIM, role)
+            dim = dynamic_dim(role)
+            if dim is not None and batch.size > 1:
+                # Behind a graph break samples may meet a value whose size Dynamo has not seen vary yet; the
+                # longest sample of a packed sequence may be as long as another's.
+                sure = fullgraph and role != PACKED_SIZES
+                mark = torch._dynamo.mark_dynamic if sure else torch._dynamo.maybe_mark_dynamic
                 mark(tensor, dim)
         yield
     finally:

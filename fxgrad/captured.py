@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxgrad.batch import LOST, SHARED
+from fxgrad.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, counting_dim
 from fxgrad.context import Context, TrainableParameter, source_line
 from fxgrad.errors import BatchSizeError, LostLayout
 from fxgrad.options import Options
@@ -55,9 +55,31 @@ class Captured:
             dim = self._role(i)
             if dim == LOST:
                 raise self._lost(i)
-            if dim != SHARED:
-                dims[i] = dim
+            counted = counting_dim(dim)
+            if counted is not None:
+                dims[i] = counted
         return dims
+
+    def packed(self) -> dict[int, tuple[int, int] | None]:
+        """The inputs that are a PackedSequence's; the data's with the positions of batch_sizes and sorted_indices."""
+        found: dict[int, tuple[int, int] | None] = {}
+        places = {self.name(i): i for i in self.inputs()}
+        for i in self.inputs():
+            role = self._role(i)
+            if role in (PACKED_DATA, PACKED_SIZES, PACKED_ORDER):
+                found[i] = None
+            if role == PACKED_DATA:
+                base = self.name(i).removesuffix(".data").removesuffix("[0]")
+                sizes, order = ([places.get(base + form) for form in forms] for forms in _FIELDS)
+                known = [next((place for place in field if place is not None), None) for field in (sizes, order)]
+                if known[0] is None or known[1] is None:
+                    raise LostLayout(
+                        f"which sample a row of {self.name(i)} belongs to is lost: the model reads the data alone",
+                        where=source_line(next(iter(self.placeholders[i].users), self.placeholders[i])),
+                        advice="Pad it with pad_packed_sequence, or return it as a PackedSequence.",
+                    )
+                found[i] = (known[0], known[1])
+        return found
 
     def inputs(self) -> list[int]:
         """The positions of tensors that are neither parameters nor buffers."""
@@ -97,6 +119,9 @@ class Captured:
         )
 
 
+_FIELDS = ((".batch_sizes", "[1]"), (".sorted_indices", "[2]"))  # as Dynamo names them
+
+
 def input_name(node: fx.Node, positional: Sequence[str]) -> str:
     """The name of a graph input in terms of forward's arguments: ``L['args'][1]['y']`` is ``y['y']``."""
     source = getattr(node, "_dynamo_source", None)
@@ -120,7 +145,8 @@ def make_context(
         TrainableParameter(placeholders[i].name, captured.name(i), tuple(captured.examples[i].shape))
         for i in captured.trainable()
     ]
-    inputs = {} if single else _own_inputs(captured, symbols, dims)
+    packed = {} if single else captured.packed()
+    inputs = {} if single else _own_inputs(captured, symbols, dims, packed)
     return Context(
         symbols,
         inputs,
@@ -130,10 +156,16 @@ def make_context(
         options.loss_scale,
         options.mixing,
         {placeholders[i].name: captured.name(i) for i in range(len(placeholders))},
+        {
+            placeholders[i].name: None if rows is None else (placeholders[rows[0]].name, placeholders[rows[1]].name)
+            for i, rows in packed.items()
+        },
     )
 
 
-def _own_inputs(captured: Captured, symbols: Symbols, dims: dict[int, int]) -> dict[str, Any]:
+def _own_inputs(
+    captured: Captured, symbols: Symbols, dims: dict[int, int], packed: dict[int, tuple[int, int] | None]
+) -> dict[str, Any]:
     """Fake inputs in which the sample dims, and they alone, carry B."""
     if not dims:
         raise BatchSizeError(
@@ -156,6 +188,9 @@ def _own_inputs(captured: Captured, symbols: Symbols, dims: dict[int, int]) -> d
             known[expr] = symbols.new(f"T{len(known)}", hint)
         return known[expr]
 
+    for i, rows in packed.items():
+        if rows is not None:
+            symbols.count_rows(translate(captured.values[i].shape[0]))
     return {
         node.name: _own_input(value, dims.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
         for i, (node, value) in enumerate(zip(captured.placeholders, captured.values, strict=True))

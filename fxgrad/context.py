@@ -47,6 +47,8 @@ class Context:
     loss_scale: float | str = 1  # what the loss was divided by; "mean": the number of samples
     mixing: Mixing = "error"
     names: dict[str, str] = field(default_factory=dict)  # placeholder -> the user's name
+    # placeholders of packed sequences; the data's has the names of its batch_sizes and sorted_indices
+    packed: dict[str, tuple[str, str] | None] = field(default_factory=dict)
 
     @property
     def by_node(self) -> dict[str, TrainableParameter]:

@@ -31,6 +31,7 @@ class Family(Enum):
     FACTORY = "factory"  # borrows shape, dtype or device only
     ALONE = "alone"  # a user's own op, promised to treat samples alone
     RECURRENT = "recurrent"  # runs over dim 0, alone over dim 1
+    PACKED = "packed"  # packs and pads sequences
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
 
 
@@ -88,6 +89,9 @@ RANDOM = frozenset(
     multinomial gumbel_softmax rrelu poisson exponential uniform cauchy log_normal geometric
     random""".split()
 )
+PACKING = frozenset(
+    f"fxgrad::{op}" for op in ("pack", "pad_packed", "pad_packed_to_longest", "repack", "packed_lengths")
+)
 PER_INDEX = frozenset("gather scatter scatter_add scatter_reduce take_along_dim index_add".split())
 
 # elementwise ops that carry no ATen tag saying so
@@ -132,6 +136,7 @@ _TABLE: tuple[tuple[frozenset[str], Family], ...] = (
     (PER_INDEX, Family.PER_INDEX),
     (frozenset({"embedding"}), Family.LOOKUP),
     (frozenset({"fxgrad::recurrence"}), Family.RECURRENT),
+    (PACKING, Family.PACKED),
     (frozenset({"scaled_dot_product_attention"}), Family.ATTENTION),
     (ELEMENTWISE, Family.ELEMENTWISE),
 )

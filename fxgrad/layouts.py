@@ -27,22 +27,28 @@ class Layout:
     """Dimension ``dim`` has size ``outer * B * inner``, the sample index in the middle.
 
     One of ``outer`` and ``inner`` may be None: what is left of that dimension's (symbolic) size.
+    With ``rows``, the dimension holds the rows of packed data instead (`fxgrad.packed`): which sample a row
+    belongs to is known at run time, from two values of the graph, named here: batch_sizes and sorted_indices.
+    Padded, the data would have ``outer * B * inner`` sequences.
     """
 
     dim: int
     outer: int | None = 1
     inner: int | None = 1
+    rows: tuple[str, str] | None = None
 
     @property
     def merged(self) -> bool:
         """Whether the dimension holds more than the samples."""
-        return (self.outer, self.inner) != (1, 1)
+        return (self.outer, self.inner) != (1, 1) or self.rows is not None
 
     def at(self, dim: int) -> Layout:
         """The same merge at another dimension."""
-        return Layout(dim, self.outer, self.inner)
+        return Layout(dim, self.outer, self.inner, self.rows)
 
     def __str__(self) -> str:
+        if self.rows is not None:
+            return f"({self.dim}, packed)"
         sizes = ["?" if size is None else str(size) for size in (self.outer, self.inner)]
         return f"({self.dim}, {sizes[0]}, {sizes[1]})" if self.merged else f"({self.dim})"
 

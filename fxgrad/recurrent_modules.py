@@ -1,8 +1,9 @@
-"""nn.RNN, nn.LSTM and nn.GRU as Dynamo sees them in a transformed model: one node each.
+"""nn.RNN, nn.LSTM and nn.GRU, and packed sequences, as Dynamo sees them in a transformed model: one node each.
 
 PyTorch's own forward ends in an op that a trace can follow only by unrolling it, one copy of the step for
 every point in time. While fxgrad captures, these modules call ``fxgrad::recurrent_layers`` instead, which has a
-shape and no more; `fxgrad.passes.decompose_recurrent` says what it computes.
+shape and no more; `fxgrad.passes.decompose_recurrent` says what it computes. Packing and padding, which Dynamo
+skips, become the operators of fxgrad.packed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import fxgrad.packed  # its operators
 
 
 @torch.library.custom_op("fxgrad::recurrent_layers", mutates_args=())
 def recurrent_layers(
     input: Tensor,
-    lengths: Tensor | None,
+    batch_sizes: Tensor | None,
+    order: Tensor | None,
+    rows: int,
     hx: Sequence[Tensor],
     weights: Sequence[Tensor],
     mode: str,
@@ -31,7 +37,8 @@ def recurrent_layers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``[T, B, in] -> [T, B, directions * out]`` and the last states, ``[layers * directions, B, out]``.
 
-    The arguments are those of ``aten::lstm.input`` and its kin. The last result is the LSTM's cell state.
+    The arguments are those of ``aten::lstm.input`` and its kin. The last result is the LSTM's cell state. Of
+    packed data, input and output are padded; ``batch_sizes``, ``order`` and ``rows`` say how it was packed.
     """
     raise NotImplementedError("a pass of fxgrad replaces this op by its definition")
 
@@ -39,7 +46,9 @@ def recurrent_layers(
 @recurrent_layers.register_fake
 def _(
     input: Tensor,
-    lengths: Tensor | None,
+    batch_sizes: Tensor | None,
+    order: Tensor | None,
+    rows: int,
     hx: Sequence[Tensor],
     weights: Sequence[Tensor],
     mode: str,
@@ -54,6 +63,38 @@ def _(
     return out, torch.empty_like(hx[0]), torch.empty_like(hx[-1])
 
 
+def _run(
+    self: nn.RNNBase, sequence: Tensor, states: list[Tensor], weights: list[Tensor], packed: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.fxgrad.recurrent_layers(
+        sequence,
+        *packed,
+        states,
+        weights,
+        self.mode,
+        self.bias,
+        self.num_layers,
+        float(self.dropout),
+        self.training,
+        self.bidirectional,
+    )
+    return result
+
+
+def _forward_packed(self: nn.RNNBase, input: PackedSequence, hx: Any) -> Any:
+    """What they compute of packed data; states are in the user's own order."""
+    data, batch_sizes, order, back = input
+    if data.dim() != 2:
+        raise RuntimeError(f"input must have 2 dimensions, got {data.dim()}")
+    weights = [getattr(self, name) for name in self._flat_weights_names]
+    _check_input(self, data, weights[0])
+    sequence = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, batch_sizes.shape[0], 0.0)
+    states = _states(self, sequence, hx, False)
+    out, h, c = _run(self, sequence, states, weights, (batch_sizes, order, data.shape[0]))
+    packed = PackedSequence(torch.ops.fxgrad.repack(out, batch_sizes, order, data.shape[0]), batch_sizes, order, back)
+    return packed, (h, c) if self.mode == "LSTM" else h
+
+
 def _forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
     """What nn.RNN, nn.LSTM and nn.GRU compute of padded input."""
     if input.dim() not in (2, 3):
@@ -64,18 +105,7 @@ def _forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
     weights = [getattr(self, name) for name in self._flat_weights_names]
     _check_input(self, input, weights[0])
     states = _states(self, sequence, hx, unbatched)
-    out, h, c = torch.ops.fxgrad.recurrent_layers(
-        sequence,
-        None,
-        states,
-        weights,
-        self.mode,
-        self.bias,
-        self.num_layers,
-        float(self.dropout),
-        self.training,
-        self.bidirectional,
-    )
+    out, h, c = _run(self, sequence, states, weights, (None, None, 0))
     if unbatched:
         out, h, c = out.squeeze(1), h.squeeze(1), c.squeeze(1)
     elif self.batch_first:
@@ -134,6 +164,7 @@ def recurrent_modules() -> Iterator[None]:
 def _enter() -> None:
     global _depth
     with _LOCK:
+        _substitute()
         if _depth == 0:
             for kind in _KINDS:
                 _ORIGINALS[kind] = kind.forward
@@ -153,7 +184,71 @@ def _leave() -> None:
 def _captured_or(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _forward(self, input, hx)
+            return (_forward_packed if isinstance(input, PackedSequence) else _forward)(self, input, hx)
         return original(self, input, hx)
 
     return forward
+
+
+def _pack(input: Any, lengths: Any, batch_first: Any = False, enforce_sorted: Any = True) -> Any:
+    """torch.nn.utils.rnn.pack_padded_sequence"""
+    if not _capturing():
+        torch._dynamo.graph_break()
+        return pack_padded_sequence(input, lengths, batch_first, enforce_sorted)
+    if not isinstance(lengths, Tensor):
+        torch._dynamo.graph_break(msg=_AS_TENSOR)
+    x = input.transpose(0, 1) if batch_first else input
+    data, batch_sizes, order = torch.ops.fxgrad.pack(x, lengths, bool(enforce_sorted))
+    return PackedSequence(data, batch_sizes, order, order.argsort())
+
+
+def _pad(sequence: Any, batch_first: Any = False, padding_value: Any = 0.0, total_length: Any = None) -> Any:
+    """torch.nn.utils.rnn.pad_packed_sequence"""
+    if not _capturing():
+        torch._dynamo.graph_break()
+        return pad_packed_sequence(sequence, batch_first, padding_value, total_length)
+    data, batch_sizes, order = sequence.data, sequence.batch_sizes, sequence.sorted_indices
+    value = float(padding_value)
+    if total_length is None:
+        out = torch.ops.fxgrad.pad_packed_to_longest(data, batch_sizes, order, value)
+    else:
+        out = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, total_length, value)
+    return out.transpose(0, 1) if batch_first else out, torch.ops.fxgrad.packed_lengths(batch_sizes, order)
+
+
+def _pack_list(sequences: Any, enforce_sorted: Any = True) -> Any:
+    """torch.nn.utils.rnn.pack_sequence"""
+    if not _capturing():
+        torch._dynamo.graph_break()
+        return pack_sequence(sequences, enforce_sorted)
+    torch._dynamo.graph_break(msg=_AS_PADDED)
+
+
+_AS_TENSOR = (
+    "pack_padded_sequence got its lengths as Python numbers, which fix the batch and its lengths: "
+    "pass them as a tensor [B], without tolist()"
+)
+_AS_PADDED = (
+    "pack_sequence takes a Python list with one tensor for each sample, which fixes the batch: pass the model a "
+    "PackedSequence, or a padded tensor and its lengths"
+)
+_POLYFILLS: dict[Callable[..., Any], Callable[..., Any]] = {
+    pack_padded_sequence: _pack,
+    pad_packed_sequence: _pad,
+    pack_sequence: _pack_list,
+}
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _capturing() -> bool:
+    return _depth > 0
+
+
+def _substitute() -> None:
+    """Once, at the first call of a transformed model: another torch.compile still breaks its graph there."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+    while _POLYFILLS:
+        original, polyfill = _POLYFILLS.popitem()
+        get_torch_obj_rule_map().pop(original, None)
+        torch.compiler.substitute_in_graph(original, skip_signature_check=True)(polyfill)

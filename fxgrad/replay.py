@@ -26,6 +26,8 @@ BATCHES = (2, 3)  # the batch sizes of the two replays
 def sample_ids(layout: Layout, shape: Sequence[int], batch: int) -> Tensor:
     """Sample ids 1..batch of a value with this layout; dims that hold no samples have stride 0."""
     size = shape[layout.dim]
+    if layout.rows is not None:
+        layout, batch = Layout(layout.dim), size
     inner = layout.inner if layout.inner is not None else size // (batch * (layout.outer or 1))
     outer = layout.outer if layout.outer is not None else size // (batch * inner)
     ids = torch.arange(1, batch + 1, dtype=torch.int32).view(1, batch, 1).expand(outer, batch, inner)
@@ -95,6 +97,11 @@ class Replay:
             return [None] * len(outputs) if isinstance(outputs, tuple | list) else None
 
     def _layouts(self, node: fx.Node, outputs: Any) -> Any:
+        packed = [arg for arg in node.all_input_nodes if self._rows(arg)]
+        if packed:
+            several = isinstance(outputs, tuple | list)
+            found = [self._packed(node, packed, i) for i in range(len(outputs) if several else 1)]
+            return found if several else found[0]
         if op_name(node.target) in _INDEXING:
             return self._indexed(node, outputs)
         runs = [self._run(node, batch) for batch in BATCHES]
@@ -104,6 +111,24 @@ class Replay:
             return [None] * len(outputs)
         columns = zip(*runs, strict=True)
         return [self._read(list(column), out) for column, out in zip(columns, outputs, strict=True)]
+
+    def _rows(self, node: fx.Node) -> Layout | None:
+        """The layout of packed data."""
+        known = self.samples(node)
+        layout = known.layout if isinstance(known, Samples) and known.kind is Kind.BATCHED else None
+        return layout if layout is not None and layout.rows is not None else None
+
+    def _packed(self, node: fx.Node, packed: list[fx.Node], output: int) -> Layout | None:
+        """Packed data whose rows stay what and where they are, along a dimension of their own."""
+        layouts = [self._rows(arg) for arg in packed]
+        result = self._run(node, BATCHES[0])
+        ids = result[output] if isinstance(result, tuple | list) else result
+        layout, size = layouts[0], packed[0].meta["fake"].shape
+        assert layout is not None
+        found = read_layout(ids, self.symbols.evaluate(size[layout.dim], BATCHES[0]))
+        batched = [arg for arg in node.all_input_nodes if _is_batched(self.samples(arg))]
+        agreed = batched == packed and all(other is not None and other.at(0) == layout.at(0) for other in layouts)
+        return layout.at(found[0]) if agreed and found is not None and found[1:] == (1, 1) else None
 
     def _indexed(self, node: fx.Node, output: Tensor) -> Layout | None:
         """``x[ids]``: where x's samples end up, and every batched index's; they have to agree."""
@@ -235,6 +260,10 @@ class Replay:
         if not isinstance(result, Tensor):
             raise _UnknownData
         return result
+
+
+def _is_batched(samples: Any) -> bool:
+    return isinstance(samples, Samples) and samples.kind is Kind.BATCHED
 
 
 class _UnknownData(Exception):

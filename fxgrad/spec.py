@@ -38,7 +38,7 @@ def _has_samples(node: fx.Node, ctx: Context) -> str | None:
     samples, fake = node.meta["samples"], node.meta["fake"]
     if isinstance(fake, Tensor) and isinstance(samples, Samples) and samples.layout is not None:
         size = expression(fake.shape[samples.layout.dim])
-        if ctx.symbols.symbol not in size.free_symbols:
+        if not ctx.symbols.holds_batch(fake.shape[samples.layout.dim]):
             return f"is batched on a dimension of size {size}"
     return None
 

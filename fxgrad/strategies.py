@@ -37,7 +37,7 @@ class Strategy:
 
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         if self.use.output is not None:
-            g = samples_first(g, self.use.output, n)
+            g = self.use.first(g, self.use.output, values, n, gradient=True)
         return self.function(self.use, g, self.use.sample_first(values, n))
 
 

@@ -18,12 +18,16 @@ def expression(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.sympify(size)
 
 
+UNKNOWN = 13  # in place of a size that only the data decides
+
+
 @dataclass
 class Symbols:
     """The passes' own symbolic sizes: B for the samples, others for what else changes from call to call."""
 
     env: ShapeEnv = field(default_factory=lambda: ShapeEnv(duck_shape=False, specialize_zero_one=True))
     names: dict[sympy.Symbol, str] = field(default_factory=dict)
+    rows: set[sympy.Symbol] = field(default_factory=set)  # the numbers of rows of packed data
 
     def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
@@ -44,22 +48,27 @@ class Symbols:
         return self.b
 
     def holds_batch(self, size: Any) -> bool:
-        """Whether a size changes with the number of samples."""
-        return isinstance(size, torch.SymInt) and self.symbol in expression(size).free_symbols
+        """Whether a size changes with the number of samples, or of their rows in packed data."""
+        return isinstance(size, torch.SymInt) and bool(expression(size).free_symbols & {self.symbol, *self.rows})
+
+    def count_rows(self, size: Any) -> None:
+        """Take a size for the number of rows of packed data."""
+        self.rows |= expression(size).free_symbols
 
     def batch_dims(self, shape: Any) -> list[int]:
         """The dims of a shape that hold samples."""
         return [dim for dim, size in enumerate(shape) if self.holds_batch(size)]
 
     def specialised(self) -> bool:
-        """Whether some op fixed B to a number."""
-        return self.symbol in self.env.replacements
+        """Whether some op fixed B, or a number of rows, to a number."""
+        return not self.env.replacements.keys().isdisjoint({self.symbol, *self.rows})
 
     def evaluate(self, size: Any, batch: int) -> Any:
         """The number a size is at this many samples, other symbols at their hints."""
         if not isinstance(size, torch.SymInt | torch.SymFloat):
             return size
         value = expression(size).subs(self.symbol, batch).subs(self._hints())
+        value = value.subs(dict.fromkeys(value.free_symbols, UNKNOWN))
         return float(value) if isinstance(size, torch.SymFloat) else int(value)
 
     def _hints(self) -> Mapping[sympy.Symbol, Any]:

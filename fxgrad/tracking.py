@@ -331,6 +331,37 @@ def recurrent(op: Op, output: Tensor) -> Answer:
     return by_shape(op, output) if len(held) == 1 else Mixes("its operands hold the samples in different orders")
 
 
+def packed(op: Op, output: Tensor) -> Answer:
+    """Padded values hold sequences on dim 1; packed ones rows on dim 0, by the run-time index that packed them."""
+    values = op.operand("x") or op.operand("data")
+    layout = None if values is None else values.layout
+    if op.call.op == "fxgrad::pack":
+        lengths = op.operand("lengths")
+        if layout is None or lengths is None or lengths.layout is None or output is not op.output[0]:
+            return Mixes("the order of its samples depends on all of them")
+        if layout.rows or layout.dim != 1 or lengths.layout != layout.at(0):
+            return Mixes("its lengths are not those of its samples, one for each")
+        return Layout(0, layout.outer, layout.inner, (f"{op.node.name}[1]", f"{op.node.name}[2]"))
+    rows = (_source(op.call.get("batch_sizes")), _source(op.call.get("order")))
+    if op.call.op == "fxgrad::packed_lengths":
+        return by_shape(op, output)
+    if layout is None:
+        return Mixes("what it packs holds no samples")
+    if op.call.op == "fxgrad::repack":
+        alike = layout.rows is None and layout.dim == 1
+        return Layout(0, layout.outer, layout.inner, rows) if alike else Mixes("it packs what is not padded")
+    if layout.rows != rows or layout.dim != 0:
+        return Mixes("its rows are not in the order of its indices")
+    return Layout(1, layout.outer, layout.inner)
+
+
+def _source(node: Any) -> str:
+    """A name for a value that is the same wherever it is read: ``pack[1]`` for one of several outputs."""
+    if isinstance(node, fx.Node) and "call" in node.meta and node.meta["call"].op == "getitem":
+        return f"{node.args[0]}[{node.args[1]}]"
+    return str(node)
+
+
 HANDLERS: dict[Family, Handler] = {
     Family.ELEMENTWISE: elementwise,
     Family.MOVEMENT: movement,
@@ -344,6 +375,7 @@ HANDLERS: dict[Family, Handler] = {
     Family.ATTENTION: attention,
     Family.LOSS: loss,
     Family.RECURRENT: recurrent,
+    Family.PACKED: packed,
     Family.PER_INDEX: per_index,
     Family.ALONE: by_shape,
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxgrad.calls import map_leaves
@@ -28,7 +29,8 @@ class Use:
 
     ``layouts[i]`` is None for an operand that all samples share; ``wrt`` maps the slots that hold
     parameters to their keys on the tape. ``output`` is None where the op's value is itself shared by
-    all samples (a function of parameters), and ``select`` picks one of several outputs.
+    all samples (a function of parameters), and ``select`` picks one of several outputs. ``packed`` are
+    the slots of batch_sizes and sorted_indices where values are rows of packed data.
     """
 
     op: str
@@ -42,6 +44,7 @@ class Use:
     output: Layout | None
     select: int | None = None
     inplace: bool = False
+    packed: tuple[int, int] | None = None
 
     @property
     def differentiated(self) -> dict[str, list[int]]:
@@ -71,9 +74,22 @@ class Use:
     def sample_first(self, values: Sequence[Any], n: int) -> list[Any]:
         """The operands as a rule sees them: batched ones ``[n, .., outer*inner, ..]``, shared ones as they are."""
         return [
-            samples_first(value, layout, n) if isinstance(value, Tensor) and layout is not None else value
+            self.first(value, layout, values, n) if isinstance(value, Tensor) and layout is not None else value
             for value, layout in zip(values, self.layouts, strict=True)
         ]
+
+    def first(
+        self, value: Tensor, layout: Layout, values: Sequence[Any], n: int, *, gradient: bool = False
+    ) -> Tensor:
+        """One value ``[n, .., outer*inner, ..]``; rows of packed data are padded first (`rows_of_samples`)."""
+        if layout.rows is None:
+            return samples_first(value, layout, n)
+        assert self.packed is not None
+        batch_sizes, order = (values[slot] for slot in self.packed)
+        rows = value.movedim(layout.dim, 0)
+        padded = torch.ops.fxgrad.rows_of_samples(rows, batch_sizes, order, gradient)
+        of_samples = samples_first(padded, Layout(1, layout.outer, layout.inner), n)
+        return of_samples.flatten(1, 2).movedim(1, 1 + layout.dim)
 
     def key(self) -> str:
         """The computation in words, the same in every process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import partial
 from operator import is_not
@@ -41,6 +42,7 @@ class _Attachment:
         self.quantity: Quantity = ctx.quantity
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.written = self._writes()
+        self.values: dict[str, fx.Node] = {node.name: node for node in gm.graph.nodes}
 
     def run(self) -> None:
         nodes = list(self.graph.nodes)
@@ -149,6 +151,7 @@ class _Attachment:
 
         args = map_nodes(node.args, slot)
         kwargs = map_nodes(dict(node.kwargs), slot)
+        packed = self._packed(operands, layout)
         call: Call = node.meta["call"]
         arguments = map_nodes(dict(call.arguments), lambda arg: slot(self.replaced.get(arg, arg)))
         use = Use(
@@ -163,8 +166,34 @@ class _Attachment:
             layout,
             select,
             call.inplace,
+            packed,
         )
         return use, operands
+
+    def _packed(self, operands: list[Any], layout: Layout | None) -> tuple[int, int] | None:
+        """The slots of what says how packed data was packed, added to the operands."""
+        if layout is None or layout.rows is None:
+            return None
+        slots = []
+        for name in layout.rows:
+            found = self._value(name)
+            if found not in operands:
+                operands.append(found)
+            slots.append(operands.index(found))
+        return slots[0], slots[1]
+
+    def _value(self, name: str) -> fx.Node:
+        """The node that `Layout.rows` names: an input, or one of an op's outputs."""
+        source, _, index = name.removesuffix("]").partition("[")
+        node = self.values[source]
+        if not index:
+            return node
+        if name not in self.values:
+            with self.graph.inserting_after(node):
+                self.values[name] = self.graph.call_function(operator.getitem, (node, int(index)))
+            facts = {key: node.meta[key][int(index)] for key in ("fake", "samples")}
+            self.values[name].meta.update(facts)
+        return self.values[name]
 
     def _one_sample(self, size: Any) -> Any:
         """A size that changes with B, as one sample's call has it; None for another symbolic size."""
@@ -232,7 +261,7 @@ class _Attachment:
         """The operands the strategy looks at; of one that this op or a later one writes over, a copy."""
         return [
             None
-            if i not in strategy.needs
+            if i not in strategy.needs and i not in (strategy.use.packed or ())
             else self._copy(arg, node)
             if self._written_from(node, arg)
             else arg

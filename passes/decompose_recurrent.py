@@ -33,7 +33,7 @@ def decompose_recurrent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 def _arguments(node: fx.Node) -> dict[str, Any] | None:
     """The arguments of a node that runs recurrent layers, by name; None for any other node."""
     if op_name(node.target) == "fxgrad::recurrent_layers":
-        names = "input lengths hx weights mode has_biases num_layers dropout training bidirectional"
+        names = "input batch_sizes order rows hx weights mode has_biases num_layers dropout training bidirectional"
         return dict(zip(names.split(), node.args, strict=True))
     mode = _MODES.get(op_name(node.target)) if node.op == "call_function" else None
     if mode is None or len(node.args) != 9 or node.kwargs:
@@ -41,7 +41,9 @@ def _arguments(node: fx.Node) -> dict[str, Any] | None:
     input, hx, weights, has_biases, num_layers, dropout, training, bidirectional, batch_first = node.args
     return dict(
         input=input,
-        lengths=None,
+        batch_sizes=None,
+        order=None,
+        rows=0,
         hx=hx if mode == "LSTM" else [hx],
         weights=weights,
         mode=mode,
@@ -71,7 +73,9 @@ class _Layers:
     def write(
         self,
         input: fx.Node,
-        lengths: fx.Node | None,
+        batch_sizes: fx.Node | None,
+        order: fx.Node | None,
+        rows: Any,
         hx: Sequence[fx.Node],
         weights: Sequence[fx.Node],
         mode: str,
@@ -83,13 +87,15 @@ class _Layers:
         batch_first: bool = False,
     ) -> None:
         out = self.call(torch.transpose, input, 0, 1) if batch_first else input
+        packed = None if batch_sizes is None or order is None else (batch_sizes, order)
+        lengths = None if packed is None else self.call(torch.ops.fxgrad.packed_lengths.default, *packed)
         given = iter(weights)
         last_h: list[fx.Node] = []
         last_c: list[fx.Node] = []
         per_direction = len(weights) // (num_layers * (2 if bidirectional else 1))
         for layer in range(num_layers):
             if layer and dropout and training:
-                out = self._dropped(out, dropout, lengths)
+                out = self._dropped(out, dropout, packed, rows)
             outputs = []
             for reverse in (False, True)[: 2 if bidirectional else 1]:
                 states = [self.call(operator.getitem, h, len(last_h)) for h in hx]
@@ -127,8 +133,13 @@ class _Layers:
         last = self.call(operator.getitem, hs, 0 if reverse else -1)
         return output, last, self.call(operator.getitem, result, 1)
 
-    def _dropped(self, out: fx.Node, p: float, lengths: fx.Node | None) -> fx.Node:
-        return self.call(F.dropout, out, p, True)
+    def _dropped(self, out: fx.Node, p: float, packed: tuple[fx.Node, fx.Node] | None, rows: Any) -> fx.Node:
+        """Of packed data PyTorch draws random numbers for the rows there are, and none for padding."""
+        if packed is None:
+            return self.call(F.dropout, out, p, True)
+        dropped = self.call(F.dropout, self.call(torch.ops.fxgrad.repack.default, out, *packed, rows), p, True)
+        length = self.call(torch.ops.aten.sym_size.int, out, 0)
+        return self.call(torch.ops.fxgrad.pad_packed.default, dropped, *packed, length, 0.0)
 
     def _replace(self, results: Sequence[fx.Node]) -> None:
         for user in list(self.node.users):

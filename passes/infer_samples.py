@@ -89,6 +89,9 @@ class _Inference:
             return None
         if node.name in self.ctx.by_node:
             return Samples(Kind.UNIFORM, traced=True)
+        if node.name in self.ctx.packed:
+            rows = self.ctx.packed[node.name]
+            return Samples(Kind.MIXED) if rows is None else Samples(Kind.BATCHED, Layout(0, rows=rows))
         dim = self.ctx.sample_dims.get(node.name)
         return Samples(Kind.CONSTANT) if dim is None else Samples(Kind.BATCHED, Layout(dim))
 
@@ -101,6 +104,10 @@ class _Inference:
         if family is Family.FACTORY or not operands:
             return [self._constant(out) for out in outputs]
         kinds = {operand.samples.kind for operand in operands}
+        if family is Family.PACKED:
+            op = Op(node, call, self._promoted(operands), self.symbols, self.replay)
+            answers = zip(track(op, family), flows, strict=True)
+            return [self._verdict(node, call, operands, answer, flow) for answer, flow in answers]
         if Kind.MIXED in kinds:
             return self._mixed(node, call, operands, outputs, flows)
         if Kind.BATCHED not in kinds:

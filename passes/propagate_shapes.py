@@ -46,6 +46,8 @@ class _Propagate(fx.Interpreter):
                 advice="Write sizes in terms of x.shape[0], or use -1; where they are, PyTorch's own shape "
                 "rule for the op fixes it: write it with another op (gather for take_along_dim).",
             )
+        if op_name(n.target) == "fxgrad::pack":
+            self.ctx.symbols.count_rows(value[0].shape[0])
         n.meta["fake"] = value
         n.meta["traced"] = traced(value)
         return value
