@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -331,13 +333,17 @@ def translated(error: Exception) -> Exception:
 
 
 def _reason(text: str) -> str:
+    said = re.search(r"User-inserted graph break\. Message: (?!None)(.+)", text)
+    if said:
+        return said[1]
     return next((line.strip() for line in text.splitlines() if line.strip()), "unknown reason")
 
 
-def _user_line(error: Exception) -> str:
-    from pathlib import PurePath
+_OWN_FILES = str(PurePath(__file__).parent)
 
+
+def _user_line(error: Exception) -> str:
     for frame in reversed(getattr(error, "real_stack", None) or []):
-        if "torch/" not in frame.filename and not frame.filename.endswith("fxgrad/capture.py"):
+        if "torch/" not in frame.filename and not frame.filename.startswith(_OWN_FILES):
             return f"{PurePath(frame.filename).name}:{frame.lineno}   {(frame.line or '').strip()}"
     return last_own_line(str(error))

@@ -74,7 +74,7 @@ class Captured:
                 known = [next((place for place in field if place is not None), None) for field in (sizes, order)]
                 if known[0] is None or known[1] is None:
                     raise LostLayout(
-                        f"which sample a row of {self.name(i)} belongs to is lost: the model reads the data alone",
+                        f"which sample a row of {base}.data belongs to is lost: the model reads the data alone",
                         where=source_line(next(iter(self.placeholders[i].users), self.placeholders[i])),
                         advice="Pad it with pad_packed_sequence, or return it as a PackedSequence.",
                     )

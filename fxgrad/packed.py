@@ -93,13 +93,13 @@ def _(x: Tensor, batch_sizes: Tensor, order: Tensor, rows: int) -> Tensor:
 
 
 @torch.library.custom_op("fxgrad::packed_lengths", mutates_args=())
-def packed_lengths(batch_sizes: Tensor, order: Tensor) -> Tensor:
-    """How many steps each sample has, ``[B]``."""
+def packed_lengths(x: Tensor, batch_sizes: Tensor, order: Tensor) -> Tensor:
+    """How many steps each sample of x, packed or padded, has: ``[B]``."""
     return _lengths(batch_sizes)[order.argsort().cpu()]
 
 
 @packed_lengths.register_fake
-def _(batch_sizes: Tensor, order: Tensor) -> Tensor:
+def _(x: Tensor, batch_sizes: Tensor, order: Tensor) -> Tensor:
     return torch.empty(order.shape[0], dtype=torch.int64, device="cpu")
 
 
@@ -113,7 +113,7 @@ def rows_of_samples(data: Tensor, batch_sizes: Tensor, order: Tensor, gradient: 
     if gradient:
         return padded
     time = torch.arange(len(batch_sizes))
-    lengths: Tensor = packed_lengths(batch_sizes, order)
+    lengths: Tensor = packed_lengths(data, batch_sizes, order)
     over = (time[:, None] >= lengths).to(data.device)
     return torch.where(over.view(*over.shape, *[1] * (data.dim() - 1)), padded[:1], padded)
 
@@ -170,7 +170,7 @@ def with_indices(value: Any, made: dict[int, Tensor]) -> Any:
 
 
 def as_pytorch_packs(value: Any, made: dict[int, Tensor]) -> Any:
-    """A nest of outputs in which every PackedSequence is as PyTorch's own: no empty steps, no indices that were made."""
+    """A nest of outputs with every PackedSequence as PyTorch has it: no empty steps, no indices that were made."""
     if isinstance(value, PackedSequence):
         data, batch_sizes, order, back = value
         indices = (None, None) if id(order) in made else (order, back)

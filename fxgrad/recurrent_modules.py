@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
-
-import fxgrad.packed  # its operators
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
 
 
 @torch.library.custom_op("fxgrad::recurrent_layers", mutates_args=())
@@ -213,7 +216,7 @@ def _pad(sequence: Any, batch_first: Any = False, padding_value: Any = 0.0, tota
         out = torch.ops.fxgrad.pad_packed_to_longest(data, batch_sizes, order, value)
     else:
         out = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, total_length, value)
-    return out.transpose(0, 1) if batch_first else out, torch.ops.fxgrad.packed_lengths(batch_sizes, order)
+    return out.transpose(0, 1) if batch_first else out, torch.ops.fxgrad.packed_lengths(data, batch_sizes, order)
 
 
 def _pack_list(sequences: Any, enforce_sorted: Any = True) -> Any:
@@ -225,7 +228,7 @@ def _pack_list(sequences: Any, enforce_sorted: Any = True) -> Any:
 
 
 _AS_TENSOR = (
-    "pack_padded_sequence got its lengths as Python numbers, which fix the batch and its lengths: "
+    "pack_padded_sequence got its lengths as Python numbers, which fix the batch: "
     "pass them as a tensor [B], without tolist()"
 )
 _AS_PADDED = (

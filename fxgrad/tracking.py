@@ -343,10 +343,10 @@ def packed(op: Op, output: Tensor) -> Answer:
             return Mixes("its lengths are not those of its samples, one for each")
         return Layout(0, layout.outer, layout.inner, (f"{op.node.name}[1]", f"{op.node.name}[2]"))
     rows = (_source(op.call.get("batch_sizes")), _source(op.call.get("order")))
-    if op.call.op == "fxgrad::packed_lengths":
-        return by_shape(op, output)
     if layout is None:
         return Mixes("what it packs holds no samples")
+    if op.call.op == "fxgrad::packed_lengths":
+        return Layout(0, layout.outer, layout.inner)
     if op.call.op == "fxgrad::repack":
         alike = layout.rows is None and layout.dim == 1
         return Layout(0, layout.outer, layout.inner, rows) if alike else Mixes("it packs what is not padded")
@@ -382,16 +382,14 @@ HANDLERS: dict[Family, Handler] = {
 
 
 def track(op: Op, family: Family) -> list[Answer | None]:
-    """The answer for each output of an op; None for an output that is no tensor, or an empty one."""
+    """The answer for each output of an op; None for an output that is no tensor."""
     outputs = list(op.output) if isinstance(op.output, tuple | list) else [op.output]
     if family is Family.MOVEMENT:
         return _movement_layouts(op, outputs)
     handler = HANDLERS[family]
-    return [handler(op, out) if _holds_values(out) else None for out in outputs]
-
-
-def _holds_values(output: Any) -> bool:
-    return isinstance(output, Tensor) and not any(type(size) is int and size == 0 for size in output.shape)
+    if family is Family.RECURRENT:  # an empty output stands for one that this kind of layer does not have
+        outputs = [None if out.dim() == 1 else out for out in outputs]
+    return [handler(op, out) if isinstance(out, torch.Tensor) else None for out in outputs]
 
 
 def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:

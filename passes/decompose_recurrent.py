@@ -88,7 +88,7 @@ class _Layers:
     ) -> None:
         out = self.call(torch.transpose, input, 0, 1) if batch_first else input
         packed = None if batch_sizes is None or order is None else (batch_sizes, order)
-        lengths = None if packed is None else self.call(torch.ops.fxgrad.packed_lengths.default, *packed)
+        lengths = None if packed is None else self.call(torch.ops.fxgrad.packed_lengths.default, input, *packed)
         given = iter(weights)
         last_h: list[fx.Node] = []
         last_c: list[fx.Node] = []
