@@ -86,9 +86,10 @@ def channel_norm(b: Builder, v: Value) -> Value | None:
         groups = b.rng.choice([k for k in range(1, c + 1) if c % k == 0])
         if v.numel // v.shape[0] // groups < 2:
             return None
-        code = f"F.group_norm({v.name}, {groups}, {w}, {beta}, eps=0.01)"
+        # PyTorch 2.13 crashes in group_norm's backward on channels-last input that needs no gradient
+        code = f"F.group_norm({v.name}.contiguous(), {groups}, {w}, {beta}, eps=0.01)"
         if b.chance(0.5):
-            code = f"{b.module(f'nn.GroupNorm({groups}, {c})')}({v.name})"
+            code = f"{b.module(f'nn.GroupNorm({groups}, {c})')}({v.name}.contiguous())"
         return b.like(code, v, learned=True)
     if kind == "instance":
         v = to_rank(b, v, 3)
