@@ -5,6 +5,7 @@
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
        decompose_calls    what nobody classified, in terms of what somebody did
+       simplify_views     no view merges a dimension that a later one splits again
        infer_samples      every value: constant, uniform, batched (where?), or mixed
        attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
        prove_coverage     every gradient path that leaves a parameter ends in a tap
@@ -26,6 +27,7 @@ from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
+from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
 from fxgrad.spec import check_spec
 
@@ -36,6 +38,7 @@ PASSES: tuple[Pass, ...] = (
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
     decompose_calls,
+    simplify_views,
     infer_samples,
     attach_taps,
     prove_coverage,

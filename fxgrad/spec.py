@@ -71,6 +71,7 @@ _SPECS = {
     "propagate_shapes": (_has_fake,),
     "normalize_calls": (_has_fake, _has_call),
     "decompose_calls": (_has_fake, _has_call),
+    "simplify_views": (_has_fake, _has_call),
     "infer_samples": (_has_fake, _has_call, _has_samples),
     "attach_taps": (_taps_are_wired, _collects_once),
 }

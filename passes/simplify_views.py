@@ -1,0 +1,193 @@
+"""Write chains of views without merging dimensions in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from fxgrad.calls import bind
+from fxgrad.context import Context
+from fxgrad.symbols import expression
+
+_REGROUPS = frozenset("view reshape flatten unflatten unsqueeze squeeze _unsafe_view".split())
+_PERMUTES = frozenset("transpose permute t".split())
+_VIEWS = frozenset("view unflatten unsqueeze squeeze transpose permute t".split())  # never a copy
+
+
+def simplify_views(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: calls in normal form. After: no chain of views merges a dimension that it splits again.
+
+    ``x.view(T, 4*B, D).transpose(0, 1).view(B, 4, T, D)`` -> ``x.view(T, B, 4, D).permute(1, 2, 0, 3)``
+
+    Where a batch whose size is a symbol is merged into another dimension, a compiler cannot simplify the
+    indices, and divides for every element.
+    """
+    for node in list(gm.graph.nodes):
+        if _is_view(node) and not _goes_on(node):
+            chain = list(_chain(node))[::-1]
+            if len(chain) > 2:
+                _simplify(gm.graph, chain, ctx)
+    return gm
+
+
+def _is_view(node: fx.Node) -> bool:
+    call = node.meta.get("call")
+    return call is not None and call.op in _VIEWS and isinstance(node.meta["fake"], Tensor)
+
+
+def _goes_on(node: fx.Node) -> bool:
+    return len(node.users) == 1 and _is_view(next(iter(node.users)))
+
+
+def _chain(node: fx.Node) -> Iterator[fx.Node]:
+    """A view and those before it that nobody else reads, the last one first."""
+    yield node
+    source = node.args[0]
+    while isinstance(source, fx.Node) and _is_view(source) and len(source.users) == 1:
+        yield source
+        source = source.args[0]
+
+
+def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
+    source, last = chain[0].args[0], chain[-1]
+    assert isinstance(source, fx.Node)
+    try:
+        atoms = _Atoms(source.meta["fake"].shape)
+        dims = atoms.source
+        for node in chain:
+            dims = atoms.after(node, dims)
+    except _NoAtoms:
+        return
+    pieces = [atoms.pieces(atom) for (atom,) in atoms.source_dims()]
+    split = [piece for own in pieces for piece in own]
+    result = [[piece for atom in dim for piece in atoms.pieces(atom)] for dim in dims]
+    if any(len(dim) != 1 for dim in result):  # it merges, or has dims of size 1
+        return
+    sizes = _sizes(graph, source, pieces, atoms, chain[0])
+    if sizes is None:
+        return
+    order = [split.index(dim[0]) for dim in result]
+    views: list[tuple[str, tuple[Any, ...]]] = [("view", tuple(sizes)), ("permute", tuple(order))]
+    if len(split) == len(pieces):
+        views = views[1:]
+    if len(views) >= len(chain):
+        return
+    value = source
+    for method, args in views:
+        with graph.inserting_before(last):
+            made = graph.call_method(method, (value, *args))
+        made.meta = {key: last.meta[key] for key in ("stack_trace", "nn_module_stack") if key in last.meta}
+        with ctx.symbols.mode, enable_python_dispatcher():
+            numbers = [arg.meta["fake"] if isinstance(arg, fx.Node) else arg for arg in args]
+            made.meta["fake"] = getattr(value.meta["fake"], method)(*numbers)
+        made.meta["traced"] = last.meta["traced"]
+        made.meta["call"] = bind(made)
+        value = made
+    if tuple(map(expression, value.meta["fake"].shape)) != tuple(map(expression, last.meta["fake"].shape)):
+        raise AssertionError(f"{last.name}: a simplified view has another shape")
+    last.replace_all_uses_with(value)
+    for user in value.users:
+        if "call" in user.meta:
+            user.meta["call"] = bind(user)
+    for node in reversed(chain):
+        graph.erase_node(node)
+
+
+def _sizes(
+    graph: fx.Graph, source: fx.Node, pieces: Sequence[list[int]], atoms: _Atoms, before: fx.Node
+) -> list[Any] | None:
+    """The arguments of the view that splits the source: numbers, sizes of the source, and at most one -1."""
+    sizes: list[Any] = []
+    for dim, own in enumerate(pieces):
+        for piece in own:
+            size = atoms.sizes[piece]
+            if size.is_Integer:
+                sizes.append(int(size))
+            elif len(own) == 1:
+                with graph.inserting_before(before):
+                    whole = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+                whole.meta.update(fake=source.meta["fake"].shape[dim], traced=False)
+                whole.meta["call"] = bind(whole)
+                sizes.append(whole)
+            else:
+                sizes.append(-1)
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+class _NoAtoms(Exception):
+    """The sizes do not say how a view regroups its dimensions."""
+
+
+class _Atoms:
+    """The factors of the source's sizes that a chain of views moves about whole."""
+
+    def __init__(self, shape: Sequence[Any]) -> None:
+        self.sizes: list[sympy.Expr] = [expression(size) for size in shape]
+        self.children: dict[int, tuple[int, int]] = {}
+        self.source = [[] if self.sizes[dim] == 1 else [dim] for dim in range(len(shape))]
+        self.rank = len(shape)
+
+    def source_dims(self) -> list[tuple[int]]:
+        return [(dim,) for dim in range(self.rank)]
+
+    def pieces(self, atom: int) -> list[int]:
+        """An atom, or what it was split into."""
+        if atom not in self.children:
+            return [atom]
+        first, second = self.children[atom]
+        return [*self.pieces(first), *self.pieces(second)]
+
+    def after(self, node: fx.Node, dims: list[list[int]]) -> list[list[int]]:
+        """The atoms of each dimension behind one view."""
+        call = node.meta["call"]
+        rank = len(dims)
+        if call.op in _REGROUPS:
+            return self._regroup(dims, [expression(size) for size in node.meta["fake"].shape])
+        if call.op == "permute":
+            return [dims[dim % rank] for dim in call.arguments["dims"]]
+        first, second = (0, 1) if call.op == "t" else (call.arguments["dim0"] % rank, call.arguments["dim1"] % rank)
+        swapped = list(dims)
+        if rank > 1:
+            swapped[first], swapped[second] = dims[second], dims[first]
+        return swapped
+
+    def _regroup(self, dims: list[list[int]], shape: Sequence[sympy.Expr]) -> list[list[int]]:
+        left = [piece for dim in dims for atom in dim for piece in self.pieces(atom)][::-1]
+        result = []
+        for size in shape:
+            group: list[int] = []
+            rest = size
+            while rest != 1:
+                if not left:
+                    raise _NoAtoms
+                atom = left.pop()
+                if not _divides(self.sizes[atom], rest):
+                    left.append(self._split(atom, rest))
+                    atom = self.children[atom][0]
+                group.append(atom)
+                rest = sympy.cancel(rest / self.sizes[atom])
+            result.append(group)
+        if left:
+            raise _NoAtoms
+        return result
+
+    def _split(self, atom: int, size: sympy.Expr) -> int:
+        """Split an atom into ``size`` and what is left, and return the latter."""
+        if not _divides(size, self.sizes[atom]):
+            raise _NoAtoms
+        self.sizes += [size, sympy.cancel(self.sizes[atom] / size)]
+        self.children[atom] = (len(self.sizes) - 2, len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+
+def _divides(divisor: sympy.Expr, size: sympy.Expr) -> bool:
+    """Whether ``size / divisor`` is whole whatever the symbols are."""
+    quotient = sympy.cancel(size / divisor)
+    if not quotient.free_symbols:
+        return bool(quotient.is_Integer)
+    return bool(quotient.is_polynomial()) and all(c.is_Integer for c in sympy.Poly(quotient).coeffs())
