@@ -9,6 +9,7 @@ torch.Size([8, 2, 3])
 
 from fxgrad import errors, testing
 from fxgrad.api import transform, zero_grad
+from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import FxgradError
 from fxgrad.extend import implements_per_sample_grads, register_op
 from fxgrad.families import Family
@@ -25,6 +26,7 @@ __all__ = [
     "OneHot",
     "Term",
     "Trace",
+    "call_for_per_sample_grads",
     "errors",
     "implements_per_sample_grads",
     "register_op",

@@ -177,6 +177,13 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
             yield field.name, getattr(value, field.name)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of inputs, those of dataclasses included."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for _, item in _children(value) for tensor in tensors_in(item)]
+
+
 def _disagreeing(found: list[Input]) -> tuple[Any, Any]:
     first = found[0]
     return first, next(item for item in found if _size(*item[1:]) != _size(*first[1:]))
