@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, TypedDict
@@ -49,6 +49,8 @@ class Context:
     names: dict[str, str] = field(default_factory=dict)  # placeholder -> the user's name
     # placeholders of packed sequences; the data's has the names of its batch_sizes and sorted_indices
     packed: dict[str, tuple[str, str] | None] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)  # placeholders of an op's body: their samples
+    analyse: Callable[[fx.GraphModule, Context], fx.GraphModule] | None = None  # finds a body's samples
 
     @property
     def by_node(self) -> dict[str, TrainableParameter]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fxgrad.user_functions import AUTOGRAD_FUNCTION
+
 
 class Family(Enum):
     """How an op treats the sample dimension."""
@@ -31,6 +33,7 @@ class Family(Enum):
     FACTORY = "factory"  # borrows shape, dtype or device only
     ALONE = "alone"  # a user's own op, promised to treat samples alone
     RECURRENT = "recurrent"  # runs over dim 0, alone over dim 1
+    FUNCTION = "function"  # a user's autograd.Function: as its bodies do
     PACKED = "packed"  # packs and pads sequences
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
 
@@ -137,6 +140,7 @@ _TABLE: tuple[tuple[frozenset[str], Family], ...] = (
     (frozenset({"embedding"}), Family.LOOKUP),
     (frozenset({"fxgrad::recurrence"}), Family.RECURRENT),
     (PACKING, Family.PACKED),
+    (frozenset({AUTOGRAD_FUNCTION}), Family.FUNCTION),
     (frozenset({"scaled_dot_product_attention"}), Family.ATTENTION),
     (ELEMENTWISE, Family.ELEMENTWISE),
 )

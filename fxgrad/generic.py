@@ -19,19 +19,31 @@ from torch.func import vjp, vmap
 _PROGRAMS: dict[str, Callable[..., Any]] = {}
 
 
-def register_program(key: str, program: Callable[..., Any]) -> None:
-    """Make ``program(batched, shared, sizes) -> output``, one sample's call, known under ``key``."""
+_BACKWARDS: dict[str, Callable[..., Any]] = {}
+
+
+def register_program(key: str, program: Callable[..., Any], backward: Callable[..., Any] | None = None) -> None:
+    """Make ``program(batched, shared, sizes) -> outputs``, one sample's call, known under ``key``.
+
+    ``backward(batched, shared, sizes, wrt, grads)`` is its vjp, where that is not autograd's to decide.
+    """
     _PROGRAMS[key] = program
+    if backward is not None:
+        _BACKWARDS[key] = backward
 
 
-def _plain_vjp(call: Callable[..., Tensor], weights: Sequence[Tensor], g: Tensor) -> Sequence[Tensor]:
+def _plain_vjp(
+    call: Callable[..., tuple[Tensor, ...]], weights: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """The vjp by plain autograd: not every custom op that has a backward has one for torch.func."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     below = torch._C.DispatchKey.AutogradFunctionality  # where the body of an operator runs
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded.remove(below)), torch.enable_grad():
         leaves = [weight.detach().requires_grad_() for weight in weights]
-        return torch.autograd.grad(call(*leaves), leaves, g, materialize_grads=True)
+        pairs = [pair for pair in zip(call(*leaves), grads, strict=True) if pair[0].requires_grad]
+        outputs, of_outputs = zip(*pairs, strict=True)
+        return torch.autograd.grad(outputs, leaves, of_outputs, materialize_grads=True)
 
 
 def _close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
@@ -42,22 +54,22 @@ def _close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 @torch.library.custom_op("fxgrad::per_sample_vjp", mutates_args=())
 def per_sample_vjp(
     key: str,
-    g: Tensor,
+    grads: Sequence[Tensor],
     batched: Sequence[Tensor],
     shared: Sequence[Tensor],
     wrt: Sequence[int],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    """Per sample n: the gradient of ``<g_n, program(batched_n, shared)>`` by ``shared[i], i in wrt``."""
+    """Per sample n: the gradient of ``<grads_n, program(batched_n, shared)>`` by ``shared[i], i in wrt``."""
     program = _PROGRAMS[key]
-    n = g.shape[0]
+    n = grads[0].shape[0]
     if n == 0:
         return [shared[i].new_zeros(0, *shared[i].shape) for i in wrt]
 
     weights = [shared[i] for i in wrt]
 
-    def sample(rows: Sequence[Tensor]) -> Callable[..., Tensor]:
-        def call(*weights: Tensor) -> Tensor:
+    def sample(rows: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        def call(*weights: Tensor) -> tuple[Tensor, ...]:
             values = list(shared)
             for i, weight in zip(wrt, weights, strict=True):
                 values[i] = weight
@@ -65,28 +77,39 @@ def per_sample_vjp(
 
         return call
 
+    backward = _BACKWARDS.get(key)
+
     def alone(i: int) -> Sequence[Tensor]:
-        return _plain_vjp(sample([t[i] for t in batched]), weights, g[i])
+        rows, of_outputs = [t[i] for t in batched], [g[i] for g in grads]
+        if backward is not None:
+            return backward(rows, shared, sizes, wrt, of_outputs)  # type: ignore[no-any-return]
+        return _plain_vjp(sample(rows), weights, of_outputs)
+
+    def one(of_outputs: tuple[Tensor, ...], *rows: Tensor) -> Sequence[Tensor]:
+        if backward is not None:
+            return backward(rows, shared, sizes, wrt, of_outputs)  # type: ignore[no-any-return]
+        found: Sequence[Tensor] = vjp(sample(rows), *weights)[1](of_outputs)
+        return found
 
     try:
         with warnings.catch_warnings():  # an op that vmap itself loops over is slow, not wrong
             warnings.simplefilter("ignore")
-            grads = vmap(lambda g, *rows: vjp(sample(rows), *weights)[1](g))(g, *batched)
-        right = all(_close([grad[i] for grad in grads], alone(i)) for i in {0, n - 1})
+            found = vmap(one)(tuple(grads), *batched)
+        right = all(_close([grad[i] for grad in found], alone(i)) for i in {0, n - 1})
     except (RuntimeError, NotImplementedError):  # an op without a batching rule
         right = False
     if not right:  # one sample at a time
-        grads = tuple(torch.stack(column) for column in zip(*map(alone, range(n)), strict=True))
-    return [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
+        found = tuple(torch.stack(tuple(column)) for column in zip(*map(alone, range(n)), strict=True))
+    return [grad.clone(memory_format=torch.contiguous_format) for grad in found]
 
 
 @per_sample_vjp.register_fake
 def _(
     key: str,
-    g: Tensor,
+    grads: Sequence[Tensor],
     batched: Sequence[Tensor],
     shared: Sequence[Tensor],
     wrt: Sequence[int],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    return [shared[i].new_empty(g.shape[0], *shared[i].shape) for i in wrt]
+    return [shared[i].new_empty(grads[0].shape[0], *shared[i].shape) for i in wrt]

@@ -1,6 +1,7 @@
 """The compiler, as the list of its passes. Read this file first.
 
     user's model --TorchDynamo--> graph
+       wrap_functions     a user's autograd.Function is one call
        decompose_recurrent  recurrent layers as products and one recurrence each
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
@@ -29,11 +30,13 @@ from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
 from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
+from fxgrad.passes.wrap_functions import wrap_functions
 from fxgrad.spec import check_spec
 
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PASSES: tuple[Pass, ...] = (
+    wrap_functions,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
@@ -55,6 +58,7 @@ def run_passes(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass] = PASSES
 
     A pass gets a graph of its own, so the one before it stays as it was.
     """
+    ctx.analyse = _analyse
     for run in passes:
         start = time.perf_counter()
         gm = run(copy_graph(gm), ctx)
@@ -63,6 +67,11 @@ def run_passes(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass] = PASSES
         seconds[run.__name__] = seconds.get(run.__name__, 0.0) + time.perf_counter() - start
     gm.recompile()
     return gm
+
+
+def _analyse(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """The body of an op, up to where its samples are known."""
+    return run_passes(gm, ctx, PASSES[: PASSES.index(infer_samples) + 1])
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxgrad.calls import Call
@@ -21,6 +22,7 @@ from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import elementwise
 from fxgrad.rules.linear import einsum_applies
 from fxgrad.terms import Term
+from fxgrad.user_functions import UserFunction, fitted
 from fxgrad.uses import Slot, Use, slots_of
 
 Contributions = list[tuple[int, Term | Tensor]]  # slots with their parameters' gradients per sample
@@ -39,6 +41,13 @@ class Strategy:
         if self.use.output is not None:
             g = self.use.first(g, self.use.output, values, n, gradient=True)
         return self.function(self.use, g, self.use.sample_first(values, n))
+
+    def terms_of_several(self, grads: Sequence[Tensor], values: Sequence[Any], n: int) -> Contributions:
+        """The same of an op with several outputs, which has the generic rule alone."""
+        layouts = [layout for _, layout in self.use.several]
+        pairs = zip(grads, layouts, strict=True)
+        rows = [self.use.first(g, layout, values, n, gradient=True) for g, layout in pairs]
+        return _by_vmap_of(self.use, rows, self.use.sample_first(values, n))
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,15 @@ def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
             advice="Expand it to one row for each sample.",
         )
     return OwnStrategy(use, rule)
+
+
+def choose_several(use: Use, call: Call, *, where: str = "") -> Strategy:
+    """The strategy for a use with several outputs: the generic one."""
+    if use.op in RANDOM and _draws(call):
+        raise UnsupportedOp(
+            f"{use.op} draws random numbers for a parameter: the backward would have to draw them again", where=where
+        )
+    return Strategy("generic", use, frozenset(range(len(use.layouts))), _by_vmap)
 
 
 def choose(use: Use, call: Call, shapes: Sequence[Any], *, where: str = "") -> Strategy:
@@ -209,27 +227,49 @@ def _by_family(use: Use, g: Tensor, values: list[Any]) -> Contributions:
 
 def _by_vmap(use: Use, g: Tensor, values: list[Any]) -> Contributions:
     """dW_n = vjp of the op at sample n alone: the rule of every op that has none."""
+    return _by_vmap_of(use, [g], values)
+
+
+def _by_vmap_of(use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contributions:
     rows = [i for i, layout in enumerate(use.layouts) if layout is not None and values[i] is not None]
     tensors = [i for i, v in enumerate(values) if isinstance(v, Tensor) and i not in rows]
     sizes = [i for i in range(len(values)) if i not in rows and i not in tensors]
 
-    def program(batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int]) -> Any:
+    def arguments(batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int]) -> list[Any]:
         filled: dict[int, Any] = dict(zip(rows, batched, strict=True))
         filled |= dict(zip(tensors, shared, strict=True)) | dict(zip(sizes, numbers, strict=True))
-        return use.rerun([filled[i] for i in range(len(values))])
+        return [filled[i] for i in range(len(values))]
+
+    def program(*given: Any) -> tuple[Tensor, ...]:
+        result = use.rerun(arguments(*given))
+        return tuple(result[i] for i, _ in use.several) if use.several else (result,)
+
+    def backward(
+        batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int], wrt: Sequence[int], grads: Any
+    ) -> list[Tensor]:
+        filled = arguments(batched, shared, numbers)
+        args = use.fill(use.args, filled)
+        by_argument = use.target.vjp(args, use.all_grads(grads))
+        found = {i: torch.zeros_like(shared[i]) for i in wrt}
+        for template, grad in zip(use.args, by_argument, strict=True):
+            if isinstance(template, Slot) and template.position in tensors:
+                i = tensors.index(template.position)
+                if i in found:
+                    found[i] = found[i] + fitted(grad, shared[i])
+        return [found[i] for i in wrt]
 
     key = use.key()
-    register_program(key, program)
+    register_program(key, program, backward if isinstance(use.target, UserFunction) else None)
     wrt = [tensors.index(slot) for slot in use.wrt]
-    grads = per_sample_vjp(
+    found = per_sample_vjp(
         key,
-        g.contiguous(),
+        [g.contiguous() for g in grads],
         [values[i] for i in rows],
         [values[i] for i in tensors],
         wrt,
         [values[i] for i in sizes],
     )
-    return list(zip(use.wrt, grads, strict=True))
+    return list(zip(use.wrt, found, strict=True))
 
 
 def densify(part: Term | Tensor) -> Tensor:

@@ -110,6 +110,34 @@ class Tap(torch.autograd.Function):
         return (None, None, None, None, g, *[None] * (ctx.inputs - 5))
 
 
+class TapSeveral(torch.autograd.Function):
+    """The identity behind the outputs of an op that has several."""
+
+    @staticmethod
+    def forward(tape: Tape, strategy: Strategy, n: int, handles: int, *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(y.clone() for y in rest[: len(strategy.use.several)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.tape, ctx.strategy, ctx.n, handles, *rest = inputs
+        ctx.inputs = len(inputs)
+        ctx.like = [y.detach() for y in output]
+        _keep(ctx, rest[len(output) + handles :])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if any(g is not None for g in grads):
+            ctx.tape.begin()
+            with torch.autocast(ctx.like[0].device.type, enabled=False), torch.no_grad():
+                full = [torch.zeros_like(y) if g is None else g for g, y in zip(grads, ctx.like, strict=True)]
+                scaled = [ctx.tape.scaled(g.detach(), ctx.n) for g in full]
+                values = _matched(_kept(ctx), scaled[0])
+                ctx.tape.add(ctx.strategy.use, ctx.strategy.terms_of_several(scaled, values, ctx.n), ctx.n)
+        return (None, None, None, None, *grads, *[None] * (ctx.inputs - 4 - len(grads)))
+
+
 class OwnTap(torch.autograd.Function):
     """An op with a backward of fxgrad's own: it gives its inputs' gradients and writes its parameters' terms."""
 
@@ -261,6 +289,17 @@ class TapTarget(Target):
 
     def __call__(self, tape: Tape, n: int, y: Tensor, *rest: Any) -> Any:
         return Tap.apply(tape, self.strategy, self.dirty, n, y, self.handles, *rest)  # type: ignore[no-untyped-call]
+
+
+class TapSeveralTarget(Target):
+    """``tap_autograd_function(tape, n, outputs.., handles.., operands..)``"""
+
+    def __init__(self, strategy: Strategy, handles: int) -> None:
+        super().__init__(f"tap_{strategy.use.op.replace('::', '_').split('.')[-1]}")
+        self.strategy, self.handles = strategy, handles
+
+    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
+        return TapSeveral.apply(tape, self.strategy, n, self.handles, *rest)  # type: ignore[no-untyped-call]
 
 
 class OwnTapTarget(Target):

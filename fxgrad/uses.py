@@ -30,7 +30,8 @@ class Use:
     ``layouts[i]`` is None for an operand that all samples share; ``wrt`` maps the slots that hold
     parameters to their keys on the tape. ``output`` is None where the op's value is itself shared by
     all samples (a function of parameters), and ``select`` picks one of several outputs. ``packed`` are
-    the slots of batch_sizes and sorted_indices where values are rows of packed data.
+    the slots of batch_sizes and sorted_indices where values are rows of packed data. An op with several
+    ``outputs`` has those with a gradient in ``several``, with their layouts.
     """
 
     op: str
@@ -45,6 +46,8 @@ class Use:
     select: int | None = None
     inplace: bool = False
     packed: tuple[int, int] | None = None
+    several: tuple[tuple[int, Layout], ...] = ()
+    outputs: int = 1
 
     @property
     def differentiated(self) -> dict[str, list[int]]:
@@ -71,6 +74,14 @@ class Use:
         result = call(*args, **kwargs)
         return result if self.select is None else result[self.select]
 
+    def all_grads(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """One gradient for each output: None where no gradient arrives."""
+        found: list[Tensor | None] = [None] * self.outputs
+        positions = [i for i, _ in self.several] or [self.select or 0]
+        for i, grad in zip(positions, grads, strict=True):
+            found[i] = grad
+        return found
+
     def sample_first(self, values: Sequence[Any], n: int) -> list[Any]:
         """The operands as a rule sees them: batched ones ``[n, .., outer*inner, ..]``, shared ones as they are."""
         return [
@@ -96,7 +107,11 @@ class Use:
         target = self.target if self.method else f"{getattr(self.target, '__module__', '')}.{self.op}"
         inplace = "in place" if self.inplace else ""
         batched = [i for i, layout in enumerate(self.layouts) if layout is not None]
-        return f"{target}{inplace}{self.args!r}{dict(self.kwargs)!r}[{self.select}] batched={batched}"
+        text = getattr(self.target, "text", None)
+        if text is not None:
+            target = f"{target}{text()}"
+        outputs = f" outputs={[i for i, _ in self.several]}" if self.several else ""
+        return f"{target}{inplace}{outputs}{self.args!r}{dict(self.kwargs)!r}[{self.select}] batched={batched}"
 
 
 def slots_of(template: Any) -> list[Slot]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -17,9 +18,16 @@ from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.quantities import Quantity
 from fxgrad.rules import OWN_BACKWARDS
-from fxgrad.strategies import Strategy, choose, choose_own
+from fxgrad.strategies import Strategy, choose, choose_own, choose_several
 from fxgrad.symbols import expression
-from fxgrad.tape import CollectTarget, DeriveTarget, NewTape, OwnTapTarget, TapTarget
+from fxgrad.tape import (
+    CollectTarget,
+    DeriveTarget,
+    NewTape,
+    OwnTapTarget,
+    TapSeveralTarget,
+    TapTarget,
+)
 from fxgrad.uses import Slot, Use
 
 
@@ -96,7 +104,7 @@ class _Attachment:
             return None
         source, select = self._producer(node, call)
         used = [arg for arg in source.all_input_nodes if arg in self.keys]
-        if not used or isinstance(source.target, OwnTapTarget):
+        if not used or isinstance(source.target, OwnTapTarget | TapSeveralTarget):
             return None
         if samples.kind is Kind.UNIFORM:
             return self._derive(node, source, select)
@@ -120,13 +128,42 @@ class _Attachment:
     def _check_several(self, node: fx.Node, call: Call, samples: list[Samples | None]) -> None:
         """Ops with several outputs: functions of parameters are followed from their getitem on."""
         used = [arg for arg in node.all_input_nodes if arg in self.keys]
-        if used and any(s is not None and s.traced and s.kind is not Kind.UNIFORM for s in samples):
+        traced = [s for s in samples if s is not None and s.traced]
+        if used and traced and all(s.kind is Kind.BATCHED for s in traced):
+            return self._tap_several(node, samples)
+        if used and any(s.kind is not Kind.UNIFORM for s in traced):
             raise UnsupportedOp(
                 f"{call.op} returns several values that depend on a parameter and on samples",
                 where=source_line(node),
                 path=path_to(node, self.ctx),
                 advice="Write it in terms of ops that return one tensor.",
             )
+
+    def _tap_several(self, node: fx.Node, samples: list[Samples | None]) -> None:
+        several = [(i, s.layout) for i, s in enumerate(samples) if s is not None and s.traced and s.layout is not None]
+        use, operands = self._use(node, several[0][1], None)
+        use = replace(use, several=tuple(several), outputs=len(samples))
+        strategy = choose_several(use, node.meta["call"], where=source_line(node))
+        handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
+        rest = self._saved(node, operands, strategy)
+        readers = [user for user in node.users if user.args[:1] == (node,)]
+        with self.graph.inserting_after(node):
+            tap = self.graph.call_function(TapSeveralTarget(strategy, len(handles)))
+        ys = [self._output(node, i, tap) for i, _ in several]
+        tap.args = (self.tape, self.n, *ys, *handles, *rest)
+        tap.meta.update(use=use, fake=tuple(y.meta["fake"] for y in ys), samples=[y.meta["samples"] for y in ys])
+        tap.stack_trace = node.stack_trace
+        places = {i: place for place, (i, _) in enumerate(several)}
+        for reader in readers:
+            place = places.get(reader.args[1])  # type: ignore[arg-type]
+            if place is not None:
+                reader.args = (tap, place)
+
+    def _output(self, node: fx.Node, i: int, before: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(before):
+            y = self.graph.call_function(operator.getitem, (node, i))
+        y.meta.update({key: node.meta[key][i] for key in ("fake", "samples", "traced")})
+        return y
 
     def _refuse_assigned(self, node: fx.Node) -> None:
         if node.args[2] in self.keys and torch.is_grad_enabled():

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxgrad.calls import Call
+from fxgrad.calls import Call, map_nodes
 from fxgrad.context import Context, path_to, source_line, tensors_of
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.families import MOVEMENT, Family, family_of
@@ -15,8 +15,11 @@ from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.replay import Replay
 from fxgrad.symbols import expression
 from fxgrad.tracking import Mixes, Op, Operand, by_shape, track
+from fxgrad.user_functions import UserFunction
 
 ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
+
+MIXING_FUNCTION = "an autograd.Function lets samples influence each other"
 
 # What a mixed value may go through: sums, averages, scaling, moving about (see Note [Mixed values]).
 _LINEAR = frozenset("add sub sum mean nansum neg mul div clone to float double half bfloat16".split()) | MOVEMENT
@@ -89,6 +92,8 @@ class _Inference:
             return None
         if node.name in self.ctx.by_node:
             return Samples(Kind.UNIFORM, traced=True)
+        if node.name in self.ctx.known:
+            return self.ctx.known[node.name]  # type: ignore[no-any-return]
         if node.name in self.ctx.packed:
             rows = self.ctx.packed[node.name]
             return Samples(Kind.MIXED) if rows is None else Samples(Kind.BATCHED, Layout(0, rows=rows))
@@ -108,6 +113,8 @@ class _Inference:
             op = Op(node, call, self._promoted(operands), self.symbols, self.replay)
             answers = zip(track(op, family), flows, strict=True)
             return [self._verdict(node, call, operands, answer, flow) for answer, flow in answers]
+        if family is Family.FUNCTION and Kind.BATCHED in kinds and Kind.MIXED not in kinds:
+            return self._function(node, call, operands, outputs, flows)
         if Kind.MIXED in kinds:
             return self._mixed(node, call, operands, outputs, flows)
         if Kind.BATCHED not in kinds:
@@ -237,7 +244,8 @@ class _Inference:
 
     def _refusal(self, node: fx.Node, call: Call, reason: str) -> MixedSamples:
         name = call.op.removeprefix("fxgrad::")
-        sentence = reason if reason.startswith(name) else f"{name} lets samples influence each other: {reason}"
+        whole = reason.startswith((name, MIXING_FUNCTION))
+        sentence = reason if whole else f"{name} lets samples influence each other: {reason}"
         advice = "Use GroupNorm, or put the layer in eval mode." if call.op == "batch_norm" else ADVICE
         return MixedSamples(sentence, where=source_line(node), path=path_to(node, self.ctx), advice=advice)
 
@@ -305,6 +313,45 @@ class _Inference:
                 results.append(Samples(Kind.MIXED, traced=flow))
         return results
 
+    def _function(
+        self, node: fx.Node, call: Call, operands: list[Operand], outputs: Sequence[Any], flows: list[bool]
+    ) -> list[Samples | None]:
+        """A user's autograd.Function: its forward and its backward have to keep the samples apart, both."""
+        function: UserFunction = node.target  # type: ignore[assignment]
+        samples = {operand.node: operand.samples for operand in self._promoted(operands)}
+        args = [(arg.meta["fake"], samples.get(arg)) if isinstance(arg, fx.Node) else (arg, None) for arg in node.args]
+        outs, saved = self._body(function.fwd, args)
+        found: list[Samples | None] = []
+        for (_, known), flow in zip(outs, flows, strict=True):
+            if flow and (known is None or known.kind is not Kind.BATCHED):
+                raise self._refusal(node, call, f"{MIXING_FUNCTION} in its forward")
+            found.append(None if known is None else Samples(known.kind, known.layout, flow))
+        grads = self._body(function.bwd, [*((out, known) for out, known in outs), *saved])
+        for arg, (_, own), (_, known) in zip(node.args, args, grads, strict=True):
+            traced = isinstance(arg, fx.Node) and arg.meta["traced"] is True
+            if not traced or own is None or own.kind is not Kind.BATCHED or known is None:
+                continue
+            if known.kind in (Kind.MIXED, Kind.BATCHED) and known.layout != own.layout:
+                raise self._refusal(node, call, f"{MIXING_FUNCTION} in its backward")
+        return found
+
+    def _body(self, gm: fx.GraphModule, inputs: Sequence[tuple[Any, Samples | None]]) -> Any:
+        """What a body returns for these inputs: a nest of (fake value, samples)."""
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        fakes = [value.detach() if isinstance(value, Tensor) else value for value, _ in inputs]
+        known = [None if s is None else Samples(s.kind, s.layout) for _, s in inputs]
+        ctx = Context(
+            self.symbols,
+            dict(zip(names, fakes, strict=True)),
+            [],
+            {},
+            mixing=self.ctx.mixing,
+            known=dict(zip(names, known, strict=True)),
+        )
+        assert self.ctx.analyse is not None
+        output = self.ctx.analyse(gm, ctx).graph.output_node().args[0]
+        return map_nodes(_as_lists(output), lambda value: (value.meta["fake"], value.meta.get("samples")))
+
     def _holds_pairs(self, operand: Operand) -> bool:
         """``x @ x.T``: a product of one sample's values with another's, nothing linear."""
         return len(self.symbols.batch_dims(operand.fake.shape)) > 1
@@ -356,6 +403,13 @@ class _Inference:
             path=path_to(node, self.ctx),
             advice="Use torch.cat, torch.where or masked_fill.",
         )
+
+
+def _as_lists(output: Any) -> Any:
+    """A nest of results with a pair, of no value and no samples, in the place of everything that is no value."""
+    if isinstance(output, tuple | list):
+        return [_as_lists(item) for item in output]
+    return output if isinstance(output, fx.Node) else (None, None)
 
 
 def _undecided(samples: Any) -> bool:

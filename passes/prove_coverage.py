@@ -7,7 +7,9 @@ from torch import Tensor, fx
 from fxgrad.context import Context, source_line
 from fxgrad.errors import UncoveredParameter
 from fxgrad.layouts import Kind, Samples
-from fxgrad.tape import CollectTarget, DeriveTarget, OwnTapTarget, TapTarget
+from fxgrad.tape import CollectTarget, DeriveTarget, OwnTapTarget, TapSeveralTarget, TapTarget
+
+TAPS = (TapTarget, TapSeveralTarget, OwnTapTarget, DeriveTarget, CollectTarget)
 
 
 def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -21,7 +23,7 @@ def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     while frontier:
         node = frontier.pop()
         for user in node.users:
-            if user.op == "output" or isinstance(user.target, TapTarget | OwnTapTarget | DeriveTarget | CollectTarget):
+            if user.op == "output" or isinstance(user.target, TAPS):
                 continue
             if not _carries_gradient(user):
                 continue
@@ -60,7 +62,9 @@ def _derived(node: fx.Node) -> bool:
 
 
 def _tapped(node: fx.Node) -> bool:
-    return any(isinstance(user.target, TapTarget) and user.args[2] is node for user in node.users)
+    if any(isinstance(user.target, TapTarget) and user.args[2] is node for user in node.users):
+        return True
+    return any(isinstance(user.target, TapSeveralTarget) for output in node.users for user in output.users)
 
 
 def _refuse(node: fx.Node, parameter: fx.Node) -> None:

@@ -1,0 +1,309 @@
+"""A user's autograd.Function inside the model: a leaf, whose own backward decides, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+import fxgrad
+from fxgrad.errors import FxgradError, MixedSamples, OptionError
+from fxgrad.testing import assert_per_sample_grads
+
+# of Dynamo itself, which makes one to trace it
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+B, N = 4, 3
+
+
+class Rounded(Function):
+    """A straight-through estimator: the gradient of x * w, the values of x * round(w)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).flatten(0, -2).sum(0)
+
+
+class RoundedBySetup(Function):
+    """The same with setup_context."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x * w.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).flatten(0, -2).sum(0)
+
+
+class WithVmapRule(RoundedBySetup):
+    generate_vmap_rule = True
+
+
+class WithVmap(RoundedBySetup):
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor) -> Any:
+        raise NotImplementedError("nobody vmaps this function as a whole")
+
+
+class WithBoth(WithVmap):
+    """PyTorch refuses this under vmap, and there alone."""
+
+    generate_vmap_rule = True
+
+
+class Unsummed(RoundedBySetup):
+    """Its gradient is larger than w: autograd sums what broadcasting repeated."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w, g * x
+
+
+class Reversed(Function):
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return -ctx.scale * g, None
+
+
+class SplitBySign(Function):
+    """Two outputs with a gradient and one without."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.save_for_backward(x, w)
+        ctx.set_materialize_grads(False)
+        sign = x > 0
+        ctx.mark_non_differentiable(sign)
+        return x * w, x - w, sign
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, h: Tensor | None, _: Any) -> Any:
+        x, w = ctx.saved_tensors
+        by_x, by_w = torch.zeros_like(x), torch.zeros_like(w)
+        if g is not None:
+            by_x, by_w = by_x + 2 * g * w, by_w + (3 * g * x).sum(0)
+        if h is not None:
+            by_x, by_w = by_x + h, by_w - 5 * h.sum(0)
+        return by_x, by_w
+
+
+class AsNeeded(Rounded):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w if ctx.needs_input_grad[0] else None, (g * x).sum(0) if ctx.needs_input_grad[1] else None
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        ctx.mark_dirty(x)
+        x.add_(w)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return 2 * g, 3 * g.sum(0)
+
+
+class WithNumber(Function):
+    """One of its outputs is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.save_for_backward(x)
+        return x * w, 2.5
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return g, (7 * g * x).sum(0)
+
+
+class Quantised(Function):
+    """A function of a parameter alone."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return (w * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 1.5
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.w, self.body = nn.Linear(N, N), nn.Parameter(torch.randn(N) * 2), body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self.layer(x), self.w)
+
+
+def numbered(x: Tensor, w: Tensor) -> Tensor:
+    y, number = WithNumber.apply(x, w)
+    return y * number
+
+
+def split(x: Tensor, w: Tensor) -> Any:
+    a, b, sign = SplitBySign.apply(x, w)
+    return torch.where(sign, a, b.sin())
+
+
+def one_of_two(x: Tensor, w: Tensor) -> Tensor:
+    return SplitBySign.apply(x, w)[1].sin()
+
+
+def written(x: Tensor, w: Tensor) -> Tensor:
+    h = x.clone()
+    y = InPlace.apply(h, w)
+    return y * h.sin()
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    return Rounded.apply(Rounded.apply(x, w).sin(), w)
+
+
+def quantised_layer(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, Quantised.apply(w.outer(w))) + Quantised.apply(w)
+
+
+def applied(function: type[Function]) -> Callable[..., Any]:
+    def body(*inputs: Tensor) -> Any:
+        return function.apply(*inputs)
+
+    return body
+
+
+BODIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "straight through": applied(Rounded),
+    "setup_context": applied(RoundedBySetup),
+    "generate_vmap_rule": applied(WithVmapRule),
+    "vmap staticmethod": applied(WithVmap),
+    "both": applied(WithBoth),
+    "a larger gradient": applied(Unsummed),
+    "gradient reversal": lambda x, w: Reversed.apply(x * w, 0.5),
+    "several outputs": split,
+    "one of several outputs": one_of_two,
+    "needs_input_grad": applied(AsNeeded),
+    "mark_dirty": written,
+    "an output that is no tensor": numbered,
+    "twice": twice,
+    "of a parameter alone": quantised_layer,
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", BODIES)
+def test_its_own_backward_decides(name: str, backend: str, device: torch.device) -> None:
+    x = torch.randn(B, N, dtype=torch.float64, device=device, requires_grad=True)
+    assert_per_sample_grads(Model(BODIES[name]).double().to(device), x, backend=backend)
+
+
+@pytest.mark.inductor
+def test_through_inductor(device: torch.device) -> None:
+    assert_per_sample_grads(Model(twice).to(device), torch.randn(B, N, device=device), backend="inductor")
+
+
+def test_over_merged_rows() -> None:
+    def merged(x: Tensor, w: Tensor) -> Tensor:
+        return Rounded.apply(x.flatten(0, 1), w).unflatten(0, x.shape[:2])
+
+    assert_per_sample_grads(Model(merged).double(), torch.randn(B, 5, N, dtype=torch.float64), backend="eager")
+
+
+def test_one_sample_and_none() -> None:
+    for size in (1, 0):
+        x = torch.randn(size, N, dtype=torch.float64)
+        assert_per_sample_grads(Model(applied(Rounded)).double(), x, backend="eager", check_sum=size > 0)
+
+
+class MeanForward(Rounded):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w - x.mean(0)
+
+
+class MeanBackward(Rounded):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g - g.mean(0), None
+
+
+@pytest.mark.parametrize(("function", "where"), [(MeanForward, "forward"), (MeanBackward, "backward")])
+def test_what_mixes_samples_is_refused(function: type[Function], where: str) -> None:
+    gs = fxgrad.transform(Model(applied(function)), backend="eager")
+    with pytest.raises(MixedSamples, match=f"lets samples influence each other in its {where}"):
+        gs(torch.randn(B, N))
+
+
+class WithJvp(RoundedBySetup):
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x + w
+
+
+def test_a_jvp_staticmethod_is_right_or_refused() -> None:
+    """Where Dynamo does not take the function, it says so."""
+    x = torch.randn(B, N, dtype=torch.float64)
+    try:
+        assert_per_sample_grads(Model(applied(WithJvp)).double(), x, backend="eager")
+    except FxgradError as error:
+        assert "jvp" in str(error)
+
+
+def test_vmap_over_a_transformed_model() -> None:
+    gs = fxgrad.transform(Model(applied(Rounded)), backend="eager")
+    with pytest.raises(OptionError, match=r"does not run inside of torch\.func's transforms"):
+        torch.func.vmap(gs)(torch.randn(2, B, N))
+
+
+class GradInside(nn.Module):
+    """torch.func inside the model: a layer's output, and the derivative of its square by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = torch.func.grad(lambda x: self.layer(x).square().sum())
+        return self.layer(x) + energy(x)
+
+
+def test_torch_func_inside_the_model_is_right_or_refused() -> None:
+    try:
+        x = torch.randn(B, N, dtype=torch.float64)
+        assert_per_sample_grads(GradInside().double(), x, backend="eager")
+    except FxgradError as error:
+        assert "torch.func inside of the model" in str(error)
