@@ -185,7 +185,7 @@ def quick_dynamo() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """right, refused (mixing, as it must be), refused (with the reason), wrong, crash or generator."""
+    """right, refused (mixing, as it must be), refused (with the reason), wrong, crash, host crash or generator."""
 
     kind: str
     reason: str = ""
@@ -219,8 +219,19 @@ def check(program: Program, backend: str = "eager", second_batch: int | None = N
     except fxgrad.FxgradError as error:
         return Outcome("mixing refused" if program.mixes else "refused", first_sentence(error))
     except Exception as error:
-        return Outcome("crash", first_sentence(error))
+        host = backend != "eager" and crashes_without_fxgrad(program, backend)
+        return Outcome("host crash" if host else "crash", first_sentence(error))
     return Outcome("mixing right" if mixes else "right")
+
+
+def crashes_without_fxgrad(program: Program, backend: str) -> bool:
+    """Whether torch.compile alone fails on the program, with the same compiler."""
+    torch._dynamo.reset()
+    try:
+        loss_of(torch.compile(program.model(), backend=backend)(*program.sample(program.batch))).backward()
+    except Exception:
+        return True
+    return False
 
 
 def where_samples_are(program: Program) -> dict[str, Any]:
