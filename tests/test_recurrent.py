@@ -258,3 +258,59 @@ def test_the_definition_is_pytorchs_decomposition(kind: type[nn.RNNBase], batch_
             expected = decomposition_table[_TABLE[kind]](x, hx, weights, *settings_)
     with torch.no_grad():
         torch.testing.assert_close(gm(x, *states, *weights), list(expected))
+
+
+class Broken(nn.Module):
+    """A frozen recurrent layer in a graph of its own, between two that have parameters."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(IN, IN), nn.Linear(H, 2)
+        self.rnn = kind(IN, H, batch_first=True).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        torch._dynamo.graph_break()
+        h = self.rnn(h)[0]
+        torch._dynamo.graph_break()
+        return self.after(h)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_without_parameters(kind: type[nn.RNNBase], backend: str) -> None:
+    model, x = Broken(kind).double(), sequence(True)
+    assert_per_sample_grads(model, x, backend=backend, options={"fullgraph": False})
+
+
+class Decoder(nn.Module):
+    """One step at a time, its own output as the next input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(IN, H, batch_first=True), nn.Linear(H, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, states, outputs = x[:, :1], None, []
+        for _ in range(3):
+            y, states = self.rnn(h, states)
+            h = self.out(y)
+            outputs.append(h)
+        return torch.cat(outputs, 1)
+
+
+def test_a_layer_called_step_by_step() -> None:
+    assert_per_sample_grads(Decoder().double(), sequence(True))
+
+
+def test_under_autocast() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(IN, H, batch_first=True, bidirectional=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.rnn(x)[0].float()
+
+    assert_per_sample_grads(Mixed(), sequence(True, torch.float32), tolerance=5e-2)
