@@ -8,7 +8,7 @@ from fxgrad.context import Context, tensors_of
 from fxgrad.errors import SpecViolation
 from fxgrad.layouts import Samples
 from fxgrad.symbols import expression
-from fxgrad.tape import CollectTarget, DeriveTarget, NewTape, TapTarget
+from fxgrad.targets import CollectTarget, DeriveTarget, NewTape, TapTarget
 
 _CALLS = ("call_function", "call_method")
 

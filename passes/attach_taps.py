@@ -20,7 +20,7 @@ from fxgrad.quantities import Quantity
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.strategies import Strategy, choose, choose_own, choose_several
 from fxgrad.symbols import expression
-from fxgrad.tape import (
+from fxgrad.targets import (
     CollectTarget,
     DeriveTarget,
     NewTape,

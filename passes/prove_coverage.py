@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from fxgrad.context import Context, source_line
 from fxgrad.errors import UncoveredParameter
 from fxgrad.layouts import Kind, Samples
-from fxgrad.tape import CollectTarget, DeriveTarget, OwnTapTarget, TapSeveralTarget, TapTarget
+from fxgrad.targets import CollectTarget, DeriveTarget, OwnTapTarget, TapSeveralTarget, TapTarget
 
 TAPS = (TapTarget, TapSeveralTarget, OwnTapTarget, DeriveTarget, CollectTarget)
 

@@ -8,7 +8,7 @@ from operator import is_not
 from torch import fx
 
 from fxgrad.context import Context
-from fxgrad.tape import SingleTarget
+from fxgrad.targets import SingleTarget
 
 
 def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

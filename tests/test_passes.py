@@ -13,7 +13,7 @@ import fxgrad
 from fxgrad.api import engine_of
 from fxgrad.errors import MixedSamples, SpecViolation, UncoveredParameter
 from fxgrad.pipeline import PASSES, copy_graph, run_passes
-from fxgrad.tape import DeriveTarget, TapTarget
+from fxgrad.targets import DeriveTarget, TapTarget
 from fxgrad.testing import assert_graph_snapshot
 from fxgrad.tracing import Trace, capture
 
