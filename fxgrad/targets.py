@@ -1,0 +1,101 @@
+"""The named call targets of a rewritten graph.
+
+Python objects stay out of call arguments: fx prints a graph as code, and AOTAutograd runs that; so what a tap
+needs besides tensors is closed over here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fxgrad.quantities import Quantity
+from fxgrad.strategies import OwnStrategy, Strategy
+from fxgrad.tape import Collect, Derive, OwnTap, Single, Tap, Tape, TapSeveral
+
+
+class Target:
+    """A callable with a name of its own."""
+
+    __module__ = "fxgrad.targets"
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+class NewTape(Target):
+    def __init__(self, quantity: Quantity, loss_scale: float | str) -> None:
+        super().__init__("new_tape")
+        self.quantity, self.loss_scale = quantity, loss_scale
+
+    def __call__(self) -> Tape:
+        return Tape(self.quantity, self.loss_scale)
+
+
+class CollectTarget(Target):
+    def __init__(self) -> None:
+        super().__init__("collect")
+
+    def __call__(self, tape: Tape, n: int, *ghosts: Tensor) -> Any:
+        return Collect.apply(tape, n, *ghosts)  # type: ignore[no-untyped-call]
+
+
+class TapTarget(Target):
+    """``tap_linear(tape, n, y, handles.., operands..)``"""
+
+    def __init__(self, strategy: Strategy, handles: int, dirty: bool) -> None:
+        super().__init__(f"tap_{strategy.use.op.replace('::', '_').replace('.', '_')}")
+        self.strategy, self.handles, self.dirty = strategy, handles, dirty
+
+    def __call__(self, tape: Tape, n: int, y: Tensor, *rest: Any) -> Any:
+        return Tap.apply(tape, self.strategy, self.dirty, n, y, self.handles, *rest)  # type: ignore[no-untyped-call]
+
+
+class TapSeveralTarget(Target):
+    """``tap_autograd_function(tape, n, outputs.., handles.., operands..)``"""
+
+    def __init__(self, strategy: Strategy, handles: int) -> None:
+        super().__init__(f"tap_{strategy.use.op.replace('::', '_').split('.')[-1]}")
+        self.strategy, self.handles = strategy, handles
+
+    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
+        return TapSeveral.apply(tape, self.strategy, n, self.handles, *rest)  # type: ignore[no-untyped-call]
+
+
+class OwnTapTarget(Target):
+    """``tap_recurrence(tape, n, handles.., operands..)``"""
+
+    def __init__(self, strategy: OwnStrategy, handles: int) -> None:
+        super().__init__(f"tap_{strategy.use.op.split('::')[-1]}")
+        self.strategy, self.handles = strategy, handles
+
+    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
+        return OwnTap.apply(tape, self.strategy, n, self.handles, *rest)  # type: ignore[no-untyped-call]
+
+
+class DeriveTarget(Target):
+    """``derive_transpose(tape, n, handles.., operands..)``"""
+
+    def __init__(self, strategy: Strategy, key: int, handles: int) -> None:
+        super().__init__(f"derive_{strategy.use.op.replace('::', '_').replace('.', '_')}")
+        self.strategy, self.key, self.handles = strategy, key, handles
+
+    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
+        return Derive.apply(tape, self.strategy, self.key, n, self.handles, *rest)  # type: ignore[no-untyped-call]
+
+
+class SingleTarget(Target):
+    """``single(ghost, parameter)``"""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__("single")
+        self.scale = scale
+
+    def __call__(self, ghost: Tensor, parameter: Tensor) -> Any:
+        return Single.apply(self.scale, ghost, parameter)  # type: ignore[no-untyped-call]
+
+
