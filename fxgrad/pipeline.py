@@ -2,6 +2,7 @@
 
     user's model --TorchDynamo--> graph
        wrap_functions     a user's autograd.Function is one call
+       wrap_transforms    a stretch under torch.func is one call
        decompose_recurrent  recurrent layers as products and one recurrence each
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
@@ -31,12 +32,14 @@ from fxgrad.passes.prove_coverage import prove_coverage
 from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
 from fxgrad.passes.wrap_functions import wrap_functions
+from fxgrad.passes.wrap_transforms import wrap_transforms
 from fxgrad.spec import check_spec
 
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PASSES: tuple[Pass, ...] = (
     wrap_functions,
+    wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types

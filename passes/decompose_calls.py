@@ -17,6 +17,8 @@ from fxgrad.context import Context, tensors_of
 from fxgrad.families import family_of
 from fxgrad.rules import RULES
 
+_TORCH_FUNC = "torch_func"  # what wrap_transforms made
+
 
 def decompose_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: every call has ``call``. After: the same, where it was possible in classified ops only.
@@ -63,17 +65,20 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
 
     values = [arg.meta["fake"] for arg in operands]
     for table in (None, torch._decomp.core_aten_decompositions()):
-        body = _traced(call, values, table, ctx)
+        body = _traced(call, values, table, ctx, derives=op_name(node.target) == _TORCH_FUNC)
         if body is not None and not any(_foreign(inner) for inner in body.graph.nodes):
             body.meta["operands"] = operands
             return body
     return None
 
 
-def _traced(call: Callable[..., Any], values: list[Any], table: Any, ctx: Context) -> fx.GraphModule | None:
+def _traced(
+    call: Callable[..., Any], values: list[Any], table: Any, ctx: Context, *, derives: bool
+) -> fx.GraphModule | None:
+    """``derives``: the call takes derivatives itself, which are to be traced too."""
     try:
         with ctx.symbols.mode, torch.enable_grad(), enable_python_dispatcher():
-            return make_fx(call, decomposition_table=table, pre_dispatch=True)(*values)
+            return make_fx(call, decomposition_table=table, pre_dispatch=not derives)(*values)
     except Exception:  # any failure to trace only means that the op stays whole
         return None
 

@@ -9,13 +9,8 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context, last_own_line, source_line
-from fxgrad.errors import BatchSizeError, FxgradError, LostLayout, UnsupportedOp
-
-_TRANSFORMS = frozenset(
-    """_saved_tensors_hooks_disable _grad_increment_nesting _vmap_increment_nesting _jvp_increment_nesting
-    _make_dual _enter_dual_level""".split()
-)
+from fxgrad.context import Context, source_line
+from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
 
 
 def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -34,12 +29,6 @@ class _Propagate(fx.Interpreter):
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
-        if op_name(n.target) in _TRANSFORMS:
-            raise UnsupportedOp(
-                "torch.func inside of the model: its derivatives have no taps",
-                where=source_line(n) or last_own_line(self._stack_before(n)),
-                advice="Write the derivative out, or leave it out of the model.",
-            )
         try:
             value = super().run_node(n)
         except FxgradError:
@@ -62,12 +51,6 @@ class _Propagate(fx.Interpreter):
         n.meta["fake"] = value
         n.meta["traced"] = traced(value)
         return value
-
-    def _stack_before(self, n: fx.Node) -> str:
-        """Where the user's code was, of a node that no line made."""
-        while n.op != "root" and not n.stack_trace:
-            n = n.prev
-        return n.stack_trace or ""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)

@@ -287,23 +287,3 @@ def test_vmap_over_a_transformed_model() -> None:
     gs = fxgrad.transform(Model(applied(Rounded)), backend="eager")
     with pytest.raises(OptionError, match=r"does not run inside of torch\.func's transforms"):
         torch.func.vmap(gs)(torch.randn(2, B, N))
-
-
-class GradInside(nn.Module):
-    """torch.func inside the model: a layer's output, and the derivative of its square by its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(N, N)
-
-    def forward(self, x: Tensor) -> Tensor:
-        energy = torch.func.grad(lambda x: self.layer(x).square().sum())
-        return self.layer(x) + energy(x)
-
-
-def test_torch_func_inside_the_model_is_right_or_refused() -> None:
-    try:
-        x = torch.randn(B, N, dtype=torch.float64)
-        assert_per_sample_grads(GradInside().double(), x, backend="eager")
-    except FxgradError as error:
-        assert "torch.func inside of the model" in str(error)
