@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch._functorch.config
+from torch import Tensor, fx
 
+from fxgrad.calls import op_name
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
 from fxgrad.errors import LostLayout
+from fxgrad.families import MOVEMENT
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.pipeline import PASSES, SINGLE, run_passes
 from fxgrad.store import Forward, Ghosts, Store, watch
+from fxgrad.targets import TAPS
 
 
 def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
@@ -32,9 +37,35 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
         gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
-    compiled = inner(gm, _inner_inputs(captured, trainable, dims))
+    with _donated(gm):
+        compiled = inner(gm, _inner_inputs(captured, trainable, dims))
     names = [captured.name(i) for i in trainable]
     return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size)
+
+
+# Note [Donated buffers]
+# ~~~~~~~~~~~~~~~~~~~~~~
+# A compiled backward may write over what the forward saved for it, where no output shares its memory. For a
+# view of a tap's output AOTAutograd thinks so: the tap's copy, which Inductor removes, has memory of its own
+# then. The user's output would change in the backward (seen on 2.13). So no buffer is donated by such a graph.
+
+
+def _donated(gm: fx.GraphModule) -> Any:
+    """See Note [Donated buffers]."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    views = any(_views_a_tap(node) for node in outputs if isinstance(node, fx.Node))
+    return torch._functorch.config.patch(donated_buffer=False) if views else contextlib.nullcontext()
+
+
+def _views_a_tap(node: fx.Node) -> bool:
+    views = 0
+    while node.op in ("call_function", "call_method") and op_name(node.target) in MOVEMENT:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return False
+        node, views = source, views + 1
+    return views > 0 and isinstance(node.target, TAPS)
 
 
 def _own_saved_tensors() -> Any:

@@ -99,3 +99,4 @@ class SingleTarget(Target):
         return Single.apply(self.scale, ghost, parameter)  # type: ignore[no-untyped-call]
 
 
+TAPS = (TapTarget, TapSeveralTarget, OwnTapTarget)

@@ -7,9 +7,7 @@ from torch import Tensor, fx
 from fxgrad.context import Context, source_line
 from fxgrad.errors import UncoveredParameter
 from fxgrad.layouts import Kind, Samples
-from fxgrad.targets import CollectTarget, DeriveTarget, OwnTapTarget, TapSeveralTarget, TapTarget
-
-TAPS = (TapTarget, TapSeveralTarget, OwnTapTarget, DeriveTarget, CollectTarget)
+from fxgrad.targets import TAPS, CollectTarget, DeriveTarget, TapSeveralTarget, TapTarget
 
 
 def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -23,7 +21,7 @@ def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     while frontier:
         node = frontier.pop()
         for user in node.users:
-            if user.op == "output" or isinstance(user.target, TAPS):
+            if user.op == "output" or isinstance(user.target, (*TAPS, DeriveTarget, CollectTarget)):
                 continue
             if not _carries_gradient(user):
                 continue

@@ -57,6 +57,8 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
     source, last = chain[0].args[0], chain[-1]
     assert isinstance(source, fx.Node)
     try:
+        if any(expression(size) == 1 for size in source.meta["fake"].shape):
+            raise _NoAtoms
         atoms = _Atoms(source.meta["fake"].shape)
         dims = atoms.source
         for node in chain:

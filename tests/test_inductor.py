@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -115,3 +115,33 @@ def test_a_linear_layer_s_forward_is_one_call(device: torch.device) -> None:
     default_loss(out).backward()
     assert forward.count("extern_kernels.addmm(") == 1
     assert "cpp_fused" not in forward and "triton_poi" not in forward
+
+
+class Returns(nn.Module):
+    """Returns a part of a layer's output, which the backward reads too."""
+
+    def __init__(self, layer: nn.Module, part: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.part = layer, part
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.layer(x)
+        h = h[0] if isinstance(h, tuple) else h
+        return self.part(h), (h * h * h).sum()
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(3, 3), lambda: nn.GRU(3, 3, batch_first=True)], ids=["linear", "gru"]
+)
+@pytest.mark.parametrize(
+    "part",
+    [lambda h: h, lambda h: h.transpose(0, -1), lambda h: h.flatten(), lambda h: h.unsqueeze(1).expand(-1, 2, -1, -1)],
+    ids=["all", "transposed", "flat", "expanded"],
+)
+def test_the_backward_leaves_the_outputs_alone(layer: Any, part: Any, device: torch.device) -> None:
+    """See Note [Donated buffers] in fxgrad/compiler.py."""
+    gs = fxgrad.transform(Returns(layer(), part).to(device))
+    outputs = gs(torch.randn(16, 5, 3, device=device))
+    before = [output.detach().clone() for output in outputs]
+    sum(output.sum() for output in outputs).backward()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, before, strict=True))
