@@ -11,10 +11,9 @@ import torch
 import torch._functorch.config
 from torch import Tensor, fx
 
-from fxgrad.calls import op_name
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
+from fxgrad.context import tensors_of
 from fxgrad.errors import LostLayout
-from fxgrad.families import MOVEMENT
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
@@ -54,18 +53,15 @@ def _donated(gm: fx.GraphModule) -> Any:
     """See Note [Donated buffers]."""
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
-    views = any(_views_a_tap(node) for node in outputs if isinstance(node, fx.Node))
-    return torch._functorch.config.patch(donated_buffer=False) if views else contextlib.nullcontext()
+    tapped = {memory for node in gm.graph.nodes if isinstance(node.target, TAPS) for memory in _memories(node)}
+    parts = [node for node in outputs if isinstance(node, fx.Node) and not isinstance(node.target, TAPS)]
+    shared = any(memory in tapped for node in parts for memory in _memories(node))
+    return torch._functorch.config.patch(donated_buffer=False) if shared else contextlib.nullcontext()
 
 
-def _views_a_tap(node: fx.Node) -> bool:
-    views = 0
-    while node.op in ("call_function", "call_method") and op_name(node.target) in MOVEMENT:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node):
-            return False
-        node, views = source, views + 1
-    return views > 0 and isinstance(node.target, TAPS)
+def _memories(node: fx.Node) -> list[int]:
+    """What tells the memory of a node's tensors from other memory."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors_of(node.meta.get("fake"))]
 
 
 def _own_saved_tensors() -> Any:

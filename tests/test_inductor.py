@@ -135,7 +135,12 @@ class Returns(nn.Module):
 )
 @pytest.mark.parametrize(
     "part",
-    [lambda h: h, lambda h: h.transpose(0, -1), lambda h: h.flatten(), lambda h: h.unsqueeze(1).expand(-1, 2, -1, -1)],
+    [
+        lambda h: h,
+        lambda h: h.transpose(0, -1),
+        lambda h: h.float().flatten(),
+        lambda h: h.unsqueeze(1).expand(-1, 2, -1, -1),
+    ],
     ids=["all", "transposed", "flat", "expanded"],
 )
 def test_the_backward_leaves_the_outputs_alone(layer: Any, part: Any, device: torch.device) -> None:
