@@ -31,12 +31,16 @@ class UserFunction:
     def __repr__(self) -> str:
         return "autograd_function"
 
-    def vjp(self, args: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """What the user's backward returns for each argument of the forward."""
+    def vjp(self, args: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What the user's backward returns for each argument of the forward; zeros stand for no gradient."""
         with torch.no_grad():  # the bodies switch gradients off, and on again
-            _, saved = fx.Interpreter(self.fwd).run(*args)
+            outs, saved = fx.Interpreter(self.fwd).run(*args)
         with torch.no_grad():
-            return list(fx.Interpreter(self.bwd).run(*grads, *saved))
+            given = [
+                torch.zeros_like(out) if grad is None and isinstance(out, Tensor) else grad
+                for out, grad in zip(outs, grads, strict=True)
+            ]
+            return list(fx.Interpreter(self.bwd).run(*given, *saved))
 
     def text(self) -> str:
         """The computation in words, the same in every process."""

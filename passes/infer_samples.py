@@ -322,7 +322,9 @@ class _Inference:
         args = [(arg.meta["fake"], samples.get(arg)) if isinstance(arg, fx.Node) else (arg, None) for arg in node.args]
         outs, saved = self._body(function.fwd, args)
         found: list[Samples | None] = []
-        for (_, known), flow in zip(outs, flows, strict=True):
+        read = {user.args[1] for user in node.users}  # older versions return what the forward keeps as well
+        for i, ((_, known), flow) in enumerate(zip(outs, flows, strict=True)):
+            flow = flow and i in read
             if flow and (known is None or known.kind is not Kind.BATCHED):
                 raise self._refusal(node, call, f"{MIXING_FUNCTION} in its forward")
             found.append(None if known is None else Samples(known.kind, known.layout, flow))
