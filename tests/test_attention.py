@@ -113,7 +113,7 @@ def test_through_inductor(device: torch.device) -> None:
     assert_per_sample_grads(model, *(values(B, n, E).float().to(device) for n in (T, S)), backend="inductor")
 
 
-ENCODER = dict(d_model=E, nhead=HEADS, dim_feedforward=16, batch_first=True)
+ENCODER: dict[str, Any] = dict(d_model=E, nhead=HEADS, dim_feedforward=16, batch_first=True)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "encoder layer": (lambda: nn.TransformerEncoderLayer(**ENCODER, dropout=0.0), 1),
     "encoder layer, norm first, gelu": (

@@ -30,7 +30,7 @@ class Two(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
         torch._dynamo.graph_break()
-        return self.second(h)  # type: ignore[no-any-return]
+        return self.second(h)
 
 
 class DataDependent(Two):
@@ -40,7 +40,7 @@ class DataDependent(Two):
         h = self.first(x)
         if h.sum() > 0:
             h = h + 1
-        return self.second(h)  # type: ignore[no-any-return]
+        return self.second(h)
 
 
 class Shared(Two):
@@ -50,7 +50,7 @@ class Shared(Two):
         h = torch.tanh(self.first(x)) @ self.table
         torch._dynamo.graph_break()
         again = torch.tanh(self.first(x * h.mean(1, keepdim=True))) @ self.table
-        return self.second(again + h)  # type: ignore[no-any-return]
+        return self.second(again + h)
 
 
 class Three(Two):
@@ -70,7 +70,7 @@ class Turned(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x)).transpose(0, 1).contiguous()
         torch._dynamo.graph_break()
-        return self.second(h.transpose(0, 1))  # type: ignore[no-any-return]
+        return self.second(h.transpose(0, 1))
 
 
 class Sizes(Two):
@@ -79,7 +79,7 @@ class Sizes(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
         h = untraced(h)
-        return self.second(h)  # type: ignore[no-any-return]
+        return self.second(h)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -161,7 +161,7 @@ class Merged(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, 3)))
         torch._dynamo.graph_break()
-        return self.second(h).view(-1, 2, 2).sum(1)  # type: ignore[no-any-return]
+        return self.second(h).view(-1, 2, 2).sum(1)
 
 
 class MergedByHand(Merged):
@@ -169,7 +169,7 @@ class MergedByHand(Merged):
 
     def forward(self, x: Tensor) -> Tensor:
         h = untraced(torch.tanh(self.first(x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, 3))))
-        return self.second(h).view(-1, 2, 2).sum(1)  # type: ignore[no-any-return]
+        return self.second(h).view(-1, 2, 2).sum(1)
 
 
 class Summed(Two):
@@ -178,7 +178,7 @@ class Summed(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x)).sum(0)
         torch._dynamo.graph_break()
-        return self.second(x @ self.first.weight.t() + h.square())  # type: ignore[no-any-return]
+        return self.second(x @ self.first.weight.t() + h.square())
 
 
 @pytest.mark.parametrize("kind", [Merged, MergedByHand, Summed])
@@ -196,7 +196,7 @@ class MixedBehind(Two):
         torch._dynamo.graph_break()
         h = h - h.mean(0)
         torch._dynamo.graph_break()
-        return self.second(h)  # type: ignore[no-any-return]
+        return self.second(h)
 
 
 def test_mixing_behind_a_break(device: torch.device) -> None:
@@ -210,7 +210,7 @@ class Coincidence(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         h = untraced(torch.tanh(self.first(x[:4])))
-        return self.second(h) + self.second(x @ self.first.weight.t())  # type: ignore[no-any-return]
+        return self.second(h) + self.second(x @ self.first.weight.t())
 
 
 def test_a_size_that_agreed_by_chance(device: torch.device) -> None:
@@ -228,7 +228,7 @@ class Outside(Two):
     """Uses a parameter where no graph sees it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(scaled(torch.tanh(self.first(x)), self.second.weight))  # type: ignore[no-any-return]
+        return self.second(scaled(torch.tanh(self.first(x)), self.second.weight))
 
 
 class OnlyOutside(nn.Module):
@@ -239,7 +239,7 @@ class OnlyOutside(nn.Module):
         self.weight = nn.Parameter(torch.randn(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return scaled(x, self.weight)  # type: ignore[no-any-return]
+        return scaled(x, self.weight)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]

@@ -43,7 +43,7 @@ SUPPORTED = [
 MODULES = "Linear Conv1d Conv2d Conv3d Embedding LayerNorm GroupNorm".split()
 MODULES += [f"InstanceNorm{dim}d" for dim in (1, 2, 3)]
 OPS = [op for op in op_db if op.name in SUPPORTED]
-call = fxgrad.call_for_per_sample_grads
+call: Any = fxgrad.call_for_per_sample_grads
 
 
 def natural_cases(op: Any, dtype: torch.dtype) -> Iterator[Any]:
@@ -171,7 +171,7 @@ def test_recurrent_modules(info: Any, one_in: int) -> None:
         torch._dynamo.reset()
 
 
-def packed(rnn: nn.RNNBase, batched: Tensor) -> None:
+def packed(rnn: Any, batched: Tensor) -> None:
     """The same rows as a packed batch: rows of grad_sample are the user's, where PyTorch's are sorted."""
     x = batched if rnn.batch_first else batched.transpose(0, 1)
     lengths = torch.tensor([1, x.shape[1], max(1, x.shape[1] - 1)])
@@ -231,17 +231,21 @@ def test_what_expanded_weights_refuse_works() -> None:
     assert_per_sample_grads(Model().double(), torch.randn(6, 3, dtype=torch.float64), backend="eager")
 
 
+def linear() -> Any:
+    return nn.Linear(10, 5)
+
+
 class TestTheInterface:
     """`call_for_per_sample_grads` is called as PyTorch's is."""
 
     def test_it_fills_grad_sample(self) -> None:
-        module, x = nn.Linear(10, 5), torch.randn(7, 10)
+        module, x = linear(), torch.randn(7, 10)
         call(module, backend="eager")(x).sum().backward()
         assert module.weight.grad_sample.shape == (7, 5, 10)
         assert module.weight.grad is None
 
     def test_what_fails_at_once(self) -> None:
-        module = nn.Linear(10, 5)
+        module = linear()
         with pytest.raises(RuntimeError, match=r"^Module passed must be nn\.Module, got str"):
             call("fail")
         with pytest.raises(RuntimeError, match=r"^Batch size passed must be None or an integer, got float"):
@@ -252,7 +256,7 @@ class TestTheInterface:
             call(module, loss_reduction="")
 
     def test_grad_sample_has_to_be_cleared(self) -> None:
-        module, x = nn.Linear(10, 5), torch.randn(7, 10)
+        module, x = linear(), torch.randn(7, 10)
         call(module, backend="eager")(x).sum().backward()
         with pytest.raises(RuntimeError, match=r"^Current Expanded Weights accumulates the gradients"):
             call(module)
@@ -263,7 +267,7 @@ class TestTheInterface:
         call(module, backend="eager")(x).sum().backward()
 
     def test_calls_add_up(self) -> None:
-        module, x = nn.Linear(10, 5), torch.randn(7, 10)
+        module, x = linear(), torch.randn(7, 10)
         wrapper = call(module, backend="eager")
         (wrapper(x).sum() + wrapper(2 * x).sum()).backward()
         torch.testing.assert_close(module.weight.grad_sample[:, 0], 3 * x)
@@ -277,24 +281,24 @@ class TestTheInterface:
             graphs.append(gm)
             return gm.forward
 
-        module = nn.Linear(10, 5)
+        module = linear()
         for size in (7, 8, 9):
             call(module, backend=backend)(torch.randn(size, 10)).sum().backward()
             fxgrad.zero_grad(module)
         assert len(graphs) == 1
 
     def test_mean(self) -> None:
-        module, x = nn.Linear(10, 5), torch.randn(7, 10)
+        module, x = linear(), torch.randn(7, 10)
         call(module, loss_reduction="mean", backend="eager")(x).sum(1).mean().backward()
         torch.testing.assert_close(module.weight.grad_sample[:, 0], x)
 
     def test_batch_second(self) -> None:
-        module, x = nn.Linear(10, 5), torch.randn(3, 7, 10)
+        module, x = linear(), torch.randn(3, 7, 10)
         call(module, batch_first=False, backend="eager")(x).sum().backward()
         torch.testing.assert_close(module.weight.grad_sample[:, 0], x.sum(0))
 
     def test_a_copy_and_a_pickle_are_free_of_it(self) -> None:
-        module, x = nn.Linear(10, 5), torch.randn(7, 10)
+        module, x = linear(), torch.randn(7, 10)
         call(module, backend="eager")(x).sum().backward()
         module.zero_grad()
         fxgrad.zero_grad(module)
@@ -343,7 +347,7 @@ class TestTheBatchSize:
         ids=["one", "two", "keyword", "nest", "dataclass", "with other things"],
     )
     def test_it_is_found(self, inputs: Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-        model = Structured()
+        model: Any = Structured()
         args, kwargs = inputs(torch.randn(4, 5))
         call(model, backend="eager")(*args, **kwargs).sum().backward()
         assert model.linear.weight.grad_sample.shape == (4, 5, 5)
@@ -360,7 +364,7 @@ class TestTheBatchSize:
             call(Structured(), backend="eager")("text", [1, 2])
 
     def test_it_is_given(self) -> None:
-        model = Structured()
+        model: Any = Structured()
         call(model, batch_size=4, backend="eager")(torch.randn(4, 5), torch.randn(1, 5)).sum().backward()
         assert model.linear.weight.grad_sample.shape == (4, 5, 5)
 
@@ -371,6 +375,6 @@ class TestTheBatchSize:
     @pytest.mark.parametrize("size", [0, 1])
     def test_none_and_one(self, size: int) -> None:
         """Expanded weights give up on an empty batch."""
-        module = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4))
+        module: Any = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4))
         call(module, backend="eager")(torch.randn(size, 5)).sum().backward()
         assert module[0].weight.grad_sample.shape == (size, 4, 5)

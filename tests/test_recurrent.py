@@ -28,7 +28,7 @@ B, T, IN, H = 3, 5, 4, 6
 class Recurrent(nn.Module):
     """One recurrent module; ``uses`` says which of its results are returned."""
 
-    def __init__(self, kind: type[nn.RNNBase], uses: str = "both", **options: Any) -> None:
+    def __init__(self, kind: Any, uses: str = "both", **options: Any) -> None:
         super().__init__()
         self.rnn = kind(IN, H, **options)
         self.uses = uses
@@ -73,7 +73,7 @@ def sequence(batch_first: bool = False, dtype: torch.dtype = torch.float64, time
     frozen=st.sampled_from(["", "weight_ih", "weight_hh", "bias", "l0"]),
 )
 def test_every_option(
-    kind: type[nn.RNNBase],
+    kind: Any,
     relu: bool,
     options: dict[str, Any],
     proj: bool,
@@ -101,7 +101,7 @@ def test_every_option(
 @pytest.mark.parametrize("by_input", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_dtype(kind: type[nn.RNNBase], dtype: torch.dtype, by_input: bool, device: torch.device) -> None:
+def test_every_dtype(kind: Any, dtype: torch.dtype, by_input: bool, device: torch.device) -> None:
     model = Recurrent(kind, num_layers=2, bidirectional=True).to(device, dtype)
     x = sequence(dtype=dtype).to(device).requires_grad_(by_input)
     check(model, x, backend="aot_eager")
@@ -109,20 +109,20 @@ def test_every_dtype(kind: type[nn.RNNBase], dtype: torch.dtype, by_input: bool,
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("kind", KINDS)
-def test_through_inductor(kind: type[nn.RNNBase], device: torch.device) -> None:
+def test_through_inductor(kind: Any, device: torch.device) -> None:
     model = Recurrent(kind, num_layers=2, bidirectional=True, batch_first=True).to(device)
     check(model, sequence(True, torch.float32).to(device), backend="inductor")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_between_layers(kind: type[nn.RNNBase]) -> None:
+def test_dropout_between_layers(kind: Any) -> None:
     model = Recurrent(kind, num_layers=3, dropout=0.4, bidirectional=True).double()
     check(model, sequence(), seed=3)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_batches(kind: type[nn.RNNBase], batch: int) -> None:
+def test_small_batches(kind: Any, batch: int) -> None:
     model = Recurrent(kind, batch_first=True).double()
     if batch:
         check(model, torch.randn(batch, T, IN, dtype=torch.float64))
@@ -133,14 +133,14 @@ def test_small_batches(kind: type[nn.RNNBase], batch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_batch_as_long_as_the_sequence(kind: type[nn.RNNBase]) -> None:
+def test_the_batch_as_long_as_the_sequence(kind: Any) -> None:
     check(Recurrent(kind, bidirectional=True).double(), sequence(time=B))
 
 
 class Twice(nn.Module):
     """One module over two sequences, its last state handed on, with rows that hold parts of samples."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.rnn, self.head = kind(IN, H, batch_first=True), nn.Linear(H, IN)
         self.start = nn.Parameter(torch.randn(1, 1, H))
@@ -154,12 +154,12 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_twice_over_merged_rows_with_a_learned_start(kind: type[nn.RNNBase]) -> None:
+def test_twice_over_merged_rows_with_a_learned_start(kind: Any) -> None:
     assert_per_sample_grads(Twice(kind).double(), torch.randn(B, 2, T, IN, dtype=torch.float64), backend="eager")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_normalised_weights(kind: type[nn.RNNBase]) -> None:
+def test_normalised_weights(kind: Any) -> None:
     model = Recurrent(kind)
     nn.utils.parametrizations.weight_norm(model.rnn, "weight_hh_l0")
     nn.utils.parametrizations.spectral_norm(model.rnn, "weight_ih_l0")
@@ -167,7 +167,7 @@ def test_normalised_weights(kind: type[nn.RNNBase]) -> None:
 
 
 class Cells(nn.Module):
-    def __init__(self, kind: type[nn.RNNCellBase]) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.cell = kind(IN, H)
 
@@ -180,20 +180,20 @@ class Cells(nn.Module):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
-def test_cells_in_a_loop(kind: type[nn.RNNCellBase], backend: str, device: torch.device) -> None:
+def test_cells_in_a_loop(kind: Any, backend: str, device: torch.device) -> None:
     x = torch.randn(B, 3, IN, dtype=torch.float64, device=device)
     assert_per_sample_grads(Cells(kind).double().to(device), x, backend=backend)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unbatched_input_is_refused(kind: type[nn.RNNBase]) -> None:
+def test_unbatched_input_is_refused(kind: Any) -> None:
     gs = fxgrad.transform(nn.Sequential(kind(IN, H)), backend="eager")
     with pytest.raises(MixedSamples, match="runs along the sample dimension"):
         gs(torch.randn(T, IN))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pytorchs_own_errors(kind: type[nn.RNNBase]) -> None:
+def test_pytorchs_own_errors(kind: Any) -> None:
     gs = fxgrad.transform(Recurrent(kind), backend="eager", in_dims=(1, 1, 1))
     with pytest.raises(RuntimeError, match=r"input\.size\(-1\) must be equal to input_size\. Expected 4, got 7"):
         gs(torch.randn(T, B, 7))
@@ -217,7 +217,7 @@ def test_lengths_change_without_compiling_again() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_sequence_has_the_same_graph(kind: type[nn.RNNBase]) -> None:
+def test_a_long_sequence_has_the_same_graph(kind: Any) -> None:
     def nodes(time: int) -> list[str]:
         made = fxgrad.trace(kind(IN, H, 2, bidirectional=True, batch_first=True), torch.randn(B, time, IN))
         return [str(node.target) for node in made.graph_module.graph.nodes]
@@ -237,7 +237,7 @@ _TABLE = {
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_definition_is_pytorchs_decomposition(kind: type[nn.RNNBase], batch_first: bool) -> None:
+def test_the_definition_is_pytorchs_decomposition(kind: Any, batch_first: bool) -> None:
     """`decompose_recurrent` of PyTorch's own op computes what its decomposition table says."""
     rnn = kind(IN, H, 2, bidirectional=True, batch_first=batch_first).double()
     x, states = sequence(batch_first), [state.detach() for state in states_for(kind(IN, H, 2, bidirectional=True))]
@@ -263,7 +263,7 @@ def test_the_definition_is_pytorchs_decomposition(kind: type[nn.RNNBase], batch_
 class Broken(nn.Module):
     """A frozen recurrent layer in a graph of its own, between two that have parameters."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.before, self.after = nn.Linear(IN, IN), nn.Linear(H, 2)
         self.rnn = kind(IN, H, batch_first=True).requires_grad_(False)
@@ -279,7 +279,7 @@ class Broken(nn.Module):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, at a break
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_without_parameters(kind: type[nn.RNNBase], backend: str) -> None:
+def test_a_graph_without_parameters(kind: Any, backend: str) -> None:
     model, x = Broken(kind).double(), sequence(True)
     assert_per_sample_grads(model, x, backend=backend, options={"fullgraph": False})
 

@@ -40,7 +40,7 @@ def curvature(net: Any, x: Tensor, model: Any) -> Tensor:
 
 
 def pulled_back(net: Any, x: Tensor, model: Any) -> Tensor:
-    y, back = vjp(net, x)
+    y, back, *_ = vjp(net, x)
     return y + back(y.sin())[0]
 
 

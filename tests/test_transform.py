@@ -33,10 +33,10 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
         """Two layers."""
-        return self.fc2(torch.tanh(self.fc1(x) * self.scale + shift))  # type: ignore[no-any-return]
+        return self.fc2(torch.tanh(self.fc1(x) * self.scale + shift))
 
     def predict(self, x: Tensor) -> Tensor:
-        return self(x)  # type: ignore[no-any-return]
+        return self(x)
 
 
 @pytest.fixture
@@ -108,14 +108,14 @@ def test_keyword_arguments(net: Net, x: Tensor) -> None:
 
 
 def through_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+    return pickle.loads(pickle.dumps(model))
 
 
 def through_save(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_save])
