@@ -96,10 +96,7 @@ def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
 
 def choose_several(use: Use, call: Call, *, where: str = "") -> Strategy:
     """The strategy for a use with several outputs: the generic one."""
-    if use.op in RANDOM and _draws(call):
-        raise UnsupportedOp(
-            f"{use.op} draws random numbers for a parameter: the backward would have to draw them again", where=where
-        )
+    _refuse_drawing(use, call, where)
     return Strategy("generic", use, frozenset(range(len(use.layouts))), _by_vmap)
 
 
@@ -121,12 +118,7 @@ def choose(use: Use, call: Call, shapes: Sequence[Any], *, where: str = "") -> S
                      slots_of(use.arguments[name])}
             needs = every if "values" in rule.arguments else frozenset(named)
             return Strategy("rule", use, needs, _by_rule)
-    if use.op in RANDOM and _draws(call):
-        raise UnsupportedOp(
-            f"{use.op} draws random numbers for a parameter: the backward would have to draw them again",
-            where=where,
-            advice="Apply it to values that hold samples, or put the layer in eval mode.",
-        )
+    _refuse_drawing(use, call, where)
     tensors_line_up = use.op not in _SCALAR_ARGUMENTS
     if family_of(use.op) is Family.ELEMENTWISE and tensors_line_up:
         return Strategy("elementwise", use, every, _by_family)
@@ -134,6 +126,15 @@ def choose(use: Use, call: Call, shapes: Sequence[Any], *, where: str = "") -> S
 
 
 _SCALAR_ARGUMENTS = frozenset({"masked_fill", "fill"})  # ops that take a parameter as a 0-dim number
+
+
+def _refuse_drawing(use: Use, call: Call, where: str) -> None:
+    if use.op in RANDOM and _draws(call):
+        raise UnsupportedOp(
+            f"{use.op} draws random numbers for a parameter: the backward would have to draw them again",
+            where=where,
+            advice="Apply it to values that hold samples, or put the layer in eval mode.",
+        )
 
 
 def _draws(call: Call) -> bool:

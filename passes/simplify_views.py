@@ -14,9 +14,8 @@ from fxgrad.calls import bind
 from fxgrad.context import Context
 from fxgrad.symbols import expression
 
-_REGROUPS = frozenset("view reshape flatten unflatten unsqueeze squeeze _unsafe_view".split())
-_PERMUTES = frozenset("transpose permute t".split())
-_VIEWS = frozenset("view unflatten unsqueeze squeeze transpose permute t".split())  # never a copy
+_REGROUPS = frozenset("view unflatten unsqueeze squeeze".split())
+_VIEWS = _REGROUPS | frozenset("transpose permute t".split())  # never a copy
 
 
 def simplify_views(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -65,20 +64,17 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
             dims = atoms.after(node, dims)
     except _NoAtoms:
         return
-    pieces = [atoms.pieces(atom) for (atom,) in atoms.source_dims()]
+    pieces = [atoms.pieces(atom) for (atom,) in atoms.source]
     split = [piece for own in pieces for piece in own]
     result = [[piece for atom in dim for piece in atoms.pieces(atom)] for dim in dims]
     if any(len(dim) != 1 for dim in result):  # it merges, or has dims of size 1
         return
-    sizes = _sizes(graph, source, pieces, atoms, chain[0])
-    if sizes is None:
+    inferred = [piece for own in pieces if len(own) > 1 for piece in own if not atoms.sizes[piece].is_Integer]
+    if len(inferred) > 1:  # a view can find one size by itself
         return
-    order = [split.index(dim[0]) for dim in result]
-    views: list[tuple[str, tuple[Any, ...]]] = [("view", tuple(sizes)), ("permute", tuple(order))]
-    if len(split) == len(pieces):
-        views = views[1:]
-    if len(views) >= len(chain):
-        return
+    views: list[tuple[str, list[Any]]] = [("permute", [split.index(dim[0]) for dim in result])]
+    if len(split) > len(pieces):
+        views.insert(0, ("view", _sizes(graph, source, pieces, atoms, chain[0])))
     value = source
     for method, args in views:
         with graph.inserting_before(last):
@@ -102,7 +98,7 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
 
 def _sizes(
     graph: fx.Graph, source: fx.Node, pieces: Sequence[list[int]], atoms: _Atoms, before: fx.Node
-) -> list[Any] | None:
+) -> list[Any]:
     """The arguments of the view that splits the source: numbers, sizes of the source, and at most one -1."""
     sizes: list[Any] = []
     for dim, own in enumerate(pieces):
@@ -118,7 +114,7 @@ def _sizes(
                 sizes.append(whole)
             else:
                 sizes.append(-1)
-    return sizes if sizes.count(-1) <= 1 else None
+    return sizes
 
 
 class _NoAtoms(Exception):
@@ -131,11 +127,7 @@ class _Atoms:
     def __init__(self, shape: Sequence[Any]) -> None:
         self.sizes: list[sympy.Expr] = [expression(size) for size in shape]
         self.children: dict[int, tuple[int, int]] = {}
-        self.source = [[] if self.sizes[dim] == 1 else [dim] for dim in range(len(shape))]
-        self.rank = len(shape)
-
-    def source_dims(self) -> list[tuple[int]]:
-        return [(dim,) for dim in range(self.rank)]
+        self.source = [[dim] for dim in range(len(shape))]
 
     def pieces(self, atom: int) -> list[int]:
         """An atom, or what it was split into."""
