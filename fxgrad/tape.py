@@ -59,10 +59,7 @@ class Tape:
             self.totals[key] = self.quantity.add(self.totals.get(key), part)
 
     def _scaled_part(self, part: Term | Tensor, n: int) -> Term | Tensor:
-        scale = n if isinstance(self.loss_scale, str) else self.loss_scale
-        if scale is self.loss_scale and scale == 1:
-            return part
-        return part.scaled(scale) if isinstance(part, Term) else part * scale
+        return part.scaled(lambda factor: self.scaled(factor, n)) if isinstance(part, Term) else self.scaled(part, n)
 
     def pull_back(self) -> None:
         """From functions of parameters to the parameters, children before their parents."""

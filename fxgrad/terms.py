@@ -12,7 +12,7 @@ GradSample needs: ``dense``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,11 +77,11 @@ class Term:
         tensors = [factor for factor in self.factors if isinstance(factor, Tensor)]
         return _einsum(self.equation, tensors)
 
-    def scaled(self, factor: float) -> Term:
-        """The same term times a number."""
+    def scaled(self, scale: Callable[[Tensor], Tensor]) -> Term:
+        """The term times a number, which ``scale`` multiplies into one of its factors."""
         factors: list[Factor] = list(self.factors)
         first, tensor = next((i, f) for i, f in enumerate(factors) if isinstance(f, Tensor))
-        factors[first] = tensor * factor
+        factors[first] = scale(tensor)
         return Term(self.equation, *factors, shape=self.shape)
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from fxgrad.context import Context
 from fxgrad.errors import MixedSamples
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.symbols import Symbols
-from fxgrad.testing import assert_per_sample_grads, default_loss
+from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
 
 KINDS = [nn.RNN, nn.LSTM, nn.GRU]
 B, T, IN, H = 3, 5, 4, 6
@@ -315,3 +315,14 @@ def test_under_autocast() -> None:
                 return self.rnn(x)[0].float()
 
     assert_per_sample_grads(Mixed(), sequence(True, torch.float32), tolerance=5e-2)
+
+
+@pytest.mark.parametrize(("reduction", "factor"), [("sum", 1.0), ("mean", 1 / B), (8, 1 / 8)])
+def test_tied_directions_under_every_reduction(reduction: Any, factor: float) -> None:
+    model = Recurrent(nn.LSTM, "output", bidirectional=True, batch_first=True).double()
+    model.rnn.weight_hh_l0_reverse = model.rnn.weight_hh_l0
+    x = sequence(True)
+    expected = per_sample_grads(model, default_loss, (x,))
+    (default_loss(fxgrad.transform(model, backend="aot_eager", loss_reduction=reduction)(x)) * factor).backward()
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    assert relative_error({name: p.grad_sample for name, p in parameters.items()}, expected) < 1e-10
