@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.compiler.config
 from torch import Tensor, fx
 
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
@@ -36,7 +37,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
         gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
-    with _donated(gm):
+    with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, trainable, dims))
     names = [captured.name(i) for i in trainable]
     return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size)
@@ -47,16 +48,26 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
 # A compiled backward may write over what the forward saved for it, where no output shares its memory. For a
 # view of a tap's output AOTAutograd thinks so: the tap's copy, which Inductor removes, has memory of its own
 # then. The user's output would change in the backward (seen on 2.13). So no buffer is donated by such a graph.
+# Inductor's cache does not tell a backward with donated buffers from one without: the tag does, and the backward
+# has to be compiled where the tag is set, beside the forward.
 
 
-def _donated(gm: fx.GraphModule) -> Any:
+@contextlib.contextmanager
+def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
     """See Note [Donated buffers]."""
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     tapped = {memory for node in gm.graph.nodes if isinstance(node.target, TAPS) for memory in _memories(node)}
     parts = [node for node in outputs if isinstance(node, fx.Node) and not isinstance(node.target, TAPS)]
-    shared = any(memory in tapped for node in parts for memory in _memories(node))
-    return torch._functorch.config.patch(donated_buffer=False) if shared else contextlib.nullcontext()
+    if not any(memory in tapped for node in parts for memory in _memories(node)):
+        yield
+        return
+    tag = f"{torch.compiler.config.cache_key_tag} no donated buffers"
+    with (
+        torch._functorch.config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True),
+        torch.compiler.config.patch(cache_key_tag=tag),
+    ):
+        yield
 
 
 def _memories(node: fx.Node) -> list[int]:

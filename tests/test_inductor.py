@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,3 +151,18 @@ def test_the_backward_leaves_the_outputs_alone(layer: Any, part: Any, device: to
     before = [output.detach().clone() for output in outputs]
     sum(output.sum() for output in outputs).backward()
     assert all(torch.equal(a, b) for a, b in zip(outputs, before, strict=True))
+
+
+def test_no_cached_backward_writes_over_the_outputs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's cache may hold the same backward, compiled for a graph whose outputs it could not reach."""
+    model = Returns(nn.Linear(3, 3), lambda h: h.transpose(0, -1)).to(device)
+    x = torch.randn(16, 5, 3, device=device)
+    with monkeypatch.context() as patched:
+        patched.setattr("fxgrad.compiler._outputs_kept", lambda gm: contextlib.nullcontext())
+        sum(output.sum() for output in fxgrad.transform(model)(x)).backward()
+    torch._dynamo.reset()
+    model.layer.weight.grad_sample = model.layer.bias.grad_sample = None
+    outputs = fxgrad.transform(model)(x)
+    before = outputs[0].detach().clone()
+    sum(output.sum() for output in outputs).backward()
+    assert torch.equal(outputs[0], before)
