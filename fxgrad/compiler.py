@@ -13,7 +13,7 @@ import torch.compiler.config
 from torch import Tensor, fx
 
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
-from fxgrad.context import tensors_of
+from fxgrad.context import memory_of, tensors_of
 from fxgrad.errors import LostLayout
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
@@ -65,14 +65,14 @@ def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
     tag = f"{torch.compiler.config.cache_key_tag} no donated buffers"
     with (
         torch._functorch.config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True),
-        torch.compiler.config.patch(cache_key_tag=tag),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
     ):
         yield
 
 
-def _memories(node: fx.Node) -> list[int]:
-    """What tells the memory of a node's tensors from other memory."""
-    return [tensor.untyped_storage()._cdata for tensor in tensors_of(node.meta.get("fake"))]
+def _memories(node: fx.Node) -> list[int | None]:
+    """The memory of a node's tensors."""
+    return [memory_of(tensor) for tensor in tensors_of(node.meta.get("fake"))]
 
 
 def _own_saved_tensors() -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, TypedDict
 
+import torch
 from torch import Tensor, fx
 
 from fxgrad.quantities import GradSample, Quantity
@@ -115,3 +116,19 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [item for item in value if isinstance(item, Tensor)]
     return []
+
+
+def memory_of(fake: Any) -> int | None:
+    """What tells a value's memory from other memory; None for a value that has none."""
+    return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
+
+
+def without_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """The calls of a graph that run under ``torch.no_grad``."""
+    found, enabled = set(), True
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        if not enabled:
+            found.add(node)
+    return found

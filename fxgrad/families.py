@@ -35,6 +35,7 @@ class Family(Enum):
     RECURRENT = "recurrent"  # runs over dim 0, alone over dim 1
     FUNCTION = "function"  # a user's autograd.Function: as its bodies do
     PACKED = "packed"  # packs and pads sequences
+    INDEX_PUT = "index_put"  # writes at places that tensors name
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
 
 
@@ -95,7 +96,9 @@ RANDOM = frozenset(
 PACKING = frozenset(
     f"fxgrad::{op}" for op in ("pack", "pad_packed", "pad_packed_to_longest", "repack", "packed_lengths")
 )
-PER_INDEX = frozenset("gather scatter scatter_add scatter_reduce take_along_dim index_add".split())
+PER_INDEX = frozenset(
+    "gather scatter scatter_add scatter_reduce take_along_dim index_add index_copy index_fill".split()
+)
 
 # elementwise ops that carry no ATen tag saying so
 ELEMENTWISE = frozenset(
@@ -137,6 +140,7 @@ _TABLE: tuple[tuple[frozenset[str], Family], ...] = (
     (LOSSES, Family.LOSS),
     (FACTORIES, Family.FACTORY),
     (PER_INDEX, Family.PER_INDEX),
+    (frozenset({"index_put"}), Family.INDEX_PUT),
     (frozenset({"embedding"}), Family.LOOKUP),
     (frozenset({"fxgrad::recurrence"}), Family.RECURRENT),
     (PACKING, Family.PACKED),

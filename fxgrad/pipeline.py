@@ -6,6 +6,8 @@
        decompose_recurrent  recurrent layers as products and one recurrence each
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
+       lower_assignments  x[i] = v as an in-place op on a view
+       separate_writes    an in-place op on a function of parameters gets memory of its own
        decompose_calls    what nobody classified, in terms of what somebody did
        simplify_views     no view merges a dimension that a later one splits again
        infer_samples      every value: constant, uniform, batched (where?), or mixed
@@ -26,9 +28,11 @@ from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_calls import decompose_calls
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.infer_samples import infer_samples
+from fxgrad.passes.lower_assignments import lower_assignments
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
+from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
 from fxgrad.passes.wrap_functions import wrap_functions
@@ -43,6 +47,8 @@ PASSES: tuple[Pass, ...] = (
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
+    lower_assignments,
+    separate_writes,
     decompose_calls,
     simplify_views,
     infer_samples,

@@ -106,11 +106,11 @@ class Replay:
             return self._indexed(node, outputs)
         runs = [self._run(node, batch) for batch in BATCHES]
         if isinstance(outputs, Tensor):
-            return self._read(runs, outputs)
+            return self.read(runs, outputs)
         if not all(isinstance(run, tuple | list) and len(run) == len(outputs) for run in runs):
             return [None] * len(outputs)
         columns = zip(*runs, strict=True)
-        return [self._read(list(column), out) for column, out in zip(columns, outputs, strict=True)]
+        return [self.read(list(column), out) for column, out in zip(columns, outputs, strict=True)]
 
     def _rows(self, node: fx.Node) -> Layout | None:
         """The layout of packed data."""
@@ -138,10 +138,22 @@ class Replay:
         batched = [arg for arg in indices if self.samples(arg).kind is Kind.BATCHED]
         found = []
         if self.samples(source).kind is Kind.BATCHED:
-            found.append(self._read([self._run(node, batch) for batch in BATCHES], output))
+            found.append(self.read([self._run(node, batch) for batch in BATCHES], output))
         for index in batched:
-            found.append(self._read([self._probe(node, index, batch) for batch in BATCHES], output))
+            found.append(self.read([self._probe(node, index, batch) for batch in BATCHES], output))
         return found[0] if found and all(layout == found[0] for layout in found) else None
+
+    def read_back(self, node: fx.Node) -> tuple[Layout | None, int]:
+        """The layout of what is read where ``index_put_(x, indices, v)`` writes, and its number of dimensions."""
+        source, indices = node.args[:2]
+        scratch = fx.Graph()
+        reading = scratch.call_function(torch.ops.aten.index.Tensor, (source, indices))
+        try:
+            with self.symbols.mode:
+                output = reading.target(*fx.map_arg(reading.args, lambda arg: arg.meta["fake"]))  # type: ignore[operator]
+            return self.layouts(reading, output), output.dim()
+        finally:
+            scratch.erase_node(reading)
 
     def _probe(self, node: fx.Node, index: fx.Node, batch: int) -> Any:
         """Index a source that holds its own positions by sample ids: the result is the index's ids."""
@@ -163,7 +175,8 @@ class Replay:
         found = [read_copies(run, dim, batch) for run, batch in zip(runs, BATCHES, strict=True)]
         return self._agreed(found, output)
 
-    def _read(self, runs: list[Any], output: Any) -> Layout | None:
+    def read(self, runs: list[Any], output: Any) -> Layout | None:
+        """The layout that results of two replays show; None where they show none, or two."""
         if not isinstance(output, Tensor):
             return None
         shapes = [tuple(self.symbols.evaluate(s, b) for s in output.shape) for b in BATCHES]

@@ -70,6 +70,8 @@ def _collects_once(node: fx.Node, ctx: Context) -> str | None:
 _SPECS = {
     "propagate_shapes": (_has_fake,),
     "normalize_calls": (_has_fake, _has_call),
+    "lower_assignments": (_has_fake, _has_call),
+    "separate_writes": (_has_fake, _has_call),
     "decompose_calls": (_has_fake, _has_call),
     "simplify_views": (_has_fake, _has_call),
     "infer_samples": (_has_fake, _has_call, _has_samples),

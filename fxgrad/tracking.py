@@ -308,6 +308,9 @@ def per_index(op: Op, output: Tensor) -> Answer:
     table = op.operand("input")
     if op.call.op in ("gather", "take_along_dim") and table is not None and table.layout is None:
         return by_shape(op, output)  # each sample looks up in a table that all share
+    index = op.operand("index")
+    if op.call.op in ("index_add", "index_copy", "index_fill") and index is not None and index.layout is not None:
+        return Mixes("its index, which all samples share, holds samples")
     answer = by_shape(op, output)
     if isinstance(answer, Mixes):
         return answer
@@ -316,6 +319,21 @@ def per_index(op: Op, output: Tensor) -> Answer:
         return Mixes("it indexes the sample dimension")
     if any(layout != answer for _, layout in op.batched):
         return Mixes("its operands hold the samples in different places")
+    return answer
+
+
+def index_put(op: Op, output: Tensor) -> Answer:
+    """Where the places that are written to are read, they have to hold the samples of what is written."""
+    answer = by_shape(op, output)
+    base, values = op.operand("input"), op.operand("values")
+    if isinstance(answer, Mixes) or base is None or base.layout is None:
+        return answer if isinstance(answer, Mixes) else Mixes("what it writes to holds no samples")
+    layout, rank = op.replay.read_back(op.node)
+    if layout is None:
+        return Mixes("the places that it writes to are not those of one sample")
+    if values is not None and values.layout is not None:
+        same = values.layout.dim - values.fake.dim() == layout.dim - rank and values.layout.at(0) == layout.at(0)
+        return answer if same else Mixes("it writes one sample's values into another's places")
     return answer
 
 
@@ -377,6 +395,7 @@ HANDLERS: dict[Family, Handler] = {
     Family.RECURRENT: recurrent,
     Family.PACKED: packed,
     Family.PER_INDEX: per_index,
+    Family.INDEX_PUT: index_put,
     Family.ALONE: by_shape,
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.calls import Call, map_nodes
-from fxgrad.context import Context, path_to, source_line
+from fxgrad.context import Context, memory_of, path_to, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.quantities import Quantity
@@ -94,8 +94,6 @@ class _Attachment:
     def _visit(self, node: fx.Node) -> None:
         samples = node.meta.get("samples")
         call: Call = node.meta["call"]
-        if call.op == "setitem":
-            return self._refuse_assigned(node)
         if call.op in OWN_BACKWARDS and isinstance(samples, list) and self._tap_own(node, samples):
             return None
         if isinstance(samples, list):
@@ -164,14 +162,6 @@ class _Attachment:
             y = self.graph.call_function(operator.getitem, (node, i))
         y.meta.update({key: node.meta[key][i] for key in ("fake", "samples", "traced")})
         return y
-
-    def _refuse_assigned(self, node: fx.Node) -> None:
-        if node.args[2] in self.keys and torch.is_grad_enabled():
-            raise UnsupportedOp(
-                "a parameter is assigned into a slice of another tensor",
-                where=source_line(node),
-                advice="Use torch.cat, torch.stack or torch.where.",
-            )
 
     def _use(self, node: fx.Node, layout: Layout | None, select: int | None) -> tuple[Use, list[Any]]:
         operands: list[Any] = []
@@ -289,7 +279,7 @@ class _Attachment:
         written = {}
         for node, i in self.order.items():
             base = node.args[0] if "call" in node.meta and node.meta["call"].inplace else None
-            storage = _storage(base.meta["fake"]) if isinstance(base, fx.Node) else None
+            storage = memory_of(base.meta["fake"]) if isinstance(base, fx.Node) else None
             if storage is not None:
                 written[storage] = i
         return written
@@ -306,7 +296,7 @@ class _Attachment:
         ]
 
     def _written_from(self, node: fx.Node, value: fx.Node) -> bool:
-        storage = _storage(value.meta["fake"])
+        storage = memory_of(value.meta["fake"])
         return storage is not None and self.written.get(storage, -1) >= self.order[node]
 
     def _copy(self, value: fx.Node, before: fx.Node) -> fx.Node:
@@ -328,11 +318,6 @@ class _Attachment:
         self.keys[node], self.handles[key] = key, handle
         if use.inplace and isinstance(node.args[0], fx.Node):
             self.keys[node.args[0]] = key
-
-
-def _storage(fake: Any) -> int | None:
-    """What tells a value's memory from other memory; None for a value that has none."""
-    return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
 
 
 def _shapes(operands: Sequence[fx.Node]) -> list[Any]:

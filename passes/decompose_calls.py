@@ -119,7 +119,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> None:
 def _leave_facts(copy: fx.Node, inner: fx.Node, node: fx.Node) -> None:
     """What the earlier passes would have found out about a node of the body."""
     fake = inner.meta.get("val")
-    copy.meta = {"fake": fake, "traced": _flows(fake, copy)}
+    copy.meta = {"fake": fake, "traced": _any_traced(node.meta["traced"]) and _flows(fake, copy)}
     copy.stack_trace = node.stack_trace
     if copy.op == "call_function":
         copy.meta["call"] = bind(copy)

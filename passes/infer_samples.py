@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.calls import Call, map_nodes
-from fxgrad.context import Context, path_to, source_line, tensors_of
+from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.families import MOVEMENT, Family, family_of
 from fxgrad.layouts import Kind, Layout, Samples
@@ -16,6 +16,7 @@ from fxgrad.replay import Replay
 from fxgrad.symbols import expression
 from fxgrad.tracking import Mixes, Op, Operand, by_shape, track
 from fxgrad.user_functions import UserFunction
+from fxgrad.writes import after_write
 
 ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
 
@@ -54,7 +55,7 @@ class _Inference:
         self.ctx = ctx
         self.symbols = ctx.symbols
         self.replay = Replay(ctx.symbols, lambda node: node.meta["samples"])
-        self.by_storage: dict[int, list[fx.Node]] = {}
+        self.by_memory: dict[int | None, list[fx.Node]] = {}
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -62,7 +63,7 @@ class _Inference:
         node.meta["samples"] = self._samples(node)
         fake = node.meta["fake"]
         if isinstance(fake, Tensor):
-            self.by_storage.setdefault(fake.untyped_storage()._cdata, []).append(node)
+            self.by_memory.setdefault(memory_of(fake), []).append(node)
         call: Call | None = node.meta.get("call")
         if call is not None and call.inplace:
             self._mutate(node, call)
@@ -359,52 +360,29 @@ class _Inference:
         return len(self.symbols.batch_dims(operand.fake.shape)) > 1
 
     def _mutate(self, node: fx.Node, call: Call) -> None:
-        """An in-place op changes what earlier nodes of the same storage hold."""
+        """An in-place op changes what earlier nodes of the same memory hold."""
         base = node.args[0]
         if not isinstance(base, fx.Node) or not isinstance(base.meta["fake"], Tensor):
             return
-        new = self._assigned(node, call, base) if call.op == "setitem" else node.meta["samples"]
-        if new is None or new == base.meta["samples"]:
+        if call.op == "setitem":
+            return self._check_assigned(node, call)
+        new = node.meta["samples"]
+        if new == base.meta["samples"]:
             return
-        base.meta["samples"] = new
-        for alias in self.by_storage.get(base.meta["fake"].untyped_storage()._cdata, []):
-            if alias is base or alias is node:
-                continue
-            old = alias.meta["samples"]
-            if old.kind is new.kind and old.traced == new.traced:
-                continue
-            same_shape = alias.meta["fake"].shape == base.meta["fake"].shape
-            if not same_shape and (old.kind is not Kind.BATCHED or new.kind is not Kind.BATCHED):
-                raise LostLayout(
-                    f"{call.op}_ writes samples into a tensor that is also seen through a view",
-                    where=source_line(node),
-                    path=path_to(node, self.ctx),
-                    advice="Use the op that returns a new tensor.",
-                )
-            alias.meta["samples"] = new if same_shape else Samples(old.kind, old.layout, new.traced)
+        views = self.by_memory[memory_of(base.meta["fake"])]
+        for view, samples in after_write(views, base, new, self.replay).items():
+            view.meta["samples"] = samples
 
-    def _assigned(self, node: fx.Node, call: Call, base: fx.Node) -> Samples:
-        """``base[index] = value``: the samples stay where they were, along a dim the index leaves whole."""
-        value = node.args[2]
-        old: Samples = base.meta["samples"]
-        new = value.meta["samples"] if isinstance(value, fx.Node) else None
-        if not isinstance(new, Samples) or new.kind is Kind.CONSTANT:
-            return old
-        fake = base.meta["fake"]
-        dims = self.symbols.batch_dims(fake.shape)
-        layout = old.layout or (Layout(dims[0]) if len(dims) == 1 else None)
-        if new.kind is Kind.BATCHED and layout is not None and not layout.merged and new.layout is not None:
-            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-            kept = _dim_after_index(index, layout.dim, fake.dim())
-            value_fake = value.meta["fake"]  # type: ignore[union-attr]
-            if kept is not None and new.layout.dim - value_fake.dim() == kept and not new.layout.merged:
-                return Samples(Kind.BATCHED, layout, old.traced or new.traced)
-        raise LostLayout(
-            "an assignment into a slice puts samples where they cannot be followed",
-            where=source_line(node),
-            path=path_to(node, self.ctx),
-            advice="Use torch.cat, torch.where or masked_fill.",
-        )
+    def _check_assigned(self, node: fx.Node, call: Call) -> None:
+        """An assignment that lower_assignments left: nothing that matters may be in it."""
+        operands = self._operands(node, call)
+        if any(operand.samples.kind is not Kind.CONSTANT or operand.samples.traced for operand in operands):
+            raise LostLayout(
+                "an assignment into a slice puts samples where they cannot be followed",
+                where=source_line(node),
+                path=path_to(node, self.ctx),
+                advice="Use torch.cat, torch.where or masked_fill.",
+            )
 
 
 def _as_lists(output: Any) -> Any:
@@ -417,28 +395,3 @@ def _as_lists(output: Any) -> Any:
 def _undecided(samples: Any) -> bool:
     """Whether these are copies of a parameter's value that fit any order of the samples."""
     return isinstance(samples, Samples) and samples.kind is Kind.BATCHED and samples.layout is None
-
-
-def _dim_after_index(index: Sequence[Any], dim: int, ndim: int) -> int | None:
-    """Where dim is, from the right, in ``x[index]``; None where the index does not leave it whole."""
-    used = sum(1 for item in index if item is not None and item is not Ellipsis)
-    if any(not (item is None or item is Ellipsis or isinstance(item, int | slice)) for item in index):
-        return None
-    whole = slice(None)
-    full: list[Any] = []
-    for item in index:
-        full.extend([whole] * (ndim - used) if item is Ellipsis else [item])
-    full.extend([whole] * (ndim - sum(1 for item in full if item is not None)))
-    position, after = 0, []
-    for item in full:
-        if item is None:
-            after.append(-1)
-        else:
-            if isinstance(item, slice):
-                if position == dim and item != whole:
-                    return None
-                after.append(position)
-            elif position == dim:
-                return None
-            position += 1
-    return after.index(dim) - len(after)

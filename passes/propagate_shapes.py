@@ -49,7 +49,7 @@ class _Propagate(fx.Interpreter):
         if op_name(n.target) == "fxgrad::pack":
             self.ctx.symbols.count_rows(value[0].shape[0])
         n.meta["fake"] = value
-        n.meta["traced"] = traced(value)
+        n.meta["traced"] = traced(value)  # see Note [In place without gradients]
         return value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -57,10 +57,16 @@ class _Propagate(fx.Interpreter):
         return self.ctx.symbols.mode.from_tensor(value) if isinstance(value, Tensor) else value
 
 
+# Note [In place without gradients]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Under torch.no_grad an op in place changes a tensor's values, and autograd goes on as if it had not. What the
+# op returns is that tensor, which may still require a gradient; but none flows through the op.
+
+
 def traced(value: Any) -> Any:
-    """Whether a gradient reaches a trainable parameter from here (a list for several outputs)."""
+    """Whether a gradient reaches a trainable parameter through here (a list for several outputs)."""
     if isinstance(value, Tensor):
-        return value.requires_grad
+        return value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, tuple | list):
         return [traced(item) for item in value]
     return False

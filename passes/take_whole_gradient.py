@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-from operator import is_not
-
 from torch import fx
 
-from fxgrad.context import Context
+from fxgrad.calls import op_name
+from fxgrad.context import Context, without_gradients
 from fxgrad.targets import SingleTarget
 
 
@@ -25,8 +23,16 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             cursor = graph.placeholder(f"ghost_{node.name}")
         ghosts.append(cursor)
     scale = 1.0 if ctx.loss_scale == "mean" else float(ctx.loss_scale)
+    stopped = without_gradients(graph)
     for node, ghost in zip(trainable, ghosts, strict=True):
+        readers = [user for user in sorted(node.users) if user not in stopped]
+        written = [user for user in sorted(node.users) if user in stopped and op_name(user.target).endswith("_")]
         with graph.inserting_after(cursor):
-            cursor = graph.call_function(SingleTarget(scale), (ghost, node))
-        node.replace_all_uses_with(cursor, delete_user_cb=partial(is_not, cursor))
+            cursor = single = graph.call_function(SingleTarget(scale), (ghost, node))
+        for reader in readers:
+            if written and written[0] < reader:  # what is written without gradients goes to the parameter itself
+                written = [write for write in written if not write < reader]
+                with graph.inserting_before(reader):
+                    single = graph.call_function(SingleTarget(scale), (ghost, node))
+            reader.replace_input_with(node, single)
     return gm

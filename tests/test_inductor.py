@@ -161,7 +161,7 @@ def test_no_cached_backward_writes_over_the_outputs(device: torch.device, monkey
         patched.setattr("fxgrad.compiler._outputs_kept", lambda gm: contextlib.nullcontext())
         sum(output.sum() for output in fxgrad.transform(model)(x)).backward()
     torch._dynamo.reset()
-    model.layer.weight.grad_sample = model.layer.bias.grad_sample = None
+    fxgrad.zero_grad(model)
     outputs = fxgrad.transform(model)(x)
     before = outputs[0].detach().clone()
     sum(output.sum() for output in outputs).backward()

@@ -194,6 +194,73 @@ def test_derived_parameters() -> None:
     )
 
 
+def assigned(m: Calls, x: Tensor) -> Tensor:
+    h = torch.zeros_like(x)
+    h[:, :2] = x[:, 2:] @ m.w[2:, :2]
+    h[x[:, 0] > 0] = m.b
+    return h
+
+
+def test_lower_assignments() -> None:
+    assert_graph_snapshot(
+        after("lower_assignments", Calls(assigned), torch.randn(3, 4)),
+        """\
+inputs:
+  args[0]: f32[B, 4]
+  w: f32[4, 4]                                                    trainable
+  b: f32[4]                                                       trainable
+graph:
+  zeros_like = zeros_like(args[0])                                f32[B, 4]
+  getitem = getitem(args[0], (:, 2:))                             f32[B, 2]
+  getitem_2 = getitem(w, (2:, :2))                                f32[2, 2]
+  matmul = matmul(getitem, getitem_2)                             f32[B, 2]
+  getitem_3 = getitem(zeros_like, (:, :2))                        f32[B, 2]
+  copy = copy_(getitem_3, matmul)                                 f32[B, 2]
+  getitem_4 = getitem(args[0], (:, 0))                            f32[B]
+  gt = gt(getitem_4, 0)                                           b8[B]
+  getitem_5 = getitem(zeros_like, (:, :))                         f32[B, 4]
+  unsqueeze = unsqueeze(gt, -1)                                   b8[B, 1]
+  where = where(unsqueeze, b, getitem_5)                          f32[B, 4]
+  copy_2 = copy_(getitem_5, where)                                f32[B, 4]
+return (zeros_like,)
+""",
+    )
+
+
+def test_separate_writes() -> None:
+    def written(m: Calls, x: Tensor) -> Tensor:
+        u = m.w * 2
+        u[0].mul_(3)
+        return x @ u
+
+    assert_graph_snapshot(
+        after("separate_writes", Calls(written), torch.randn(3, 4)),
+        """\
+inputs:
+  w: f32[4, 4]                                                    trainable
+  args[0]: f32[B, 4]
+graph:
+  mul = mul(w, 2)                                                 f32[4, 4]
+  getitem = getitem(mul, 0)                                       f32[4]
+  clone = clone(getitem)                                          f32[4]
+  mul_2 = mul_(clone, 3)                                          f32[4]
+  put = put(mul, places_0_getitem, mul_2)                         f32[4, 4]
+  matmul = matmul(args[0], put)                                   f32[B, 4]
+return (matmul,)
+""",
+    )
+
+
+def test_separate_writes_must_not_fire_on_samples_or_on_what_nothing_else_reads() -> None:
+    def written(m: Calls, x: Tensor) -> Tensor:
+        h = x @ m.w
+        h[:, 0].mul_(m.b[0])
+        return h + (m.b * 2).add_(1)
+
+    trace = after("separate_writes", Calls(written), torch.randn(3, 4))
+    assert "clone" not in str(trace)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

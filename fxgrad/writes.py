@@ -1,0 +1,100 @@
+"""What is left in memory behind an op in place: which views of it hold samples now, and where.
+
+An op writes through one view; others show the same memory. So the memory itself is replayed on sample ids
+(see `fxgrad.replay`): what it held, then what was written, read again through every view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.layouts import Kind, Samples
+from fxgrad.replay import BATCHES, Replay, sample_ids
+from fxgrad.symbols import Symbols
+
+
+def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay: Replay) -> Mapping[fx.Node, Samples]:
+    """The samples of each view, the first of which shows all of the memory, after ``new`` is written through one.
+
+    A view in which the samples have no dimension of their own is mixed from then on.
+    """
+    whole = views[0].meta["samples"]
+    followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
+    memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in BATCHES]
+    found = {}
+    for view in views:
+        old: Samples = view.meta["samples"]
+        traced = old.traced or new.traced
+        if _same_place(view, through):
+            found[view] = replace(new, traced=traced)
+        elif not memories[0].touched(view):
+            found[view] = old
+        elif not followed:
+            found[view] = Samples(Kind.MIXED, traced=traced)
+        elif not memories[0].ids(view).any():
+            uniform = Kind.UNIFORM in (old.kind, new.kind)
+            found[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
+        else:
+            layout = replay.read([memory.ids(view) for memory in memories], view.meta["fake"])
+            kind = Kind.MIXED if layout is None else Kind.BATCHED
+            found[view] = Samples(kind, layout, traced)
+    return found
+
+
+def _special(samples: Samples) -> bool:
+    """Packed rows, and copies whose order is not decided: no layout to make ids of."""
+    return samples.kind is Kind.BATCHED and (samples.layout is None or samples.layout.rows is not None)
+
+
+def _same_place(a: fx.Node, b: fx.Node) -> bool:
+    one, other = a.meta["fake"], b.meta["fake"]
+    return bool(
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )
+
+
+class _Memory:
+    """Sample ids in place of the values of one piece of memory, at a number of samples."""
+
+    def __init__(
+        self, views: Sequence[fx.Node], through: fx.Node, new: Samples | None, symbols: Symbols, batch: int
+    ) -> None:
+        self.symbols, self.batch = symbols, batch
+        size = max(self._extent(view) for view in views)
+        self.content = torch.zeros(size, dtype=torch.int32)
+        self.written = torch.zeros(size, dtype=torch.bool)
+        self._view(self.written, through).fill_(True)
+        if new is not None:
+            self._put(views[0], views[0].meta["samples"])
+            self._put(through, new)
+
+    def ids(self, view: fx.Node) -> Tensor:
+        return self._view(self.content, view)
+
+    def touched(self, view: fx.Node) -> bool:
+        return bool(self._view(self.written, view).any())
+
+    def _put(self, view: fx.Node, samples: Samples) -> None:
+        shown = self.ids(view)
+        if samples.kind is Kind.BATCHED and samples.layout is not None:
+            shown.copy_(sample_ids(samples.layout, shown.shape, self.batch))
+        else:
+            shown.zero_()
+
+    def _place(self, view: fx.Node) -> tuple[list[int], list[int], int]:
+        fake = view.meta["fake"]
+        size, stride = ([self.symbols.evaluate(s, self.batch) for s in part] for part in (fake.shape, fake.stride()))
+        return size, stride, self.symbols.evaluate(fake.storage_offset(), self.batch)
+
+    def _extent(self, view: fx.Node) -> int:
+        size, stride, offset = self._place(view)
+        return offset + sum((s - 1) * step for s, step in zip(size, stride, strict=True) if s) + 1
+
+    def _view(self, memory: Tensor, view: fx.Node) -> Tensor:
+        return memory.as_strided(*self._place(view))

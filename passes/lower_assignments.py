@@ -1,0 +1,185 @@
+"""Write an assignment into a part of a tensor as an in-place op on a view of that part."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from fxgrad.calls import bind, map_nodes
+from fxgrad.context import Context, memory_of, without_gradients
+
+
+def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: every call has ``call``. After: the same; ``setitem`` is left only where nothing says what it does.
+
+    ``x[:, 0] = v`` -> ``x[:, 0].copy_(v)``, with a boolean mask ``x.copy_(where(mask, v, x))``, with integer
+    tensors ``x.index_put_(indices, v)``.
+    """
+    traced: set[int | None] = set()  # memory that gradients flow through by now
+    stopped = without_gradients(gm.graph)
+    for node in list(gm.graph.nodes):
+        call = node.meta.get("call")
+        if call is not None and call.op == "setitem":
+            _Assignment(gm.graph, node, ctx, traced, node in stopped).lower()
+        elif call is not None and call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
+            traced.add(memory_of(node.args[0].meta["fake"]))
+    return gm
+
+
+def _flows(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.meta["traced"] is True
+
+
+class _Assignment:
+    """One ``base[index] = value``."""
+
+    def __init__(
+        self, graph: fx.Graph, node: fx.Node, ctx: Context, traced: set[int | None], stopped: bool
+    ) -> None:
+        self.graph, self.node, self.ctx, self.traced, self.stopped = graph, node, ctx, traced, stopped
+        self.base, self.index, self.value = node.args
+
+    def lower(self) -> None:
+        assert isinstance(self.base, fx.Node)
+        parts = _parts(self.index, self.base.meta["fake"].dim())
+        if parts is None:
+            return
+        basic, advanced = parts
+        with self.graph.inserting_before(self.node):
+            view = self._call(operator.getitem, self.base, basic)
+            if not advanced:
+                self._write(view)
+            elif len(advanced) == 1 and _is_mask(*advanced.values()):
+                self._write_masked(view, *next(iter(advanced.items())))
+            elif not any(_is_mask(index) for index in advanced.values()):
+                self._write_at(view, advanced)
+            else:
+                self.graph.erase_node(view)
+                return
+        self.graph.erase_node(self.node)
+
+    def _write(self, view: fx.Node) -> None:
+        if isinstance(self.value, fx.Node) and isinstance(self.value.meta["fake"], Tensor):
+            value = self._without_ones(self.value, view.meta["fake"].dim())
+            self._inplace("copy_", view, value)
+        else:
+            self._inplace("fill_", view, self.value)
+
+    def _write_masked(self, view: fx.Node, dim: int, mask: fx.Node) -> None:
+        """``x[mask] = v``: v has no row for each place (that is refused later), so it is the same for all."""
+        after = view.meta["fake"].dim() - dim - mask.meta["fake"].dim()
+        for _ in range(after):
+            mask = self._call(torch.unsqueeze, mask, -1)
+        value = self.value
+        if not (isinstance(value, fx.Node) and isinstance(value.meta["fake"], Tensor)):
+            self._inplace("masked_fill_", view, mask, value)
+            return
+        value = self._without_ones(value, after)
+        if value.meta["fake"].dim() > after:
+            positions = [None] * dim + [mask]
+            self._inplace(torch.ops.aten.index_put_.default, view, positions, value)
+            return
+        if value.meta["fake"].dtype != view.meta["fake"].dtype:
+            value = self._call("to", value, view.meta["fake"].dtype)
+        chosen = self._call(torch.where, mask, value, view)
+        self._inplace("copy_", view, chosen)
+
+    def _write_at(self, view: fx.Node, advanced: dict[int, Any]) -> None:
+        fake = view.meta["fake"]
+        indices: list[fx.Node | None] = [None] * (max(advanced) + 1)
+        for dim, index in advanced.items():
+            given = isinstance(index, fx.Node)
+            indices[dim] = index if given else self._call(torch.tensor, index, device=fake.device)
+        value = self.value
+        if not (isinstance(value, fx.Node) and isinstance(value.meta["fake"], Tensor)):
+            value = self._call(torch.full, (), value, dtype=fake.dtype, device=fake.device)
+        elif value.meta["fake"].dtype != fake.dtype:
+            value = self._call("to", value, fake.dtype)
+        if _flows(value) and not self.ctx.symbols.batch_dims(value.meta["fake"].shape):
+            # a parameter's value goes to every sample first: alone, a sample has other places than in the batch
+            read = self._call(torch.ops.aten.index.Tensor, view, indices)
+            value = self._call("expand_as", value, read)
+        self._inplace(torch.ops.aten.index_put_.default, view, indices, value)
+
+    def _without_ones(self, value: fx.Node, rank: int) -> fx.Node:
+        """An assignment drops leading dimensions of size 1."""
+        shape = value.meta["fake"].shape
+        extra = 0
+        while len(shape) - extra > rank and isinstance(shape[extra], int) and shape[extra] == 1:
+            extra += 1
+        return self._call(operator.getitem, value, (0,) * extra) if extra else value
+
+    def _inplace(self, target: Callable[..., Any] | str, view: fx.Node, *args: Any) -> None:
+        written = self._call(target, view, *args)
+        if _flows(written):
+            self.traced.add(memory_of(self.base.meta["fake"]))  # type: ignore[union-attr]
+
+    def _call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node with the facts that the passes before this one leave."""
+        method = isinstance(target, str)
+        node = self.graph.create_node("call_method" if method else "call_function", target, args, kwargs)
+        values = map_nodes(args, lambda arg: arg.meta["fake"])
+        call = getattr(torch.Tensor, target) if isinstance(target, str) else target
+        with torch.no_grad(), self.ctx.symbols.mode, enable_python_dispatcher():
+            fake = values[0] if target in _INPLACE else call(*values, **kwargs)
+        carries = isinstance(fake, Tensor) and fake.is_floating_point() and not self.stopped
+        node.meta = {"fake": fake, "traced": carries and any(map(self._arrives, node.all_input_nodes))}
+        node.stack_trace = self.node.stack_trace
+        node.meta["call"] = bind(node)
+        return node
+
+    def _arrives(self, arg: fx.Node) -> bool:
+        fake = arg.meta["fake"]
+        return _flows(arg) or (memory_of(fake) in self.traced)
+
+
+_INPLACE = ("copy_", "fill_", "masked_fill_", torch.ops.aten.index_put_.default)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, fx.Node) and index.meta["fake"].dtype in (torch.bool, torch.uint8)
+
+
+def _parts(index: Any, rank: int) -> tuple[tuple[Any, ...], dict[int, Any]] | None:
+    """A basic index, and the tensors (or lists) that index the dimensions of what it gives; None: some other index."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(item, bool) for item in items):
+        return None
+    used = sum(_rank_of(item) for item in items)
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    basic: list[Any] = []
+    advanced: dict[int, Any] = {}
+    dim = 0  # of what the basic index gives
+    for item in items:
+        if item is Ellipsis:
+            basic += [slice(None)] * (rank - used)
+            dim += rank - used
+        elif _is_tensor(item) or isinstance(item, list):
+            advanced[dim] = item
+            basic += [slice(None)] * _rank_of(item)
+            dim += _rank_of(item)
+        else:
+            basic.append(item)
+            dim += item is None or isinstance(item, slice)
+    return tuple(basic), advanced
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, fx.Node) and isinstance(item.meta["fake"], Tensor)
+
+
+def _rank_of(item: Any) -> int:
+    """How many dimensions an item of an index takes."""
+    if item is None or item is Ellipsis:
+        return 0
+    return int(item.meta["fake"].dim()) if _is_mask_tensor(item) else 1
+
+
+def _is_mask_tensor(item: Any) -> bool:
+    return _is_tensor(item) and _is_mask(item)

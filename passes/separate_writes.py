@@ -1,0 +1,155 @@
+"""Give an in-place op on a function of parameters memory of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from fxgrad.calls import bind
+from fxgrad.context import Context, memory_of, source_line
+from fxgrad.errors import UnsupportedOp
+
+
+def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: every call has ``call``. After: the same; what all samples share is written once only, where it is made.
+
+    ``u = 2 * w; u[0].mul_(3); y = linear(x, u)`` ->
+    ``u = 2 * w; c = u[0].clone().mul_(3); v = u.put(places, c); y = linear(x, v)``
+
+    A tap on ``u`` has one value to differentiate at: with an op in place, through a view as well, it would be
+    another before and after. Values that hold samples stay as they are: autograd itself follows those.
+    """
+    memories: dict[int | None, _Memory] = {}
+    for node in list(gm.graph.nodes):
+        for arg in node.all_input_nodes:
+            memory = memories.get(_storage(arg))
+            if memory is not None:
+                node.replace_input_with(arg, memory.now(arg, before=node))
+        if node.op == "output" or not isinstance(node.meta["fake"], Tensor):
+            continue
+        memory = memories.setdefault(_storage(node), _Memory(node, gm, ctx))
+        memory.see(node)
+        if "call" in node.meta and node.meta["call"].inplace:
+            memory.write(node)
+    return gm
+
+
+def _storage(node: fx.Node) -> int | None:
+    return memory_of(node.meta["fake"])
+
+
+class _Memory:
+    """What one piece of memory holds: the value that was made in it, and that with each later write put in."""
+
+    def __init__(self, root: fx.Node, gm: fx.GraphModule, ctx: Context) -> None:
+        self.root, self.gm, self.graph, self.ctx = root, gm, gm.graph, ctx
+        self.current = root
+        self.writes: list[fx.Node] = []
+        self.seen: dict[fx.Node, int] = {}  # a view, and the version that it shows
+        self.views: dict[tuple[int, fx.Node], fx.Node] = {}
+
+    def see(self, node: fx.Node) -> None:
+        source = node.args[0] if node.args else None
+        piece = node.meta["call"].op == "getitem" if "call" in node.meta else False
+        made = node
+        if piece and isinstance(source, fx.Node) and not isinstance(source.meta["fake"], Tensor):
+            made = source  # one of several views, all made at once
+        self.seen[node] = sum(write < made for write in self.writes)
+
+    def now(self, view: fx.Node, before: fx.Node) -> fx.Node:
+        """What a view shows at this place in the graph."""
+        if self.seen[view] == len(self.writes):
+            return view
+        if view is self.root:
+            return self.current
+        key = len(self.writes), view
+        if key not in self.views:
+            with self.graph.inserting_before(before):
+                self.views[key] = self._call(torch.take, before, self.current, self._places(view, before))
+        return self.views[key]
+
+    def write(self, node: fx.Node) -> None:
+        """Let an in-place op work on a copy, and put that into a new value."""
+        view = node.args[0]
+        assert isinstance(view, fx.Node)
+        shared = not any(self.ctx.symbols.batch_dims(seen.meta["fake"].shape) for seen in self.seen)
+        if not node.meta["traced"] and self.writes:
+            raise UnsupportedOp(
+                f"{node.meta['call'].op}_ writes without gradients into a function of parameters, after one with them",
+                where=source_line(node),
+                advice="Use the op that returns a new tensor.",
+            )
+        if not node.meta["traced"] or not shared or (view is self.current and self._alone(view, node)):
+            return
+        if self.root.op in ("placeholder", "get_attr"):  # what is written to it has to stay there
+            raise UnsupportedOp(
+                f"{node.meta['call'].op}_ writes a function of parameters into an input of the model",
+                where=source_line(node),
+                advice="Use the op that returns a new tensor.",
+            )
+        if any(isinstance(size, torch.SymInt) for size in (*_sizes(view), *_sizes(self.root))):
+            raise UnsupportedOp(
+                f"{node.meta['call'].op}_ writes into a function of parameters whose size changes",
+                where=source_line(node),
+                advice="Use the op that returns a new tensor.",
+            )
+        with self.graph.inserting_before(node):
+            copy = self._call(torch.clone, node, view)
+        node.args = (copy, *node.args[1:])
+        with self.graph.inserting_before(node.next):
+            if _place(view) == _place(self.root):
+                self.current = node
+            else:
+                self.current = self._call(torch.put, node, self.current, self._places(view, node), node)
+        self.writes.append(node)
+        self.seen[node] = len(self.writes)
+
+    def _alone(self, view: fx.Node, node: fx.Node) -> bool:
+        """Whether nothing reads this memory again but through the op's own result."""
+        return all(user is node for seen in self.seen if seen is not node for user in _later(seen, node))
+
+    def _places(self, view: fx.Node, like: fx.Node) -> fx.Node:
+        """A constant: where the elements of a view are in the value that shows all of the memory."""
+        shape, stride, offset = _place(self.root)
+        whole = torch.arange(math.prod(shape))
+        extent = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+        memory = torch.zeros(extent, dtype=torch.long)
+        memory.as_strided(shape, stride, offset).copy_(whole.view(shape))
+        places = memory.as_strided(*_place(view)).clone().to(self.root.meta["fake"].device)
+        name = f"places_{len(self.writes)}_{view.name}"
+        self.gm.register_buffer(name, places)
+        node = self.gm.graph.get_attr(name)
+        node.meta = {"fake": self.ctx.symbols.mode.from_tensor(places), "traced": False}
+        node.stack_trace = like.stack_trace
+        return node
+
+    def _call(self, target: Any, like: fx.Node, *args: Any) -> fx.Node:
+        """A new node with the facts that the passes before this one leave."""
+        node = self.graph.call_function(target, args)
+        values = [arg.meta["fake"] if isinstance(arg, fx.Node) else arg for arg in args]
+        with torch.no_grad(), self.ctx.symbols.mode, enable_python_dispatcher():
+            node.meta["fake"] = target(*values)
+        node.meta["traced"] = any(arg.meta["traced"] is True for arg in node.all_input_nodes)
+        node.stack_trace = like.stack_trace
+        node.meta["call"] = bind(node)
+        return node
+
+
+def _sizes(node: fx.Node) -> tuple[Any, ...]:
+    size, stride, offset = _place(node)
+    return (*size, *stride, offset)
+
+
+def _place(view: fx.Node) -> tuple[Any, Any, Any]:
+    """Where a view is in its memory."""
+    fake = view.meta["fake"]
+    return tuple(fake.shape), tuple(fake.stride()), fake.storage_offset()
+
+
+def _later(seen: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """The readers of a value from a node on."""
+    return [user for user in seen.users if not user < node]

@@ -1,0 +1,293 @@
+"""Slices assigned, values written through views: samples and parameters are followed through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxgrad
+from fxgrad.errors import FxgradError, MixedSamples, UnsupportedOp
+from fxgrad.testing import assert_per_sample_grads
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w, self.b, self.body = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4)), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+    def linear(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w)
+
+
+def a_parameter_into_a_slice(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[:, 0] = m.b[0]
+    return h.tanh()
+
+
+def samples_and_a_parameter_into_zeros(m: Model, x: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], 4)
+    h[:, :2] = m.b[:2]
+    h[:, 2:] = m.linear(x)[:, 2:]
+    return h * m.b
+
+
+def columns_of_zeros(m: Model, x: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], 4, 2)
+    h[:, :, 0] = m.linear(x)
+    h[:, 1, 1] = x[:, 0]
+    return h
+
+
+def merged_samples(m: Model, x: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0] * 2, 4)
+    h[:, 1:] = m.linear(x).repeat_interleave(2, 0)[:, 1:]
+    return (h * m.b).view(-1, 2, 4)
+
+
+def every_other_row(m: Model, x: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], 2, 4)
+    h[:, 0] = m.linear(x)
+    h[:, 1] = m.b
+    return h.view(-1, 4).tanh().view(-1, 8)
+
+
+def shifted(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    out = torch.zeros_like(h)
+    out[:, 1:] = h[:, :-1]
+    out[:, 0] = m.b[0]
+    return out * m.b
+
+
+def step_by_step(m: Model, x: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], 3, 4)
+    for t in range(3):
+        h[:, t] = m.linear(x) * (h[:, t - 1] + 1 if t else 1)
+    return h * m.b
+
+
+def leading_ones(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[:, :2] = m.b[None, None, 2:]
+    h[..., -1] = 3
+    return h.tanh()
+
+
+def a_number_by_mask(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[h.detach() > 0] = 0.5
+    return h * m.b
+
+
+def a_parameter_by_mask(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[x[:, 0] > 0] = m.b
+    return h.tanh()
+
+
+def a_parameter_by_mask_of_every_place(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x).unsqueeze(1).repeat(1, 2, 1)
+    h[torch.stack([x[:, 0] > 0, x[:, 1] > 0], 1)] = m.b
+    return h.tanh()
+
+
+def a_parameter_by_list(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[:, [0, 2]] = m.b[:2]
+    return h.tanh()
+
+
+def a_parameter_at_each_samples_own_place(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[torch.arange(x.shape[0], device=x.device), (x[:, 0] > 0).long()] = m.b[0]
+    return h.tanh()
+
+
+def samples_at_each_samples_own_place(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[torch.arange(x.shape[0], device=x.device), (x[:, 0] > 0).long()] = x[:, 1] * m.b[1]
+    return h.tanh()
+
+
+def views_changed_in_place(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[:, 0].mul_(m.b[0])
+    h[:, 1:3].add_(m.b[1:3])
+    h[..., None][:, 2] *= m.b[:1]
+    return h * m.b
+
+
+def a_row_of_a_function(m: Model, x: Tensor) -> Tensor:
+    u = m.w * 1
+    u[0].mul_(2)
+    return F.linear(x, u)
+
+
+def a_weight_put_together(m: Model, x: Tensor) -> Tensor:
+    u = torch.zeros(4, 3, dtype=x.dtype, device=x.device)
+    u[0] = m.w[1]
+    u[1:] = m.w[1:] * 2
+    return F.linear(x, u)
+
+
+def a_weight_with_zeros(m: Model, x: Tensor) -> Tensor:
+    u = m.w * 1
+    u[0] = 0
+    return F.linear(x, u)
+
+
+def a_view_from_before(m: Model, x: Tensor) -> Tensor:
+    u = m.w * 1
+    v = u[0]
+    u.mul_(3)
+    return F.linear(x, u) + v.sum()
+
+
+def a_transposed_weight(m: Model, x: Tensor) -> Tensor:
+    u = (m.w * 2).t()
+    u[1] = m.b
+    u[:, 0].mul_(m.w[0, 0])
+    v = u.t()
+    v[2, 2] = 5
+    return x @ u + F.linear(x, v)
+
+
+def without_gradients(m: Model, x: Tensor) -> Tensor:
+    h, u = m.linear(x), m.w * 1
+    with torch.no_grad():
+        h[:, 0] = m.b[0]
+        u[0] = 1
+    return h * m.b + F.linear(x, u)
+
+
+def index_copied_and_filled(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h = h.index_copy(1, torch.tensor([0, 2], device=x.device), m.b[:2].expand(x.shape[0], 2))
+    return h.index_fill_(1, torch.tensor([1], device=x.device), 0.5).tanh()
+
+
+BODIES = [
+    a_parameter_into_a_slice, samples_and_a_parameter_into_zeros, columns_of_zeros, merged_samples,
+    every_other_row, shifted, step_by_step, leading_ones, a_number_by_mask, a_parameter_by_mask,
+    a_parameter_by_mask_of_every_place, a_parameter_by_list, a_parameter_at_each_samples_own_place,
+    samples_at_each_samples_own_place, views_changed_in_place, a_row_of_a_function, a_weight_put_together,
+    a_weight_with_zeros, a_view_from_before, a_transposed_weight, without_gradients, index_copied_and_filled,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_against_the_loop(body: Any, backend: str, device: torch.device) -> None:
+    model, x = Model(body).double().to(device), torch.randn(5, 3, dtype=torch.double, device=device)
+    assert_per_sample_grads(model, x, backend=backend)
+    torch.testing.assert_close(fxgrad.transform(model, backend=backend)(x), model(x))
+
+
+@pytest.mark.inductor
+def test_through_inductor(device: torch.device) -> None:
+    bodies = [samples_and_a_parameter_into_zeros, a_parameter_at_each_samples_own_place, a_transposed_weight]
+    for body in bodies:
+        assert_per_sample_grads(Model(body).to(device), torch.randn(5, 3, device=device), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_weight_clamped_in_the_forward(size: int, device: torch.device) -> None:
+    def clamped(m: Model, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.w.clamp_(-0.5, 0.5)
+        return m.linear(x)
+
+    model, x = Model(clamped).double().to(device), torch.randn(size, 3, dtype=torch.double, device=device)
+    fxgrad.transform(model, backend="aot_eager")(x).sum().backward()
+    assert model.w.abs().max() == 0.5
+    grad_sample: Tensor = model.w.grad_sample  # type: ignore[attr-defined]
+    torch.testing.assert_close(grad_sample, x.unsqueeze(1).expand(-1, 4, -1))
+
+
+def one_sample_from_the_next(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    out = torch.zeros_like(h)
+    out[1:] = h[:-1]
+    return out * h
+
+
+def one_sample_alone(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[0] = m.b
+    return h.tanh()
+
+
+def in_the_order_of_the_data(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    out = torch.zeros_like(h)
+    out[x[:, 0].argsort()] = h
+    return out * m.b
+
+
+def an_index_of_all_samples(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    return h.index_add(1, (x[:, 0] > 0).long(), x.new_ones(x.shape[0], x.shape[0])) * m.b
+
+
+def rows_by_mask(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    keep = h.detach() > 0
+    h[keep] = h[keep] * 2
+    return h * m.b
+
+
+def samples_through_a_view_of_others(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h.view(-1)[::2].mul_(m.b[0])
+    h.t()[0, :] = h.sum(0).sum()
+    return h.tanh()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [one_sample_from_the_next, one_sample_alone, in_the_order_of_the_data, an_index_of_all_samples, rows_by_mask,
+     samples_through_a_view_of_others],
+    ids=lambda body: body.__name__,
+)  # fmt: skip
+def test_one_sample_written_into_another_is_refused(body: Any, device: torch.device) -> None:
+    gs = fxgrad.transform(Model(body).to(device), backend="eager")
+    with pytest.raises(MixedSamples, match=f"in {body.__name__}|test_assignments.py"):
+        gs(torch.randn(5, 3, device=device))
+
+
+def test_a_parameter_into_a_buffer_is_refused(device: torch.device) -> None:
+    class Keeps(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("kept", torch.zeros(2))
+
+        kept: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept[:1] = self.bias[:1]
+            return super().forward(x) + self.kept
+
+    gs = fxgrad.transform(Keeps().to(device), backend="eager")
+    with pytest.raises(UnsupportedOp, match="writes a function of parameters into an input of the model"):
+        gs(torch.randn(5, 3, device=device))
+
+
+def test_a_write_without_gradients_after_one_with_them_is_refused(device: torch.device) -> None:
+    def twice(m: Model, x: Tensor) -> Tensor:
+        u = m.w * 1
+        u[0].mul_(2)
+        with torch.no_grad():
+            u[1] = 1
+        return F.linear(x, u)
+
+    with pytest.raises(FxgradError, match="fill_ writes without gradients into a function of parameters"):
+        fxgrad.transform(Model(twice).to(device), backend="eager")(torch.randn(5, 3, device=device))
