@@ -17,9 +17,8 @@ from fxgrad.context import memory_of, tensors_of
 from fxgrad.errors import LostLayout
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
-from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.infer_samples import infer_samples
-from fxgrad.pipeline import PASSES, SINGLE, run_passes
+from fxgrad.pipeline import DEFINITIONS, PASSES, SINGLE, run_passes
 from fxgrad.store import Forward, Ghosts, Store, watch
 from fxgrad.targets import TAPS
 
@@ -83,7 +82,7 @@ def _own_saved_tensors() -> Any:
 def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
     """A graph without trainable parameters runs as it is; a later one has to find the samples in its outputs."""
     dims = {} if captured.fullgraph or captured.batch_size == 1 else captured.sample_dims()
-    defined = run_passes(captured.gm, make_context(captured, options, {}, single=True), (decompose_recurrent,))
+    defined = run_passes(captured.gm, make_context(captured, options, {}, single=True), DEFINITIONS)
     compiled = inner(defined, captured.values)
     if not dims:
         return compiled

@@ -118,6 +118,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
+def place_beside(node: fx.Node, new: fx.Node) -> None:
+    """Let a new node count as part of an old one: the user's line, the module, a checkpoint around it."""
+    new.meta.update({key: node.meta[key] for key in _OF_A_PLACE if key in node.meta})
+
+
+_OF_A_PLACE = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
+
+
 def memory_of(fake: Any) -> int | None:
     """What tells a value's memory from other memory; None for a value that has none."""
     return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None

@@ -1,6 +1,7 @@
 """The compiler, as the list of its passes. Read this file first.
 
     user's model --TorchDynamo--> graph
+       inline_regions     the bodies of checkpoints where they are called
        wrap_functions     a user's autograd.Function is one call
        wrap_transforms    a stretch under torch.func is one call
        decompose_recurrent  recurrent layers as products and one recurrence each
@@ -28,6 +29,7 @@ from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_calls import decompose_calls
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.infer_samples import infer_samples
+from fxgrad.passes.inline_regions import inline_regions
 from fxgrad.passes.lower_assignments import lower_assignments
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
@@ -42,6 +44,7 @@ from fxgrad.spec import check_spec
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PASSES: tuple[Pass, ...] = (
+    inline_regions,
     wrap_functions,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
@@ -57,7 +60,8 @@ PASSES: tuple[Pass, ...] = (
 )
 
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
-SINGLE: tuple[Pass, ...] = (decompose_recurrent, take_whole_gradient)
+DEFINITIONS: tuple[Pass, ...] = (inline_regions, decompose_recurrent)  # what a graph says, in ops there are rules for
+SINGLE: tuple[Pass, ...] = (*DEFINITIONS, take_whole_gradient)
 
 seconds: dict[str, float] = {}  # time spent in each pass since the process began
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.calls import Call, map_nodes
-from fxgrad.context import Context, memory_of, path_to, source_line
+from fxgrad.context import Context, memory_of, path_to, place_beside, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.quantities import Quantity
@@ -150,7 +150,7 @@ class _Attachment:
         ys = [self._output(node, i, tap) for i, _ in several]
         tap.args = (self.tape, self.n, *ys, *handles, *rest)
         tap.meta.update(use=use, fake=tuple(y.meta["fake"] for y in ys), samples=[y.meta["samples"] for y in ys])
-        tap.stack_trace = node.stack_trace
+        place_beside(node, tap)
         places = {i: place for place, (i, _) in enumerate(several)}
         for reader in readers:
             place = places.get(reader.args[1])  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ class _Attachment:
         with self.graph.inserting_after(node):
             tap = self.graph.call_function(target, (self.tape, self.n, node, *handles, *rest))
         tap.meta.update(fake=node.meta["fake"], samples=node.meta["samples"], use=use)
-        tap.stack_trace = node.stack_trace
+        place_beside(node, tap)
         node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)
         self.replaced[node] = tap
 

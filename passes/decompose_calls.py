@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxgrad.calls import Call, bind, map_nodes, op_name
-from fxgrad.context import Context, tensors_of
+from fxgrad.calls import Call, bind, op_name
+from fxgrad.context import Context, place_beside, tensors_of
 from fxgrad.families import family_of
+from fxgrad.inlining import inline
 from fxgrad.rules import RULES
 
 _TORCH_FUNC = "torch_func"  # what wrap_transforms made
@@ -31,7 +33,7 @@ def decompose_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     for node in unknown:
         body = _decomposition(node, ctx)
         if body is not None:
-            _inline(gm, node, body)
+            inline(gm, node, body, body.meta["operands"], partial(_leave_facts, node))
     if unknown:
         _drop_unused_sizes(gm.graph)
         for node in gm.graph.nodes:
@@ -90,37 +92,11 @@ def _foreign(node: fx.Node) -> bool:
     return name.removesuffix("_") not in RULES and family_of(name.removesuffix("_")) is None and name != "getitem"
 
 
-def _inline(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> None:
-    """Put the body in the op's place."""
-    inputs = body.graph.find_nodes(op="placeholder")
-    env: dict[fx.Node, fx.Node] = dict(zip(inputs, body.meta["operands"], strict=True))
-    with gm.graph.inserting_before(node):
-        for inner in body.graph.nodes:
-            if inner.op in ("placeholder", "output"):
-                continue
-            if inner.op == "get_attr":
-                name = f"{node.name}_{str(inner.target).replace('.', '_')}"
-                setattr(gm, name, getattr(body, str(inner.target)))
-                env[inner] = gm.graph.get_attr(name)
-            else:
-                env[inner] = gm.graph.node_copy(inner, env.__getitem__)
-            _leave_facts(env[inner], inner, node)
-    result = map_nodes(body.graph.output_node().args[0], env.__getitem__)
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(result)
-    else:
-        for user in list(node.users):
-            if user.target is not None and op_name(user.target) == "getitem":
-                user.replace_all_uses_with(result[user.args[1]])
-                gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
-
-
-def _leave_facts(copy: fx.Node, inner: fx.Node, node: fx.Node) -> None:
+def _leave_facts(node: fx.Node, copy: fx.Node, inner: fx.Node) -> None:
     """What the earlier passes would have found out about a node of the body."""
     fake = inner.meta.get("val")
     copy.meta = {"fake": fake, "traced": _any_traced(node.meta["traced"]) and _flows(fake, copy)}
-    copy.stack_trace = node.stack_trace
+    place_beside(node, copy)
     if copy.op == "call_function":
         copy.meta["call"] = bind(copy)
 

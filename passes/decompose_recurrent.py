@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context
+from fxgrad.context import Context, place_beside
 
 _MODES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN_RELU"}
 
@@ -66,7 +66,7 @@ class _Layers:
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         with self.graph.inserting_before(self.node):
             made = self.graph.call_function(function, args)
-        made.meta = {key: self.node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in self.node.meta}
+        place_beside(self.node, made)
         self.made.append(made)
         return made
 

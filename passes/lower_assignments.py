@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from fxgrad.calls import bind, map_nodes
-from fxgrad.context import Context, memory_of, without_gradients
+from fxgrad.context import Context, memory_of, place_beside, without_gradients
 
 
 def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -129,7 +129,7 @@ class _Assignment:
             fake = values[0] if target in _INPLACE else call(*values, **kwargs)
         carries = isinstance(fake, Tensor) and fake.is_floating_point() and not self.stopped
         node.meta = {"fake": fake, "traced": carries and any(map(self._arrives, node.all_input_nodes))}
-        node.stack_trace = self.node.stack_trace
+        place_beside(self.node, node)
         node.meta["call"] = bind(node)
         return node
 

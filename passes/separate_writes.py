@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from fxgrad.calls import bind
-from fxgrad.context import Context, memory_of, source_line
+from fxgrad.context import Context, memory_of, place_beside, source_line
 from fxgrad.errors import UnsupportedOp
 
 
@@ -124,7 +124,7 @@ class _Memory:
         self.gm.register_buffer(name, places)
         node = self.gm.graph.get_attr(name)
         node.meta = {"fake": self.ctx.symbols.mode.from_tensor(places), "traced": False}
-        node.stack_trace = like.stack_trace
+        place_beside(like, node)
         return node
 
     def _call(self, target: Any, like: fx.Node, *args: Any) -> fx.Node:
@@ -134,7 +134,7 @@ class _Memory:
         with torch.no_grad(), self.ctx.symbols.mode, enable_python_dispatcher():
             node.meta["fake"] = target(*values)
         node.meta["traced"] = any(arg.meta["traced"] is True for arg in node.all_input_nodes)
-        node.stack_trace = like.stack_trace
+        place_beside(like, node)
         node.meta["call"] = bind(node)
         return node
 

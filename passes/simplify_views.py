@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from fxgrad.calls import bind
-from fxgrad.context import Context
+from fxgrad.context import Context, place_beside
 from fxgrad.symbols import expression
 
 _REGROUPS = frozenset("view unflatten unsqueeze squeeze".split())
@@ -79,7 +79,7 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
     for method, args in views:
         with graph.inserting_before(last):
             made = graph.call_method(method, (value, *args))
-        made.meta = {key: last.meta[key] for key in ("stack_trace", "nn_module_stack") if key in last.meta}
+        place_beside(last, made)
         with ctx.symbols.mode, enable_python_dispatcher():
             numbers = [arg.meta["fake"] if isinstance(arg, fx.Node) else arg for arg in args]
             made.meta["fake"] = getattr(value.meta["fake"], method)(*numbers)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context
+from fxgrad.context import Context, place_beside
 
 _BEGIN = frozenset(
     "_grad_increment_nesting _vmap_increment_nesting _jvp_increment_nesting _enter_dual_level".split()
@@ -85,7 +85,7 @@ def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
     with gm.graph.inserting_before(after):
         whole = gm.graph.call_function(Stretch(fx.GraphModule(gm, graph)), tuple(inputs))
         traced = next((node for node in reversed(inside) if node.stack_trace), inside[-1])
-        whole.meta = {key: traced.meta[key] for key in ("stack_trace", "nn_module_stack") if key in traced.meta}
+        place_beside(traced, whole)
         for i, node in enumerate(outputs):
             value = gm.graph.call_function(operator.getitem, (whole, i))
             value.meta = dict(whole.meta)

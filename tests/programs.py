@@ -289,8 +289,6 @@ def compare(
 
 
 KNOWN_REFUSALS: dict[str, str] = {
-    r"UnknownOp: .*higher_order::tag_activation_checkpoint": "bodies are not followed yet",
-    r"LostLayout: an assignment into a slice": "a parameter, or merged samples, assigned into a slice",
     r"BatchSizeError: take_along_dim fixes": "PyTorch's own shape rule makes the batch a number",
     r"LostLayout: \w+ gives a parameter's value": "copies of a parameter over a merged dim, used alone",
     r"UniformOutput: a gradient arrived at an output": "copies of a parameter, one per sample, returned",

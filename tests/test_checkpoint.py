@@ -1,0 +1,158 @@
+"""Activation checkpoints and nested compile regions inside the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxgrad
+from fxgrad.testing import assert_per_sample_grads
+from fxgrad.tracing import Trace
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = x + self.dropout(self.down(torch.relu_(self.up(self.norm(x)))))
+        return h
+
+
+class Checkpointed(nn.Module):
+    """Blocks, each under a checkpoint of its own where ``reentrant`` is no None."""
+
+    def __init__(self, reentrant: bool | None, width: int = 4, layers: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.head, self.reentrant = nn.Linear(width, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_against_the_loop(backend: str, device: torch.device) -> None:
+    x = torch.randn(5, 6, 4, dtype=torch.double, device=device, requires_grad=True)
+    assert_per_sample_grads(Checkpointed(False).double().to(device), x, backend=backend)
+
+
+def test_the_reentrant_form(device: torch.device) -> None:
+    """PyTorch's own loop cannot differentiate it by inputs: the model without checkpoints is the reference."""
+    x = torch.randn(5, 6, 4, dtype=torch.double, device=device)
+    found = []
+    for reentrant in (None, True):
+        torch.manual_seed(0)
+        model = Checkpointed(reentrant).double().to(device)
+        assert_per_sample_grads(model, x, backend="aot_eager") if reentrant is None else None
+        fxgrad.transform(model, backend="aot_eager")(x).square().sum().backward()
+        found.append([parameter.grad_sample for parameter in model.parameters()])  # type: ignore[attr-defined]
+    torch.testing.assert_close(found[0], found[1])
+
+
+class Nested(Checkpointed):
+    def both(self, x: Tensor) -> Tensor:
+        return self.blocks[1](checkpoint(self.blocks[0], x, use_reentrant=False)) * self.head.weight[0, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(checkpoint(self.both, x, use_reentrant=False))
+        return out
+
+
+class Returns(Checkpointed):
+    """A checkpoint with keyword arguments, several outputs, a tied layer and a recurrent one inside."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def body(self, x: Tensor, scale: float, other: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.blocks[0](x) * scale, {"h": self.lstm(other)[0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, rest = checkpoint(self.body, x, 2.0, other=x.flip(-1), use_reentrant=False)
+        out: Tensor = self.head(self.blocks[0](a) + rest["h"])
+        return out
+
+
+@pytest.mark.parametrize("model", [lambda: Nested(False), Returns], ids=["nested", "returns"])
+@pytest.mark.parametrize("size", [1, 5])
+def test_other_forms(model: Any, size: int, device: torch.device) -> None:
+    x = torch.randn(size, 6, 4, dtype=torch.double, device=device)
+    assert_per_sample_grads(model().double().to(device), x, backend="aot_eager")
+
+
+@pytest.mark.inductor
+def test_dropout_is_drawn_once(device: torch.device) -> None:
+    """What the backward computes again has the forward's own mask: a dropped unit has no gradient."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.dropout = nn.Parameter(torch.ones(64)), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(lambda t: torch.sin(self.dropout(t)) * self.scale, x, use_reentrant=False)
+            return out
+
+    model = Dropped().to(device)
+    out = fxgrad.transform(model)(torch.ones(4, 64, device=device))
+    out.sum().backward()
+    grad_sample: Tensor = model.scale.grad_sample  # type: ignore[attr-defined]
+    torch.testing.assert_close(grad_sample, out.detach())
+    assert 0 < (out == 0).sum() < 256
+
+
+@pytest.mark.inductor
+def test_what_is_checkpointed_is_computed_again(device: torch.device) -> None:
+    """The forward keeps less for the backward, as the plain model's does."""
+    kept = {}
+    for reentrant in (None, False):
+        torch._dynamo.reset()
+        gs = fxgrad.transform(Checkpointed(reentrant, width=32, layers=4).to(device))
+        out = gs(torch.randn(8, 64, 32, device=device))
+        saved = [value for value in _saved(out) if isinstance(value, Tensor)]
+        kept[reentrant] = sum({v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in saved}.values())
+    assert kept[False] < 0.5 * kept[None]
+
+
+def _saved(out: Tensor) -> list[Any]:
+    """What the compiled graph's node keeps for its backward."""
+    stack, found = [out.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        found += list(getattr(node, "saved_tensors", ()))
+        stack += [following for following, _ in node.next_functions]
+    return found
+
+
+def test_a_nested_compile_region(device: torch.device) -> None:
+    class Regions(Checkpointed):
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.region = torch.compiler.nested_compile_region(lambda block, x: block(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.region(block, x)
+            out: Tensor = self.head(x)
+            return out
+
+    x = torch.randn(5, 6, 4, dtype=torch.double, device=device)
+    assert_per_sample_grads(Regions().double().to(device), x, backend="aot_eager")
+
+
+def test_no_checkpoint_is_left_in_the_graph(device: torch.device) -> None:
+    trace: Trace = fxgrad.trace(Checkpointed(False).to(device), torch.randn(5, 4, device=device))
+    assert "checkpoint" not in str(trace)
