@@ -50,8 +50,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
 
 def _tagging(node: fx.Node, checkpointed: bool) -> Callable[[fx.Node, fx.Node], None]:
     """The tags of a checkpoint, or those of the region around it. A later id is an inner checkpoint's."""
-    outer = {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
-    tags: dict[str, Any] = outer
+    tags: dict[str, Any] = {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
     if checkpointed:
         tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_IDS)}
 
