@@ -34,6 +34,7 @@ class Family(Enum):
     ALONE = "alone"  # a user's own op, promised to treat samples alone
     RECURRENT = "recurrent"  # runs over dim 0, alone over dim 1
     FUNCTION = "function"  # a user's autograd.Function: as its bodies do
+    CONTROL = "control"  # cond, scan, map, while_loop: as their bodies do
     PACKED = "packed"  # packs and pads sequences
     INDEX_PUT = "index_put"  # writes at places that tensors name
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
@@ -96,6 +97,7 @@ RANDOM = frozenset(
 PACKING = frozenset(
     f"fxgrad::{op}" for op in ("pack", "pad_packed", "pad_packed_to_longest", "repack", "packed_lengths")
 )
+CONTROL = frozenset(f"fxgrad.control_flow.{op}" for op in ("cond", "scan", "map_impl", "while_loop"))
 PER_INDEX = frozenset(
     "gather scatter scatter_add scatter_reduce take_along_dim index_add index_copy index_fill".split()
 )
@@ -145,6 +147,7 @@ _TABLE: tuple[tuple[frozenset[str], Family], ...] = (
     (frozenset({"fxgrad::recurrence"}), Family.RECURRENT),
     (PACKING, Family.PACKED),
     (frozenset({AUTOGRAD_FUNCTION}), Family.FUNCTION),
+    (CONTROL, Family.CONTROL),
     (frozenset({"scaled_dot_product_attention"}), Family.ATTENTION),
     (ELEMENTWISE, Family.ELEMENTWISE),
 )

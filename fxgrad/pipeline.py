@@ -2,7 +2,7 @@
 
     user's model --TorchDynamo--> graph
        inline_regions     the bodies of checkpoints where they are called
-       wrap_functions     a user's autograd.Function is one call
+       wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
        wrap_transforms    a stretch under torch.func is one call
        decompose_recurrent  recurrent layers as products and one recurrence each
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
@@ -37,7 +37,7 @@ from fxgrad.passes.prove_coverage import prove_coverage
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
-from fxgrad.passes.wrap_functions import wrap_functions
+from fxgrad.passes.wrap_bodies import wrap_bodies
 from fxgrad.passes.wrap_transforms import wrap_transforms
 from fxgrad.spec import check_spec
 
@@ -45,7 +45,7 @@ Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PASSES: tuple[Pass, ...] = (
     inline_regions,
-    wrap_functions,
+    wrap_bodies,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
     propagate_shapes,

@@ -68,7 +68,7 @@ class Use:
         args, kwargs = self.fill(self.args, values), self.fill(dict(self.kwargs), values)
         if self.inplace:
             args = (args[0].clone(), *args[1:])
-        call: Callable[..., Any] = self.target
+        call: Callable[..., Any] = getattr(self.target, "alone", self.target)
         if self.method:
             call, args = getattr(args[0], self.target), args[1:]
         result = call(*args, **kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from fxgrad.calls import Call, map_nodes
 from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
+from fxgrad.control_flow import ControlFlow, Crossed
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.families import MOVEMENT, Family, family_of
 from fxgrad.layouts import Kind, Layout, Samples
@@ -116,6 +117,8 @@ class _Inference:
             return [self._verdict(node, call, operands, answer, flow) for answer, flow in answers]
         if family is Family.FUNCTION and Kind.BATCHED in kinds and Kind.MIXED not in kinds:
             return self._function(node, call, operands, outputs, flows)
+        if family is Family.CONTROL and Kind.BATCHED in kinds and Kind.MIXED not in kinds:
+            return self._control(node, call, operands, flows)
         if Kind.MIXED in kinds:
             return self._mixed(node, call, operands, outputs, flows)
         if Kind.BATCHED not in kinds:
@@ -319,8 +322,7 @@ class _Inference:
     ) -> list[Samples | None]:
         """A user's autograd.Function: its forward and its backward have to keep the samples apart, both."""
         function: UserFunction = node.target  # type: ignore[assignment]
-        samples = {operand.node: operand.samples for operand in self._promoted(operands)}
-        args = [(arg.meta["fake"], samples.get(arg)) if isinstance(arg, fx.Node) else (arg, None) for arg in node.args]
+        args = self._pairs(node, operands)
         outs, saved = self._body(function.fwd, args)
         found: list[Samples | None] = []
         read = {user.args[1] for user in node.users}  # older versions return what the forward keeps as well
@@ -337,6 +339,29 @@ class _Inference:
             if known.kind in (Kind.MIXED, Kind.BATCHED) and known.layout != own.layout:
                 raise self._refusal(node, call, f"{MIXING_FUNCTION} in its backward")
         return found
+
+    def _control(
+        self, node: fx.Node, call: Call, operands: list[Operand], flows: list[bool]
+    ) -> list[Samples | None]:
+        """cond, scan, map, while_loop: as what their bodies do says."""
+        flow_op: ControlFlow = node.target  # type: ignore[assignment]
+        try:
+            found = flow_op.samples(self._results, self._pairs(node, operands))
+        except Crossed as crossed:
+            raise self._refusal(node, call, str(crossed)) from None
+        for samples, flow in zip(found, flows, strict=True):
+            if flow and samples is not None and samples.kind is Kind.MIXED:
+                raise self._refusal(node, call, "what its body returns depends on several samples")
+        return [s and Samples(s.kind, s.layout, flow) for s, flow in zip(found, flows, strict=True)]
+
+    def _results(self, gm: fx.GraphModule, inputs: Sequence[tuple[Any, Samples | None]]) -> Any:
+        found = self._body(gm, inputs)
+        return found if isinstance(found, list) else [found]
+
+    def _pairs(self, node: fx.Node, operands: list[Operand]) -> list[tuple[Any, Samples | None]]:
+        """The values of a call's arguments, each with its samples."""
+        samples = {operand.node: operand.samples for operand in self._promoted(operands)}
+        return [(arg.meta["fake"], samples.get(arg)) if isinstance(arg, fx.Node) else (arg, None) for arg in node.args]
 
     def _body(self, gm: fx.GraphModule, inputs: Sequence[tuple[Any, Samples | None]]) -> Any:
         """What a body returns for these inputs: a nest of (fake value, samples)."""
