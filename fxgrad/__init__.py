@@ -16,6 +16,8 @@ from fxgrad.families import Family
 from fxgrad.quantities import GradSample
 from fxgrad.terms import OneHot, Term
 from fxgrad.tracing import Trace, trace
+from fxgrad.verdict import Verdict
+from fxgrad.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,7 @@ __all__ = [
     "OneHot",
     "Term",
     "Trace",
+    "Verdict",
     "call_for_per_sample_grads",
     "errors",
     "implements_per_sample_grads",
@@ -33,5 +36,6 @@ __all__ = [
     "testing",
     "trace",
     "transform",
+    "verify",
     "zero_grad",
 ]

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -155,3 +156,20 @@ def _samples(samples: Any) -> str:
 
 def _columns(left: str, right: str) -> str:
     return f"{left.ljust(_COLUMN)}  {right}".rstrip() if right else left.rstrip()
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Lines with aligned columns, those in ``right`` flush right.
+
+    >>> print("\\n".join(table(["name", "n"], [["a", "12"], ["bcd efg", "3"]], right={1})))
+    name      n
+    a        12
+    bcd efg   3
+    """
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    aligned = [
+        [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in
+         enumerate(zip(row, widths, strict=True))]
+        for row in (titles, *rows)
+    ]
+    return ["  ".join(cells).rstrip() for cells in aligned]
