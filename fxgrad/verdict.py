@@ -59,12 +59,13 @@ class Verdict:
         """Every trainable parameter is right, samples are independent (or may mix), outputs and sums agree."""
         judged = [p.verdict for p in self.parameters if p.verdict != "frozen"]
         accepted = {"right", "unused"} | ({"not compared"} if self.mixing_allowed else set())
-        others = [error for error in (self.output_error, self.sum_error) if error is not None]
+        by_sum = "not compared" in judged  # nothing else says whether they are right
         return (
             self.refusal is None
             and (self.mixing_allowed or not self.influences)
             and all(verdict in accepted for verdict in judged)
-            and all(error <= self.tolerance for error in others)
+            and (self.output_error or 0.0) <= self.tolerance
+            and (not by_sum or (self.sum_error or 0.0) <= self.tolerance)
         )
 
     def raise_if_wrong(self) -> None:

@@ -130,7 +130,7 @@ class _Verification:
                 rows = self._compare(found, self._shares(found, truth) if shares else truth, whole)
         return Verdict(
             self.witness.n,
-            str(self.dtype).removeprefix("torch."),
+            _name(self.dtype),
             witness,
             self.tolerance,
             tuple(self._verdicts(rows)),
@@ -171,7 +171,13 @@ class _Verification:
         if inputs.batch.size == 0:
             raise BatchSizeError("verify needs samples: the batch is empty", advice="Pass a batch of two or more.")
         self.witness = Witness(model, inputs, self.loss_fn)
-        return self.witness.whole()
+        whole = self.witness.whole()
+        coarsest = max(whole.dtypes, key=lambda dtype: TOLERANCE.get(dtype, 0.0), default=self.dtype)
+        if TOLERANCE.get(coarsest, 0.0) > self.tolerance:
+            self.tolerance = TOLERANCE[coarsest]
+            self.notes.append(f"the model computes in {_name(coarsest)} inside")
+        self.witness.tolerance = self.tolerance
+        return whole
 
     def _loss_scale(self) -> float:
         scale = self.options.get("loss_reduction", "sum")
@@ -229,8 +235,8 @@ class _Verification:
         rows: dict[str, Row] = {}
         for name in truth:
             error = errors.get(name, float("inf"))
-            off = wide(found[name] - truth[name]).flatten(1).abs()
-            sample = int(off.amax(1).argmax()) if error and off.numel() else None
+            off = wide(found[name] - truth[name]).abs()
+            sample = int(off.reshape(len(off), -1).amax(1).argmax()) if error and off.numel() else None
             verdict = "wrong" if error > self.tolerance else "unused" if whole.grads[name] is None else "right"
             rows[name] = (verdict, error, sample)
         return rows
@@ -239,13 +245,14 @@ class _Verification:
         """A loss inside the model may weigh samples, by one number for each: their gradients then are shares of it."""
         if _distance(found, truth) <= self.tolerance:
             return truth
-        a = torch.cat([wide(found[name]).flatten(1) for name in truth], 1)
-        b = torch.cat([wide(truth[name]).flatten(1) for name in truth], 1)
+        n = self.witness.n
+        a = torch.cat([wide(found[name]).reshape(n, -1) for name in truth], 1)
+        b = torch.cat([wide(truth[name]).reshape(n, -1) for name in truth], 1)
         shares = (a * b).sum(1) / (b * b).sum(1).clamp_min(1e-300)
         weighed = {name: g * shares.to(g).view(-1, *[1] * (g.dim() - 1)) for name, g in truth.items()}
         if _distance(found, weighed) > self.tolerance:
             return truth
-        mean = largest(shares - 1 / self.witness.n) < self.tolerance
+        mean = largest(shares - 1 / n) < self.tolerance
         advice = '1/B: pass loss_reduction="mean" to undo it'
         said = advice if mean else ", ".join(f"{share:.3g}" for share in shares.tolist())
         self.notes.append(f"the model's own loss weighs each sample's by {said}")
@@ -296,6 +303,10 @@ def _items(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for item in value:
             yield from _items(item)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _outputs_error(actual: list[Tensor], expected: list[Tensor]) -> float:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxgrad.batch import SHARED, Batch, map_tensors, tensors_in
 from fxgrad.layouts import Layout, samples_first
-from fxgrad.oracle import TOLERANCE, default_loss, largest, state_restored, wide
+from fxgrad.oracle import default_loss, largest, state_restored, wide
 
 SEED = 0  # of every forward: all of them draw the same numbers
 
@@ -69,6 +70,7 @@ class Whole:
     by_output: list[Tensor | None]  # the loss's gradient by each output
     grads: dict[str, Tensor | None]  # by each parameter; None where the loss does not reach it
     draws: bool  # whether the model drew random numbers
+    dtypes: set[torch.dtype]  # of the floating values it computed
 
 
 class Witness:
@@ -77,6 +79,7 @@ class Witness:
     def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], Tensor] | None) -> None:
         self.model, self.inputs, self.loss_fn = model, inputs, loss_fn
         self.n = inputs.batch.size
+        self.tolerance = 0.0  # of a sample alone against its rows of the batch
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     @contextmanager
@@ -98,8 +101,8 @@ class Witness:
 
     def whole(self) -> Whole:
         """The plain model on the whole batch."""
-        nest, before = self.inputs.fresh(), None
-        with self.forward(self.model, nest) as output:
+        dtypes = _Dtypes()
+        with dtypes, self.forward(self.model, self.inputs.fresh()) as output:
             after = _random_state(self.model)
             leaves = tensors_in(output)
             by_output = self.by_output(output)
@@ -107,7 +110,7 @@ class Witness:
         torch.manual_seed(SEED)
         before = _random_state(self.model)
         draws = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws)
+        return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws, dtypes.found)
 
     def by_output(self, output: Any) -> list[Tensor | None]:
         """dL/dy for every tensor y of an output, as if they were independent of each other."""
@@ -134,7 +137,7 @@ class Witness:
                 leaves = tensors_in(output)
                 by_output = []
                 for y, all_y, g, place in zip(leaves, whole.outputs, whole.by_output, places, strict=True):
-                    if place is not None and not _close(y.detach(), row(all_y, place, self.n, i)):
+                    if place is not None and not self._close(y.detach(), row(all_y, place, self.n, i)):
                         raise NotAlone(f"sample {i} alone has other outputs than in the batch")
                     by_output.append(g if place is None or g is None else row(g, place, self.n, i) * scale)
                 yield _dense(self._grads(leaves, by_output), self.parameters)
@@ -148,6 +151,9 @@ class Witness:
                 for g, place in zip(whole.by_output, places, strict=True):
                     by_output.append(g if place is None or g is None else _masked(g, place, self.n, i) * scale)
                 yield _dense(self._grads(leaves, by_output), self.parameters)
+
+    def _close(self, a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and not bool(differs(a, b, self.tolerance).any())
 
     def _grads(self, leaves: Sequence[Tensor], by_output: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         pairs = [(y, g) for y, g in zip(leaves, by_output, strict=True) if g is not None]
@@ -194,15 +200,23 @@ def _masked(g: Tensor, place: Layout, n: int, i: int) -> Tensor:
     return result
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and not bool(differs(a, b).any())
-
-
-def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Where two values of one shape differ by more than rounding."""
+def differs(a: Tensor, b: Tensor, tolerance: float | None = None) -> Tensor:
+    """Where two values of one shape differ: by more than rounding, or than a share of the largest."""
     if not (b.is_floating_point() or b.is_complex()):
         return a != b
-    tolerance = TOLERANCE.get(b.dtype, 0.0) * largest(b)
+    allowed = (4 * torch.finfo(b.dtype).eps if tolerance is None else tolerance) * largest(b)
     a, b = wide(a), wide(b)
-    same = (a == b) | ((a - b).abs() <= tolerance) | (a.isnan() & b.isnan())
-    return ~same
+    return ~((a == b) | ((a - b).abs() <= allowed) | (a.isnan() & b.isnan()))
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes the dtypes of all floating values that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {value.dtype for value in tensors_in(result) if value.is_floating_point()}
+        return result

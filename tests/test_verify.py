@@ -279,6 +279,24 @@ def test_a_model_that_does_not_run_in_float64() -> None:
     assert verdict.notes[0].startswith("not in float64, where the model raises RuntimeError: expected m1 and m2")
 
 
+def test_a_model_that_computes_in_float32_inside() -> None:
+    verdict = fxgrad.verify(Lambda(lambda h: h.float().exp().double(), nn.Linear(3, 2)), x())
+    assert verdict.ok and (verdict.dtype, verdict.tolerance) == ("float64", 1e-4)
+    assert verdict.notes == ("the model computes in float32 inside",)
+
+
+def test_a_parameter_without_dims() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.s = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.s
+
+    assert fxgrad.verify(nn.Sequential(nn.Linear(3, 2), Scale()), x()).ok
+
+
 def test_the_models_own_error_is_raised() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         fxgrad.verify(small(), torch.randn(5, 4))
