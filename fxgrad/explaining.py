@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,26 +12,19 @@ from fxgrad.api import engine_of, transform
 from fxgrad.batch import SHARED, map_tensors
 from fxgrad.calls import op_name
 from fxgrad.capture import Engine
-from fxgrad.context import Context, source_line, tensors_of
+from fxgrad.context import Context, tensors_of
 from fxgrad.costs import at, formula
 from fxgrad.errors import BatchSizeError
-from fxgrad.explanation import Cost, Explained, Explanation, Step, Total, Value
-from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.explanation import Cost, Explained, Explanation, Step, Total
+from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
+from fxgrad.passes.wrap_transforms import Stretch
 from fxgrad.pipeline import PASSES
 from fxgrad.printing import dtype_name
-from fxgrad.rehearsal import Part, Rehearsal, rehearse
-from fxgrad.targets import (
-    TAPS,
-    CollectTarget,
-    DeriveTarget,
-    NewTape,
-    OwnTapTarget,
-    TapSeveralTarget,
-    TapTarget,
-)
+from fxgrad.rehearsal import Rehearsal, rehearse
+from fxgrad.targets import TAPS, DeriveTarget
 from fxgrad.tracing import Trace, capture
-from fxgrad.uses import Use
+from fxgrad.values import GraphValues, TapNode, line_of, modules_of, opaque, term_text, where
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
@@ -72,15 +64,21 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     engine = engine_of(model) or engine_of(transform(model))
     assert engine is not None
     args, kwargs, size = _two_samples(engine, args, kwargs)
-    plain: list[fx.GraphModule] = []
+    kept: list[fx.GraphModule] = []
 
-    def keep_plain(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-        plain.append(gm)
+    def keep(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        kept.append(gm)
         return gm
 
-    place = PASSES.index(decompose_recurrent) + 1
-    trace = capture(engine, args, kwargs, (*PASSES[:place], keep_plain, *PASSES[place:]))
-    return _Explainer(engine.model, trace, plain[0], size).explanation()
+    early, late = PASSES.index(decompose_recurrent) + 1, PASSES.index(attach_taps)
+    trace = capture(engine, args, kwargs, (*PASSES[:early], keep, *PASSES[early:late], keep, *PASSES[late:]))
+    return _Explainer(engine.model, trace, _plain_step(*kept), size).explanation()
+
+
+def _plain_step(captured: fx.GraphModule, decomposed: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it was captured; torch.func's levels do not open on fake tensors, so there the decomposed one."""
+    wrapped = any(isinstance(node.target, Stretch) for node in captured.graph.nodes)
+    return decomposed if wrapped else captured
 
 
 def _two_samples(engine: Engine, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
@@ -106,7 +104,8 @@ class _Explainer:
         self.notes: list[str] = []
         self.plain = self._rehearse(plain, "the plain step")
         self.own = self._rehearse(trace.graph_module, "the transformed model")
-        self.taps = [_Tap(node) for node in self.graph.nodes if isinstance(node.target, (*TAPS, DeriveTarget))]
+        self.parts = self.own.parts if self.own is not None else []
+        self.taps = [TapNode(node) for node in self.graph.nodes if isinstance(node.target, (*TAPS, DeriveTarget))]
         self.roots = self._roots()
 
     def _rehearse(self, gm: fx.GraphModule, what: str) -> Rehearsal | None:
@@ -119,7 +118,8 @@ class _Explainer:
             return None
 
     def explanation(self) -> Explanation:
-        parameters, values = tuple(self._parameters()), _Drawing(self).values()
+        parameters = tuple(self._parameters())
+        values = GraphValues(self.graph, self.ctx, self.taps, self.parts).values()
         self._note_what_is_not_counted(parameters)
         names = {name: at(symbol, self.ctx.symbols, self.size) for symbol, name in self.ctx.symbols.names.items()}
         return Explanation(
@@ -168,8 +168,8 @@ class _Explainer:
                 if key in self.roots[used]:
                     yield self._step(tap, slot, made.get(used, ""))
 
-    def _step(self, tap: _Tap, slot: int, of: str) -> Step:
-        parts = [part for part in self.own.parts if part.use is tap.use and part.slot == slot] if self.own else []
+    def _step(self, tap: TapNode, slot: int, of: str) -> Step:
+        parts = [part for part in self.parts if part.use is tap.use and part.slot == slot]
         known = [part.flops for part in parts if part.flops is not None]
         node = tap.behind
         return Step(
@@ -198,9 +198,9 @@ class _Explainer:
         yield Total("gradients", "B", self._cost(ordinary), self._cost(self.ctx.symbols.symbol * ordinary))
 
     def _note_what_is_not_counted(self, parameters: Sequence[Explained]) -> None:
-        opaque = sorted({name for node in self.graph.nodes if (name := _opaque(node))})
-        if opaque:
-            self.notes.append(f"flops leave out what happens inside of {', '.join(opaque)}")
+        hidden = sorted({name for node in self.graph.nodes if (name := opaque(node))})
+        if hidden:
+            self.notes.append(f"flops leave out what happens inside of {', '.join(hidden)}")
         if any(step.by == "generic" for p in parameters for step in p.steps):
             self.notes.append("flops leave out the generic rule, which runs the op's own derivative under vmap")
 
@@ -213,157 +213,3 @@ class _Explainer:
         values = tensors_of(node.meta.get("fake"))
         shapes = [f"{dtype_name(v.dtype)}[{', '.join(map(self.ctx.symbols.show, v.shape))}]" for v in values]
         return ", ".join(shapes)
-
-
-class _Tap:
-    """A node of the graph that differentiates an op."""
-
-    def __init__(self, node: fx.Node) -> None:
-        target: Any = node.target
-        self.node, self.strategy, self.use = node, target.strategy, target.strategy.use
-        self.key: int | None = target.key if isinstance(target, DeriveTarget) else None
-        use: Use = self.use
-        self.layout = use.several[0][1] if use.several else use.output
-        self.behind = _behind(node)
-
-
-def _behind(node: fx.Node) -> fx.Node:
-    """The op that a tap differentiates."""
-    if isinstance(node.target, DeriveTarget):
-        return node.prev
-    if isinstance(node.target, OwnTapTarget):
-        return node
-    y = node.args[2]
-    assert isinstance(y, fx.Node)
-    source = y.args[0] if isinstance(node.target, TapSeveralTarget) else y
-    assert isinstance(source, fx.Node)
-    return source
-
-
-class _Drawing:
-    """The graph's values without the machinery: no tape, no handles, no sizes; a tap is a mark of its op."""
-
-    def __init__(self, explainer: _Explainer) -> None:
-        self.explainer, self.ctx = explainer, explainer.ctx
-        self.taps = {tap.behind: tap for tap in explainer.taps}
-        self.same: dict[fx.Node, fx.Node] = {}  # a value that is drawn as another one
-
-    def values(self) -> tuple[Value, ...]:
-        found = []
-        for node in self.explainer.graph.nodes:
-            stands_for = self._stands_for(node)
-            if stands_for is not None:
-                self.same[node] = self.same.get(stands_for, stands_for)
-            elif self._drawn(node):
-                found.append(self._value(node))
-        return tuple(found)
-
-    def _stands_for(self, node: fx.Node) -> fx.Node | None:
-        source = node.args[0] if node.args else None
-        if isinstance(node.target, TapTarget | TapSeveralTarget):
-            return _behind(node)
-        if isinstance(source, fx.Node):
-            of_parameter = node.target == "detach" and source.name in self.ctx.by_node
-            of_several = not isinstance(source.meta.get("fake"), Tensor) and op_name(node.target) == "getitem"
-            return source if of_parameter or of_several else None
-        return None
-
-    def _drawn(self, node: fx.Node) -> bool:
-        if node.op == "output":
-            return True
-        machinery = isinstance(node.target, DeriveTarget | CollectTarget | NewTape)
-        if machinery or node.name in self.ctx.by_node or self._constant(node):
-            return False
-        return bool(tensors_of(node.meta.get("fake")))
-
-    def _constant(self, node: fx.Node) -> bool:
-        """An input that is the same for all samples and holds no trainable parameter."""
-        held = node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("fake"), Tensor)
-        samples = node.meta.get("samples")
-        return held and isinstance(samples, Samples) and samples.kind is Kind.CONSTANT
-
-    def _value(self, node: fx.Node) -> Value:
-        operands = [self.same.get(arg, arg) for arg in node.all_input_nodes]
-        parameters = [self.ctx.by_node[arg.name].name for arg in operands if arg.name in self.ctx.by_node]
-        constants = [self.ctx.names.get(arg.name, arg.name) for arg in operands if self._constant(arg)]
-        drawn = [arg.name for arg in operands if self._drawn(arg)]
-        tensor = next(iter(tensors_of(node.meta.get("fake"))), None)
-        source = drawn_from[0] if node.op == "output" and (drawn_from := node.all_input_nodes) else node
-        samples = _first(source.meta.get("samples"))
-        layout = samples.layout if samples else None
-        symbols = self.ctx.symbols
-        return Value(
-            node.name,
-            {"placeholder": "input", "output": "output"}.get(node.op) or _short(node),
-            samples.kind.value if samples else "constant",
-            tuple(modules_of(node)) if node.op.startswith("call") else (),
-            line_of(node) if node.op.startswith("call") else self.ctx.names.get(node.name, ""),
-            "" if tensor is None else dtype_name(tensor.dtype),
-            () if tensor is None else tuple(symbols.show(size) for size in tensor.shape),
-            where(layout) if layout else "",
-            layout.dim if layout else None,
-            tuple(dict.fromkeys(drawn)),
-            tuple(dict.fromkeys(parameters)),
-            tuple(dict.fromkeys(constants)),
-            self._mark(node),
-        )
-
-    def _mark(self, node: fx.Node) -> str:
-        tap = self.taps.get(node)
-        if tap is None:
-            return ""
-        parts = self.explainer.own.parts if self.explainer.own else []
-        terms = dict.fromkeys(term_text(part) for part in parts if part.use is tap.use)
-        return ": ".join([tap.strategy.name, *(["; ".join(terms)] if terms else [])])
-
-
-def _first(samples: Any) -> Samples | None:
-    several = samples if isinstance(samples, list) else [samples]
-    return next((s for s in several if isinstance(s, Samples)), None)
-
-
-def _short(node: fx.Node) -> str:
-    name = node.target.strategy.use.op if isinstance(node.target, OwnTapTarget) else op_name(node.target)
-    return name.split("::")[-1].split(".")[-1]
-
-
-def _opaque(node: fx.Node) -> str:
-    """The name of an operator that PyTorch's flop counter does not look into."""
-    use: Any = node.target.strategy.use if isinstance(node.target, OwnTapTarget) else None
-    name = use.op if use else op_name(node.target) if node.op == "call_function" else ""
-    return name if "::" in name and not name.startswith("aten::") else ""
-
-
-def term_text(part: Part) -> str:
-    """How a contribution is computed, in a few letters."""
-    if part.term is None:
-        return "per sample" if part.flops is None else "summed" if part.flops != 0 else "moved"
-    return part.term.equation.replace(" ", "")
-
-
-def where(layout: Layout | None) -> str:
-    """Where the samples are: ``dim 0: B``, ``dim 0: 5*B`` (the sample index inside), ``shared by all``."""
-    if layout is None:
-        return "shared by all"
-    if layout.rows is not None:
-        return f"dim {layout.dim}: rows of packed data"
-    sizes = ["?" if size is None else str(size) for size in (layout.outer, layout.inner)]
-    factors = [sizes[0]] * (sizes[0] != "1") + ["B"] + [sizes[1]] * (sizes[1] != "1")
-    return f"dim {layout.dim}: {'*'.join(factors)}"
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's own line that made a node; empty where only PyTorch's did."""
-    line = source_line(node)
-    return "" if line.startswith("in ") else line
-
-
-def modules_of(node: fx.Node) -> list[str]:
-    """The modules a node is computed in, outermost first, the model itself left out: ``layers.0: Linear``."""
-    found = []
-    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-        words = [a or b for a, b in re.findall(r"\['([^']+)'\]|\.(\w+)", str(path))]
-        name = ".".join(word for word in words if word not in ("original", "_modules"))
-        if name:
-            found.append(f"{name}: {getattr(kind, '__name__', kind)}")
-    return found

@@ -88,7 +88,7 @@ def candidates(value: Tensor, alone: Tensor | None, n: int) -> list[Layout]:
     found = []
     for d in dims:
         k = value.shape[d] // n
-        found += [Layout(d)] if k == 1 else [Layout(d, 1, k), Layout(d, k, 1)]
+        found += [Layout(d, outer, k // outer) for outer in range(1, k + 1) if k % outer == 0]
     return found
 
 

@@ -122,18 +122,33 @@ def test_convolutions_cost_what_the_native_one_costs() -> None:
     assert totals["backward"].fxgrad.value == totals["backward"].plain.value == counter.get_total_flops()
 
 
+def saved_by(model: nn.Module, x: Tensor) -> int:
+    """What a real forward keeps for its backward, each storage once, without parameters and input."""
+    known = {t.untyped_storage().data_ptr() for t in [x, *model.parameters()]}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = model(x)
+    assert output.requires_grad
+    return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in known)
+
+
+def test_what_is_saved_for_the_backward() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    x = torch.randn(5, 1, 8, 8)
+    saved = {t.what: t for t in fxgrad.explain(model, x).totals}["saved for the backward"]
+    assert saved.plain.value == saved.fxgrad.value == saved_by(model, x)
+
+
 def test_what_is_saved_in_addition() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * 2).sin() + self.w.exp() * x.cos().detach()
-
-    (saved,) = [t for t in fxgrad.explain(Twice(), torch.randn(5, 4)).totals if t.what.startswith("saved")]
-    assert saved.plain.value is not None and saved.fxgrad.value is not None
-    assert saved.fxgrad.value >= saved.plain.value
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+    saved = {t.what: t for t in fxgrad.explain(model, torch.randn(5, 3)).totals}["saved for the backward"]
+    assert saved.plain.value == saved_by(model, torch.randn(5, 3)) == 16  # the norm
+    assert saved.fxgrad.value == 80  # from which the weight's gradient is pulled back, op by op
 
 
 def test_generic_and_opaque_work_is_not_counted_and_said() -> None:
@@ -144,6 +159,20 @@ def test_generic_and_opaque_work_is_not_counted_and_said() -> None:
     found = fxgrad.explain(nn.LSTM(3, 4, batch_first=True), torch.randn(4, 5, 3))
     assert found.notes == ("flops leave out what happens inside of fxgrad::recurrence",)
     assert {step.by for p in found.parameters for step in p.steps} == {"rule", "own backward"}
+
+
+def test_torch_func_inside_the_model() -> None:
+    class Derivative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.func.vmap(torch.func.grad(lambda v: (v * self.w).sin().sum()))(x)
+
+    found = fxgrad.explain(Derivative(), torch.randn(5, 3))
+    assert found.notes == () and len(found.parameters[0].steps) == 2
+    assert torch._C._functorch.peek_interpreter_stack() is None
 
 
 def test_a_batch_of_one_and_of_none() -> None:

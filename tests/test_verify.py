@@ -243,13 +243,14 @@ def test_tied_frozen_and_unused_parameters() -> None:
     assert "'2.weight' is '0.weight'" in verdict.notes
 
 
-@pytest.mark.parametrize("time_first", [False, True], ids=["samples outside", "samples inside"])
-def test_samples_merged_into_a_dimension_of_the_output(time_first: bool) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)], ids=["outside", "between", "inside"])
+def test_samples_merged_into_a_dimension_of_the_output(order: tuple[int, ...]) -> None:
     def merge(h: Tensor) -> Tensor:
-        return (h.transpose(0, 1) if time_first else h).reshape(-1, 3)
+        return h.permute(*order, 3).reshape(-1, 3)
 
-    assert fxgrad.verify(Lambda(merge, nn.Linear(3, 3)), torch.randn(4, 2, 3)).ok
-    assert fxgrad.verify(Lambda(merge, nn.Linear(3, 3), nn.Dropout(0.5)), torch.randn(4, 2, 3)).ok
+    assert fxgrad.verify(Lambda(merge, nn.Linear(3, 3)), torch.randn(4, 2, 3, 3)).ok
+    dropped = fxgrad.transform(Lambda(merge, nn.Linear(3, 3), nn.Dropout(0.5)), backend="eager")
+    assert fxgrad.verify(dropped, torch.randn(4, 2, 3, 3)).ok
 
 
 def test_samples_on_the_second_dimension_and_integers() -> None:
