@@ -67,7 +67,7 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     (True, [('weight', 'right'), ('bias', 'right')])
     """
     engine = engine_of(model)
-    options = {"backend": "aot_eager"} if engine is None else dict(type(model)._fxgrad_arguments)  # type: ignore
+    options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
     original = model if engine is None else engine.model
     if any(isinstance(item, PackedSequence) for item in _items((args, kwargs))):
         raise OptionError(
@@ -116,13 +116,17 @@ class _Verification:
             self.witness.model.eval()
             whole = self.witness.whole()
             found = self._compare_outputs(whole) if not isinstance(found, FxgradError) else found
-            places, influences = probe(self.witness, whole, self._transformed_grads, found)
+            places, seen = probe(self.witness, whole, self._transformed_grads, found)
+            influences = influences or seen
         rows: dict[str, Row] = {}
         sum_error, witness = None, ""
         if not isinstance(found, FxgradError):
             sum_error = self._sum_error(found, whole)
             if any(influence.what.startswith("output") for influence in influences):
                 self.notes.append("not compared with single samples, which do not see each other")
+                rows = dict.fromkeys(found, ("not compared", None, None))
+            elif whole.draws and self._undivided(whole, places):
+                self.notes.append("not compared: the model draws random numbers in eval mode too")
                 rows = dict.fromkeys(found, ("not compared", None, None))
             else:
                 witness, truth = self._truth(whole, places)

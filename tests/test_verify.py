@@ -181,6 +181,14 @@ def test_dropout_and_a_loss_inside() -> None:
     )
 
 
+def test_dropout_that_eval_mode_does_not_end() -> None:
+    model = Lambda(lambda h: F.dropout(h, 0.5, training=True).sum(), nn.Linear(3, 4))
+    verdict = fxgrad.verify(model, x())
+    assert not verdict.ok and set(verdicts(verdict).values()) == {"not compared"}
+    with pytest.raises(RuleError, match=r"nothing was compared: .*draws random numbers in eval mode too"):
+        verdict.raise_if_wrong()
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_a_loss_outside_with_targets_of_the_batch(reduction: str) -> None:
     y = torch.tensor([0, 1, 1, 0, 1])
