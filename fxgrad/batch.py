@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -182,6 +183,25 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [tensor for _, item in _children(value) for tensor in tensors_in(item)]
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The same nest of inputs with ``function(tensor)`` in every tensor's place."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, MutableMapping):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, function)
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {name: map_tensors(item, function) for name, item in _children(value)}
+        return dataclasses.replace(value, **fields)
+    return value
 
 
 def _disagreeing(found: list[Input]) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class _Printer:
     def _type(self, fake: Any) -> str:
         if isinstance(fake, Tensor):
             sizes = ", ".join(self.ctx.symbols.show(size) for size in fake.shape)
-            return f"{_DTYPES.get(fake.dtype, str(fake.dtype))}[{sizes}]"
+            return f"{dtype_name(fake.dtype)}[{sizes}]"
         if isinstance(fake, tuple | list):
             return f"({', '.join(self._type(item) for item in fake)})"
         return "" if fake is None else type(fake).__name__
@@ -155,3 +156,25 @@ def _samples(samples: Any) -> str:
 
 def _columns(left: str, right: str) -> str:
     return f"{left.ljust(_COLUMN)}  {right}".rstrip() if right else left.rstrip()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in short: ``f32``."""
+    return _DTYPES.get(dtype, str(dtype))
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Lines with aligned columns, those in ``right`` flush right.
+
+    >>> print("\\n".join(table(["name", "n"], [["a", "12"], ["bcd efg", "3"]], right={1})))
+    name      n
+    a        12
+    bcd efg   3
+    """
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    aligned = [
+        [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in
+         enumerate(zip(row, widths, strict=True))]
+        for row in (titles, *rows)
+    ]
+    return ["  ".join(cells).rstrip() for cells in aligned]

@@ -67,11 +67,11 @@ class Symbols:
         """The number a size is at this many samples, other symbols at their hints."""
         if not isinstance(size, torch.SymInt | torch.SymFloat):
             return size
-        value = expression(size).subs(self.symbol, batch).subs(self._hints())
+        value = expression(size).subs(self.symbol, batch).subs(self.hints())
         value = value.subs(dict.fromkeys(value.free_symbols, UNKNOWN))
         return float(value) if isinstance(size, torch.SymFloat) else int(value)
 
-    def _hints(self) -> Mapping[sympy.Symbol, Any]:
+    def hints(self) -> Mapping[sympy.Symbol, Any]:
         hints = getattr(self.env, "backed_var_to_val", None)
         if hints is None:
             hints = self.env.var_to_val

@@ -1,0 +1,178 @@
+"""The values of a rewritten graph, as a reader wants to see them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxgrad.calls import op_name
+from fxgrad.context import Context, source_line, tensors_of
+from fxgrad.explanation import Value
+from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.printing import dtype_name
+from fxgrad.rehearsal import Part
+from fxgrad.targets import (
+    CollectTarget,
+    DeriveTarget,
+    NewTape,
+    OwnTapTarget,
+    TapSeveralTarget,
+    TapTarget,
+)
+from fxgrad.uses import Use
+
+
+class TapNode:
+    """A node of the graph that differentiates an op."""
+
+    def __init__(self, node: fx.Node) -> None:
+        target: Any = node.target
+        self.node, self.strategy, self.use = node, target.strategy, target.strategy.use
+        self.key: int | None = target.key if isinstance(target, DeriveTarget) else None
+        use: Use = self.use
+        self.layout = use.several[0][1] if use.several else use.output
+        self.behind = _behind(node)
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """The op that a tap differentiates."""
+    if isinstance(node.target, DeriveTarget):
+        return node.prev
+    if isinstance(node.target, OwnTapTarget):
+        return node
+    y = node.args[2]
+    assert isinstance(y, fx.Node)
+    source = y.args[0] if isinstance(node.target, TapSeveralTarget) else y
+    assert isinstance(source, fx.Node)
+    return source
+
+
+class GraphValues:
+    """The graph's values without the machinery: no tape, no handles, no sizes; a tap is a mark of its op."""
+
+    def __init__(self, graph: fx.Graph, ctx: Context, taps: Sequence[TapNode], parts: Sequence[Part]) -> None:
+        self.graph, self.ctx, self.parts = graph, ctx, parts
+        self.taps = {tap.behind: tap for tap in taps}
+        self.same: dict[fx.Node, fx.Node] = {}  # a value that is drawn as another one
+
+    def values(self) -> tuple[Value, ...]:
+        found = []
+        for node in self.graph.nodes:
+            stands_for = self._stands_for(node)
+            if stands_for is not None:
+                self.same[node] = self.same.get(stands_for, stands_for)
+            elif self._drawn(node):
+                found.append(self._value(node))
+        return tuple(found)
+
+    def _stands_for(self, node: fx.Node) -> fx.Node | None:
+        source = node.args[0] if node.args else None
+        if isinstance(node.target, TapTarget | TapSeveralTarget):
+            return _behind(node)
+        if isinstance(source, fx.Node):
+            of_parameter = node.target == "detach" and source.name in self.ctx.by_node
+            of_several = not isinstance(source.meta.get("fake"), Tensor) and op_name(node.target) == "getitem"
+            return source if of_parameter or of_several else None
+        return None
+
+    def _drawn(self, node: fx.Node) -> bool:
+        if node.op == "output":
+            return True
+        machinery = isinstance(node.target, DeriveTarget | CollectTarget | NewTape)
+        if machinery or node.name in self.ctx.by_node or self._constant(node):
+            return False
+        return bool(tensors_of(node.meta.get("fake")))
+
+    def _constant(self, node: fx.Node) -> bool:
+        """An input that is the same for all samples and holds no trainable parameter."""
+        held = node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("fake"), Tensor)
+        samples = node.meta.get("samples")
+        return held and isinstance(samples, Samples) and samples.kind is Kind.CONSTANT
+
+    def _value(self, node: fx.Node) -> Value:
+        operands = [self.same.get(arg, arg) for arg in node.all_input_nodes]
+        parameters = [self.ctx.by_node[arg.name].name for arg in operands if arg.name in self.ctx.by_node]
+        constants = [self.ctx.names.get(arg.name, arg.name) for arg in operands if self._constant(arg)]
+        drawn = [arg.name for arg in operands if self._drawn(arg)]
+        tensor = next(iter(tensors_of(node.meta.get("fake"))), None)
+        source = drawn_from[0] if node.op == "output" and (drawn_from := node.all_input_nodes) else node
+        samples = _first(source.meta.get("samples"))
+        layout = samples.layout if samples else None
+        symbols = self.ctx.symbols
+        return Value(
+            node.name,
+            {"placeholder": "input", "output": "output"}.get(node.op) or short_name(node),
+            samples.kind.value if samples else "constant",
+            tuple(modules_of(node)) if node.op.startswith("call") else (),
+            line_of(node) if node.op.startswith("call") else self.ctx.names.get(node.name, ""),
+            "" if tensor is None else dtype_name(tensor.dtype),
+            () if tensor is None else tuple(symbols.show(size) for size in tensor.shape),
+            where(layout) if layout else "",
+            layout.dim if layout else None,
+            tuple(dict.fromkeys(drawn)),
+            tuple(dict.fromkeys(parameters)),
+            tuple(dict.fromkeys(constants)),
+            self._mark(node),
+        )
+
+    def _mark(self, node: fx.Node) -> str:
+        tap = self.taps.get(node)
+        if tap is None:
+            return ""
+        terms = dict.fromkeys(term_text(part) for part in self.parts if part.use is tap.use)
+        return ": ".join([tap.strategy.name, *(["; ".join(terms)] if terms else [])])
+
+
+def _first(samples: Any) -> Samples | None:
+    several = samples if isinstance(samples, list) else [samples]
+    return next((s for s in several if isinstance(s, Samples)), None)
+
+
+def short_name(node: fx.Node) -> str:
+    name = node.target.strategy.use.op if isinstance(node.target, OwnTapTarget) else op_name(node.target)
+    return name.split("::")[-1].split(".")[-1]
+
+
+def opaque(node: fx.Node) -> str:
+    """The name of an operator that PyTorch's flop counter does not look into."""
+    use: Any = node.target.strategy.use if isinstance(node.target, OwnTapTarget) else None
+    name = use.op if use else op_name(node.target) if node.op == "call_function" else ""
+    return name if "::" in name and not name.startswith("aten::") else ""
+
+
+def term_text(part: Part) -> str:
+    """How a contribution is computed, in a few letters."""
+    if part.term is None:
+        return "per sample" if part.flops is None else "summed" if part.flops != 0 else "moved"
+    return part.term.equation.replace(" ", "")
+
+
+def where(layout: Layout | None) -> str:
+    """Where the samples are: ``dim 0: B``, ``dim 0: 5*B`` (the sample index inside), ``shared by all``."""
+    if layout is None:
+        return "shared by all"
+    if layout.rows is not None:
+        return f"dim {layout.dim}: rows of packed data"
+    sizes = ["?" if size is None else str(size) for size in (layout.outer, layout.inner)]
+    factors = [sizes[0]] * (sizes[0] != "1") + ["B"] + [sizes[1]] * (sizes[1] != "1")
+    return f"dim {layout.dim}: {'*'.join(factors)}"
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's own line that made a node; empty where only PyTorch's did."""
+    line = source_line(node)
+    return "" if line.startswith("in ") else line
+
+
+def modules_of(node: fx.Node) -> list[str]:
+    """The modules a node is computed in, outermost first, the model itself left out: ``layers.0: Linear``."""
+    found = []
+    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        words = [a or b for a, b in re.findall(r"\['([^']+)'\]|\.(\w+)", str(path))]
+        name = ".".join(word for word in words if word not in ("original", "_modules"))
+        if name:
+            found.append(f"{name}: {getattr(kind, '__name__', kind)}")
+    return found

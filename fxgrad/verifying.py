@@ -1,0 +1,330 @@
+"""`fxgrad.verify`: the numerical proof that a model's per-sample gradients are right."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fxgrad.api import engine_of, transform, zero_grad
+from fxgrad.batch import map_tensors, tensors_in
+from fxgrad.errors import BatchSizeError, FxgradError, OptionError
+from fxgrad.layouts import Layout
+from fxgrad.oracle import TOLERANCE, largest, relative_error, relative_errors, wide
+from fxgrad.probe import Found, probe
+from fxgrad.verdict import ParameterVerdict, Verdict
+from fxgrad.witness import (
+    Inputs,
+    Nest,
+    NotAlone,
+    Whole,
+    Witness,
+    cuda_devices,
+)
+
+LossFn = Callable[[Any], Tensor]
+Row = tuple[str, float | None, int | None]  # a parameter's verdict, error and worst sample
+Grads = dict[str, Tensor]
+
+
+def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs: Any) -> Verdict:
+    """Prove on numbers that ``model(*args, **kwargs)`` gets the right per-sample gradients.
+
+    Two things are tried. Each sample is changed in turn: no other sample's outputs, nor its gradients, may
+    move. And ``grad_sample`` is compared with plain autograd on one sample at a time. Both in float64, on a
+    copy of the model where it runs there, else in the model's own dtype. A model that draws random numbers
+    is compared with backward passes through one sample's outputs in a forward of the whole batch, under
+    the same seed.
+
+    ``model`` may be transformed already; its options then apply, its backend too (else "aot_eager").
+    ``loss_fn`` takes what the model returns for the whole batch and gives the loss, a scalar or one number
+    for each sample; it may use the batch's targets. Without it a loss is made up that every element of
+    the output enters differently. The rows of ``grad_sample`` are compared with dL/dW(i) as `transform`
+    defines it: with a mean over samples pass a model transformed with ``loss_reduction="mean"``, or get
+    gradients that are divided by B.
+
+    Nothing of the model is changed: parameters, gradients, buffers, modes and random states are as before.
+    Costs about two forward and backward passes for every sample.
+
+    Returns:
+        A `Verdict`: ``print`` it for a table, ask ``.ok``, or call ``.raise_if_wrong()`` in a test. A model
+        that fxgrad refuses gets its error as the verdict.
+
+    Raises:
+        BatchSizeError: the inputs' number of samples is unknown, or none.
+        OptionError: the model or an input cannot be copied sample by sample.
+        and what the model and ``loss_fn`` themselves raise.
+
+    >>> verdict = verify(nn.Linear(3, 2), torch.randn(5, 3))
+    >>> verdict.ok, [(p.name, p.verdict) for p in verdict.parameters]
+    (True, [('weight', 'right'), ('bias', 'right')])
+    """
+    engine = engine_of(model)
+    options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
+    original = model if engine is None else engine.model
+    if any(isinstance(item, PackedSequence) for item in _items((args, kwargs))):
+        raise OptionError(
+            "verify cannot take single samples out of a PackedSequence",
+            advice="Pass padded inputs to a model that packs them itself.",
+        )
+    with _random_numbers_kept(original):
+        return _Verification(original, options, (args, kwargs), loss_fn).verdict()
+
+
+@contextmanager
+def _random_numbers_kept(model: nn.Module) -> Iterator[None]:
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices(model)):
+            yield
+    finally:
+        random.setstate(state)
+
+
+@dataclass
+class _Verification:
+    """One model's way to its verdict."""
+
+    original: nn.Module
+    options: dict[str, Any]
+    nest: Nest
+    loss_fn: LossFn | None
+    notes: list[str] = field(default_factory=list)
+    witness: Witness = field(init=False)
+    transformed: nn.Module = field(init=False)
+    dtype: torch.dtype = torch.float64
+    tolerance: float = TOLERANCE[torch.float64]
+    output_error: float | None = None
+
+    def verdict(self) -> Verdict:
+        whole = self._choose_dtype()
+        if whole.draws and self.options["backend"] == "inductor":
+            self.notes.append('through "aot_eager": Inductor draws other random numbers than the plain model')
+            self.transformed = transform(self.witness.model, **{**self.options, "backend": "aot_eager"})
+        self.scale = self._loss_scale()
+        found = self._compare_outputs(whole)
+        places, influences = probe(self.witness, whole, self._transformed_grads, found)
+        if whole.draws and self._undivided(whole, places):
+            self.notes.append("the model draws random numbers and returns a loss of all samples: tried in eval mode")
+            self.witness.model.eval()
+            whole = self.witness.whole()
+            found = self._compare_outputs(whole) if not isinstance(found, FxgradError) else found
+            places, seen = probe(self.witness, whole, self._transformed_grads, found)
+            influences = influences or seen
+        rows: dict[str, Row] = {}
+        sum_error, witness = None, ""
+        if not isinstance(found, FxgradError):
+            sum_error = self._sum_error(found, whole)
+            if any(influence.what.startswith("output") for influence in influences):
+                self.notes.append("not compared with single samples, which do not see each other")
+                rows = dict.fromkeys(found, ("not compared", None, None))
+            elif whole.draws and self._undivided(whole, places):
+                self.notes.append("not compared: the model draws random numbers in eval mode too")
+                rows = dict.fromkeys(found, ("not compared", None, None))
+            else:
+                witness, truth = self._truth(whole, places)
+                shares = self._undivided(whole, places) and sum_error <= self.tolerance
+                rows = self._compare(found, self._shares(found, truth) if shares else truth, whole)
+        return Verdict(
+            self.witness.n,
+            _name(self.dtype),
+            witness,
+            self.tolerance,
+            tuple(self._verdicts(rows)),
+            tuple(influences),
+            self.options.get("mixing") == "allow",
+            found if isinstance(found, FxgradError) else None,
+            self.output_error,
+            sum_error,
+            tuple(self.notes),
+        )
+
+    def _choose_dtype(self) -> Whole:
+        """Copies of the model and its inputs in float64, where they run there."""
+        dtypes = {p.dtype for p in self.original.parameters() if p.is_floating_point()}
+        if dtypes <= {torch.float64}:
+            return self._prepare(convert=False)
+        try:
+            return self._prepare(convert=True)
+        except FxgradError:
+            raise
+        except Exception as error:  # whatever the model raises: its own dtype has to do then
+            first = (str(error).splitlines() or [""])[0]
+            note = f"not in float64, where the model raises {type(error).__name__}: {first}"
+        self.dtype = max(dtypes, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
+        self.tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+        whole = self._prepare(convert=False)
+        self.notes.append(note)
+        return whole
+
+    def _prepare(self, *, convert: bool) -> Whole:
+        model = copied(self.original)
+        model = model.double() if convert else model
+        self.transformed = transform(model, **self.options)
+        engine = engine_of(self.transformed)
+        assert engine is not None
+        nest: Nest = map_tensors(self.nest, lambda x: _copy(x, convert))
+        inputs = Inputs(nest, engine.roles.find(*nest))
+        if inputs.batch.size == 0:
+            raise BatchSizeError("verify needs samples: the batch is empty", advice="Pass a batch of two or more.")
+        self.witness = Witness(model, inputs, self.loss_fn)
+        whole = self.witness.whole()
+        coarsest = max(whole.dtypes, key=lambda dtype: TOLERANCE.get(dtype, 0.0), default=self.dtype)
+        if TOLERANCE.get(coarsest, 0.0) > self.tolerance:
+            self.tolerance = TOLERANCE[coarsest]
+            self.notes.append(f"the model computes in {_name(coarsest)} inside")
+        self.witness.tolerance = self.tolerance
+        return whole
+
+    def _loss_scale(self) -> float:
+        scale = self.options.get("loss_reduction", "sum")
+        return 1.0 if scale == "sum" else float(self.witness.n) if scale == "mean" else float(scale)
+
+    def _undivided(self, whole: Whole, places: list[Layout | None]) -> bool:
+        """Whether a gradient arrives at an output that has no samples to take apart."""
+        pairs = zip(whole.by_output, places, strict=True)
+        return self.witness.n > 1 and any(g is not None and place is None for g, place in pairs)
+
+    def _compare_outputs(self, whole: Whole) -> Found:
+        """The transformed model's grad_sample, with a look at its outputs."""
+        self.output_error = None
+        return self._transformed_grads(self.witness.inputs.fresh(), whole)
+
+    def _transformed_grads(self, nest: Nest, whole: Whole | None = None) -> Found:
+        """``grad_sample`` of every parameter, or why there is none."""
+        witness = self.witness
+        zero_grad(witness.model)
+        try:
+            with witness.forward(self.transformed, nest) as output:
+                if whole is not None:
+                    self.output_error = _outputs_error(tensors_in(output), whole.outputs)
+                loss = witness.loss(output)
+                if loss.requires_grad:
+                    loss.backward()
+            found = {name: getattr(p, "grad_sample", None) for name, p in witness.parameters.items()}
+        except FxgradError as error:
+            return error
+        finally:
+            zero_grad(witness.model)
+        parameters = witness.parameters
+        return {
+            name: parameters[name].new_zeros(witness.n, *parameters[name].shape) if g is None else g
+            for name, g in found.items()
+        }
+
+    def _truth(self, whole: Whole, places: list[Layout | None]) -> tuple[str, Grads]:
+        """Every sample's gradients by plain autograd."""
+        witness = self.witness
+        if not whole.draws:
+            try:
+                return "the loop over single samples", _stacked(list(witness.alone(whole, places, self.scale)))
+            except NotAlone as reason:
+                self.notes.append(str(reason))
+            except Exception as error:  # the model takes no batch of one
+                self.notes.append(f"one sample alone raises {type(error).__name__}")
+        said = "one sample's outputs at a time, in forwards of the batch under one seed"
+        return said, _stacked(list(witness.within(whole, places, self.scale)))
+
+    def _compare(self, found: Grads, truth: Grads, whole: Whole) -> dict[str, Row]:
+        """The verdict, the error and the worst sample of every trainable parameter."""
+        rest = {name: g for name, g in truth.items() if torch.equal(g.isfinite(), found[name].isfinite())}
+        errors = relative_errors({name: found[name] for name in rest}, rest)
+        rows: dict[str, Row] = {}
+        for name in truth:
+            error = errors.get(name, float("inf"))
+            off = wide(found[name] - truth[name]).abs()
+            sample = int(off.reshape(len(off), -1).amax(1).argmax()) if error and off.numel() else None
+            verdict = "wrong" if error > self.tolerance else "unused" if whole.grads[name] is None else "right"
+            rows[name] = (verdict, error, sample)
+        return rows
+
+    def _shares(self, found: Grads, truth: Grads) -> Grads:
+        """A loss inside the model may weigh samples, by one number for each: their gradients then are shares of it."""
+        if _distance(found, truth) <= self.tolerance:
+            return truth
+        n = self.witness.n
+        a = torch.cat([wide(found[name]).reshape(n, -1) for name in truth], 1)
+        b = torch.cat([wide(truth[name]).reshape(n, -1) for name in truth], 1)
+        shares = (a * b).sum(1) / (b * b).sum(1).clamp_min(1e-300)
+        weighed = {name: g * shares.to(g).view(-1, *[1] * (g.dim() - 1)) for name, g in truth.items()}
+        if _distance(found, weighed) > self.tolerance:
+            return truth
+        mean = largest(shares - 1 / n) < self.tolerance
+        advice = '1/B: pass loss_reduction="mean" to undo it'
+        said = advice if mean else ", ".join(f"{share:.3g}" for share in shares.tolist())
+        self.notes.append(f"the model's own loss weighs each sample's by {said}")
+        return weighed
+
+    def _sum_error(self, found: Grads, whole: Whole) -> float:
+        plain = {
+            name: torch.zeros_like(found[name][0]) if g is None else g.detach().to_dense() * self.scale
+            for name, g in whole.grads.items()
+        }
+        return _distance({name: g.sum(0) for name, g in found.items()}, plain)
+
+    def _verdicts(self, rows: dict[str, Row]) -> Iterator[ParameterVerdict]:
+        first: dict[int, str] = {}
+        for name, p in self.witness.model.named_parameters(remove_duplicate=False):
+            if first.setdefault(id(p), name) != name:
+                self.notes.append(f"'{name}' is '{first[id(p)]}'")
+                continue
+            default = ("refused", None, None) if p.requires_grad else ("frozen", None, None)
+            yield ParameterVerdict(name, tuple(p.shape), *rows.get(name, default))
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy of a model; values that a forward left on its modules come without their graph."""
+    left = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
+    try:
+        return copy.deepcopy(model, {id(value): value.detach().clone() for value in left})
+    except Exception as error:
+        raise OptionError(
+            f"the model cannot be copied: {type(error).__name__}: {error}",
+            advice="verify leaves the model as it is and works on a copy.deepcopy of it: make that possible.",
+        ) from error
+
+
+def _copy(x: Tensor, convert: bool) -> Tensor:
+    made = x.detach().clone()
+    if convert and made.is_floating_point():
+        made = made.double()
+    elif convert and made.is_complex():
+        made = made.to(torch.complex128)
+    return made.requires_grad_(x.requires_grad)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _items(item)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _outputs_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    named = [{f"output {k}": y.detach() for k, y in enumerate(outputs)} for outputs in (actual, expected)]
+    return _distance(*named)
+
+
+def _distance(actual: Grads, expected: Grads) -> float:
+    """`relative_error`, infinite where two values are not even comparable."""
+    try:
+        return relative_error(actual, expected)
+    except AssertionError:  # another shape, or not finite in one of the two
+        return float("inf")
+
+
+def _stacked(samples: list[Grads]) -> Grads:
+    return {name: torch.stack([grads[name] for grads in samples]) for name in samples[0]}
