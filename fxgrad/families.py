@@ -68,7 +68,7 @@ NORMALISED = frozenset("layer_norm rms_norm native_layer_norm _fused_rms_norm".s
 PER_ROW = frozenset(
     """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution group_norm
     instance_norm native_group_norm local_response_norm interpolate upsample grid_sample affine_grid
-    col2im im2col embedding_bag batch_norm""".split()
+    col2im im2col embedding_bag batch_norm fxgrad::grouped_rows""".split()
 )
 PER_IMAGE = frozenset(
     f"{prefix}{kind}_pool{d}d{suffix}"

@@ -10,6 +10,7 @@
        lower_assignments  x[i] = v as an in-place op on a view
        separate_writes    an in-place op on a function of parameters gets memory of its own
        decompose_calls    what nobody classified, in terms of what somebody did
+       unsort_routing     tokens that were sorted by expert stay in the samples' order
        simplify_views     no view merges a dimension that a later one splits again
        infer_samples      every value: constant, uniform, batched (where?), or mixed
        attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
@@ -37,6 +38,7 @@ from fxgrad.passes.prove_coverage import prove_coverage
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
+from fxgrad.passes.unsort_routing import unsort_routing
 from fxgrad.passes.wrap_bodies import wrap_bodies
 from fxgrad.passes.wrap_transforms import wrap_transforms
 from fxgrad.spec import check_spec
@@ -53,6 +55,7 @@ PASSES: tuple[Pass, ...] = (
     lower_assignments,
     separate_writes,
     decompose_calls,
+    unsort_routing,
     simplify_views,
     infer_samples,
     attach_taps,

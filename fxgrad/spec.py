@@ -73,6 +73,7 @@ _SPECS = {
     "lower_assignments": (_has_fake, _has_call),
     "separate_writes": (_has_fake, _has_call),
     "decompose_calls": (_has_fake, _has_call),
+    "unsort_routing": (_has_fake, _has_call),
     "simplify_views": (_has_fake, _has_call),
     "infer_samples": (_has_fake, _has_call, _has_samples),
     "attach_taps": (_taps_are_wired, _collects_once),

@@ -244,7 +244,7 @@ def per_row(op: Op, output: Tensor) -> Answer:
     rank = 2 + _spatial(name) if _spatial(name) else None
     for operand, layout in op.batched:
         unbatched = rank is not None and operand.fake.dim() != rank
-        if operand.name == "weight" and name.startswith("conv"):
+        if operand.name == "weight":
             return Mixes("its weight holds samples")
         if layout.dim != 0 or unbatched:
             return Mixes("it gets its samples on another dimension than 0")

@@ -1,6 +1,6 @@
 """Per-sample-gradient rules, one op each: what differs from PyTorch's own backward, and nothing else."""
 
-from fxgrad.rules import conv, elementwise, linear, lookup, movement, norm, recurrent
+from fxgrad.rules import conv, elementwise, linear, lookup, movement, norm, recurrent, routing
 from fxgrad.rules.registry import OWN_BACKWARDS, RULES, OwnBackward, Rule, rule
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "movement",
     "norm",
     "recurrent",
+    "routing",
     "rule",
 ]

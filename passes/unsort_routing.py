@@ -1,0 +1,264 @@
+"""Tokens sorted by their expert, worked on in that order, and put back: leave them in the samples' own order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from fxgrad.calls import bind, map_nodes
+from fxgrad.context import Context, place_beside, tensors_of
+from fxgrad.families import RANDOM, Family, family_of
+from fxgrad.symbols import expression
+
+_CASTS = frozenset("to float int long clone contiguous _to_copy detach".split())
+_GROUPED = frozenset("grouped_mm _grouped_mm transformers::grouped_mm_fallback".split())
+
+
+def unsort_routing(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: every call has ``call``. After: no rows stand in an order that the data decides, where that was all.
+
+    ``ids, perm = sort(ids); y = grouped_mm(x[perm], w, cumsum(histc(ids))); y[inverse(perm)]`` ->
+    ``fxgrad::grouped_rows(x, w, ids)``
+
+    What is done to sorted rows one by one may as well be done to them unsorted. So every value that the order
+    reaches has to be known: rows in that order, the order itself or its inverse, or the sizes of the groups.
+    One that is none of these leaves the graph as it is, for infer_samples to refuse.
+    """
+    for node in list(gm.graph.nodes):
+        if _sorts(node, ctx):
+            routing = _Routing(gm.graph, node, ctx)
+            if routing.understood():
+                routing.rewrite()
+    return gm
+
+
+def _sorts(node: fx.Node, ctx: Context) -> bool:
+    """Whether it sorts whole numbers, one for each row of a dimension that holds samples."""
+    call = node.meta.get("call")
+    if call is None or call.op not in ("sort", "argsort") or not isinstance(call.get("input"), fx.Node):
+        return False
+    fake = call.get("input").meta["fake"]
+    rows = fake.dim() == 1 and not fake.is_floating_point() and bool(ctx.symbols.batch_dims(fake.shape))
+    return rows and not call.get("descending", False) and call.get("dim", -1) in (0, -1)
+
+
+class _Routing:
+    """One sort, and what becomes of its order.
+
+    ``kinds`` says of each value: "order" (which row stands where), "tokens" (that, divided: which token's),
+    "inverse", "ids" (the sorted groups), "rows" (anything row by row in that order), "sizes" (of the groups).
+    """
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, ctx: Context) -> None:
+        self.graph, self.node, self.ctx = graph, node, ctx
+        self.ids: fx.Node = node.meta["call"].get("input")
+        self.size = expression(self.ids.meta["fake"].shape[0])
+        self.kinds: dict[fx.Node, str] = {}
+        if node.meta["call"].op == "argsort":
+            self.kinds[node] = "order"
+
+    def understood(self) -> bool:
+        following = False
+        for node in self.graph.nodes:
+            following = following or node is self.node
+            if not following or node is self.node:
+                continue
+            reached = [arg for arg in node.all_input_nodes if arg in self.kinds or arg is self.node]
+            if not reached or (node.op != "output" and not tensors_of(node.meta["fake"])):  # sizes are sizes
+                continue
+            kind = None if node.op == "output" else self._kind(node)
+            if kind is None:
+                return False
+            if kind:
+                self.kinds[node] = kind
+        return "inverse" in self.kinds.values()
+
+    def _kind(self, node: fx.Node) -> str | None:
+        """What a value is that the order reaches; "" for one in the samples' own order, None for none of these."""
+        call = node.meta["call"]
+        kinds = {arg: self.kinds[arg] for arg in node.all_input_nodes if arg in self.kinds}
+        found = set(kinds.values())
+        if call.op == "getitem" and node.args[0] is self.node and self.node not in self.kinds:
+            return "order" if node.args[1] == 1 else "ids"
+        family = family_of(call.op)
+        first: Any = node.args[0] if node.args else None
+        if call.inplace and kinds.get(first) in ("ids", "order", "tokens"):
+            return None
+        if family is Family.FACTORY:
+            return ""
+        if call.op in ("getitem", "index", "index_select"):
+            return self._indexed(node, kinds)
+        if call.op == "index_put":
+            return self._inverted(node, kinds)
+        if call.op == "argsort" and found == {"order"} and len(node.args) == 1 and not node.kwargs:
+            return "inverse"
+        if found == {"order"}:
+            divided = call.op in ("floor_divide", "div") and isinstance(call.get("other"), int)
+            whole = call.op == "floor_divide" or call.get("rounding_mode") == "floor"
+            return "tokens" if divided and whole else None
+        if found == {"ids"} and call.op in _CASTS:
+            return "ids"
+        if found == {"ids"} and call.op in ("histc", "bincount"):
+            return "sizes" if self._counts(call) else None
+        if found == {"sizes"}:
+            return "sizes" if call.op in _CASTS or call.op == "cumsum" else None
+        if call.op in _GROUPED:
+            return "rows" if self._grouped(call) else None
+        if found <= {"rows", "ids"} and call.op not in RANDOM:
+            return "rows" if self._row_by_row(node, call, family, kinds) else None
+        return None
+
+    def _counts(self, call: Any) -> bool:
+        if call.op == "bincount":
+            return call.get("weights") is None
+        return bool(call.get("min") == 0 and call.get("max") == call.get("bins", 100) - 1)
+
+    def _grouped(self, call: Any) -> bool:
+        """grouped_mm(rows, w, offsets): as many groups as w has, their ends summed up from their sizes."""
+        rows = self._argument(call, "input", "mat_a", "self")
+        weight, offsets = self._argument(call, "weight", "mat_b", "mat2"), self._argument(call, "offs")
+        if rows is None or weight is None or offsets is None or weight in self.kinds:
+            return False
+        groups, ends = weight.meta["fake"].shape[0], offsets.meta["fake"].shape
+        plain = all(call.get(name) is None for name in ("bias", "out_dtype"))
+        sums = [n for n in _way(offsets) if self.kinds.get(n) == "sizes" and n.meta["call"].op == "cumsum"]
+        summed = self.kinds.get(offsets) == "sizes" and len(sums) == 1
+        fits = weight.meta["fake"].dim() == 3 and (len(ends) == 1 and expression(ends[0]) == groups)
+        return self.kinds.get(rows) == "rows" and plain and summed and fits
+
+    def _argument(self, call: Any, *names: str) -> fx.Node | None:
+        return next((call.get(name) for name in names if isinstance(call.get(name), fx.Node)), None)
+
+    def _indexed(self, node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
+        args: tuple[Any, ...] = node.args
+        source = args[0]
+        if node.meta["call"].op == "index_select":
+            if args[1] != 0:
+                return None
+            index = args[2]
+        else:
+            index = args[1]
+        several = isinstance(source, fx.Node) and not isinstance(source.meta["fake"], Tensor)
+        if several:  # one of the pieces that rows were cut into
+            return self.kinds.get(source)
+        if isinstance(index, tuple | list):
+            if kinds.get(source) == "rows" and not any(isinstance(i, fx.Node) and i in kinds for i in index):
+                return "rows" if index and index[0] in (Ellipsis, slice(None)) and self._wide(source, index) else None
+            if kinds.get(source) == "inverse" and all(i in (Ellipsis, slice(None)) for i in index):
+                return "inverse"
+            if any(not (item is None or item in (Ellipsis, slice(None))) for item in index[1:]):
+                return None
+            index = index[0]
+        of_source, of_index = kinds.get(source), kinds.get(index)
+        if of_source is None and of_index in ("order", "tokens", "ids"):
+            ids = of_index == "order" and source is self.ids
+            return "ids" if ids else "rows"
+        if of_source in ("rows", "ids") and of_index == "inverse":
+            return ""
+        return None
+
+    def _wide(self, source: Any, index: Sequence[Any]) -> bool:
+        """Whether an index that begins with ... leaves dimension 0 alone."""
+        used = sum(item is not None and item is not Ellipsis for item in index)
+        return Ellipsis not in index or used < source.meta["fake"].dim()
+
+    def _inverted(self, node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
+        """``inverse[order] = arange(S)``"""
+        args: tuple[Any, ...] = node.args
+        view, indices, values = args[:3]
+        counts = isinstance(values, fx.Node) and values.meta["call"].op == "arange"
+        if not counts or [kinds.get(index) for index in indices if index is not None] != ["order"]:
+            return None
+        if expression(values.meta["fake"].shape[0]) != self.size or not _starts_at_zero(values):
+            return None
+        self.kinds[view] = "inverse"
+        if view.meta["call"].op == "getitem" and isinstance(view.args[0], fx.Node):
+            self.kinds[view.args[0]] = "inverse"
+        return "inverse"
+
+    def _row_by_row(self, node: fx.Node, call: Any, family: Family | None, kinds: dict[fx.Node, str]) -> bool:
+        outputs = tensors_of(node.meta["fake"])
+        rank = max(arg.meta["fake"].dim() if isinstance(arg.meta["fake"], Tensor) else 0 for arg in kinds)
+        if any(out.dim() == 0 or expression(out.shape[0]) != self.size for out in outputs):
+            return False
+        if family is Family.ELEMENTWISE:
+            return all(self._lines_up(arg, kinds, outputs[0].dim()) for arg in node.all_input_nodes)
+        first = kinds.get(call.get("input")) is not None and len(kinds) == 1
+        if call.op == "linear" or (call.op in ("matmul", "mm") and outputs[0].dim() == 2):
+            return first and rank == 2
+        if call.op in ("unsqueeze", "chunk", "split", "softmax", "sum", "mean"):
+            dim = call.get("dim", 0)
+            size = rank + (call.op == "unsqueeze")
+            return first and isinstance(dim, int) and dim % size != 0
+        if family is Family.NORMALISED:
+            return first and len(call.get("normalized_shape", ())) < rank
+        return False
+
+    def _lines_up(self, arg: fx.Node, kinds: dict[fx.Node, str], rank: int) -> bool:
+        """Rows on the output's dimension 0, or the same for all rows."""
+        fake = arg.meta["fake"]
+        if not isinstance(fake, Tensor):
+            return True
+        if arg in kinds:
+            return fake.dim() == rank
+        return fake.dim() < rank or (fake.shape[0] == 1 and isinstance(fake.shape[0], int))
+
+    def rewrite(self) -> None:
+        with self.graph.inserting_before(self.node):
+            count = self._call(torch.ops.aten.sym_size.int, self.ids, 0)
+            device = self.ids.meta["fake"].device
+            order = self._call(torch.arange, count, device=device)
+        for node, kind in list(self.kinds.items()):
+            if node.meta["call"].op in _GROUPED:
+                self._regroup(node)
+            elif kind in ("order", "inverse"):
+                node.replace_all_uses_with(order, delete_user_cb=self._reads)
+            elif kind == "ids" and node.meta["call"].op in ("getitem", "index", "index_select"):
+                node.replace_all_uses_with(self.ids)
+        for node in reversed(list(dict.fromkeys([self.node, *self.kinds]))):
+            if not node.users:
+                self.graph.erase_node(node)
+        for node in self.graph.nodes:
+            if "call" in node.meta:
+                node.meta["call"] = bind(node)
+
+    def _reads(self, user: fx.Node) -> bool:
+        """Whether a value of the order is an operand there, and not what is being made of it."""
+        return self.kinds.get(user) not in ("order", "inverse")
+
+    def _regroup(self, node: fx.Node) -> None:
+        call = node.meta["call"]
+        rows, weight = self._argument(call, "input", "mat_a", "self"), self._argument(call, "weight", "mat_b", "mat2")
+        with self.graph.inserting_before(node):
+            new = self._call(torch.ops.fxgrad.grouped_rows.default, rows, weight, self.ids)
+        new.meta["traced"] = node.meta["traced"]
+        place_beside(node, new)
+        node.replace_all_uses_with(new)
+        self.kinds[new] = "rows"
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node with the facts that the passes before this one leave."""
+        node = self.graph.call_function(target, args, kwargs)
+        values = map_nodes(args, lambda arg: arg.meta["fake"])
+        with torch.no_grad(), self.ctx.symbols.mode, enable_python_dispatcher():
+            node.meta = {"fake": target(*values, **kwargs), "traced": False}
+        place_beside(self.node, node)
+        node.meta["call"] = bind(node)
+        return node
+
+
+def _way(node: fx.Node) -> list[fx.Node]:
+    """A value, and the first operands that it was made of."""
+    found = [node]
+    while found[-1].op in ("call_function", "call_method") and found[-1].all_input_nodes:
+        found.append(found[-1].all_input_nodes[0])
+    return [node for node in found if "call" in node.meta]
+
+
+def _starts_at_zero(arange: fx.Node) -> bool:
+    call = arange.meta["call"]
+    return call.get("start", 0) in (0, None) and call.get("step", 1) in (1, None)
