@@ -176,6 +176,7 @@ HANDED_OUT = [
     case("expand into merged rows", lambda x, w: (x.view(-1, 3) * w.expand(len(x), 2, 3).reshape(-1, 3)).view(x.shape),
          x(2, 3), w(2, 3)),
     case("add to a mask for merged rows", windows, x(2, 3), w(3)),
+    case("cat of nothing with the samples", lambda x, w: torch.cat([(x * w)[:, 4:] * w, x], 1), x(4, 3), w(3)),
     case("stack with the samples", lambda x, w: torch.stack([x, w.expand_as(x)], -1), x(..., 3), w(3)),
     case("cat with the samples", lambda x, v, w: torch.cat([v * x, w.expand(len(x), 2)], 1), x(3), w(3), w(2)),
     case("getitem of a new dim", lambda x, w: x + w[None, :, None], x(4, 3), w(4)),
