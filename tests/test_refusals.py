@@ -414,15 +414,15 @@ def unknown_op_on_a_parameter(x: Tensor, w: Tensor) -> Any:
 
 @refused(
     [
-        ("UnsupportedOp: dropout draws random numbers for a parameter: "
+        ("UnsupportedOp: alpha_dropout draws random numbers for a parameter: "
          "the backward would have to draw them again"),
-        "test_refusals.py:N   return x * F.dropout(w, 0.5)",
+        "test_refusals.py:N   return x * F.alpha_dropout(w, 0.5, training=True)",
         "Apply it to values that hold samples, or put the layer in eval mode.",
     ],
     x(3), w(3),
 )
-def dropout_of_a_parameter(x: Tensor, w: Tensor) -> Tensor:
-    return x * F.dropout(w, 0.5)
+def alpha_dropout_of_a_parameter(x: Tensor, w: Tensor) -> Tensor:
+    return x * F.alpha_dropout(w, 0.5, training=True)
 
 
 @accepted(x(3), w(3))
