@@ -40,8 +40,7 @@ def test_mambas_associative_scan() -> None:
     config = hf.MambaConfig(vocab_size=9, hidden_size=8, state_size=2, num_hidden_layers=1, time_step_rank=2)
     model = hf.MambaModel(config).double()
     scatter(model)
-    inputs = {"input_ids": ids(3) % 9, "use_cache": False}
-    assert_per_sample_grads(model, **inputs, backend="eager", tolerance=1e-6)
+    assert_per_sample_grads(model, input_ids=ids(3) % 9, use_cache=False, backend="eager", tolerance=1e-6)
 
 
 @pytest.mark.parametrize(
