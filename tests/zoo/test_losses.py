@@ -76,7 +76,7 @@ def test_the_contrastive_head_with_mixing_allowed() -> None:
     pairs = torch.arange(B)
     loss = (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
     expected = dict(zip(copies, torch.autograd.grad(loss, list(copies.values())), strict=True))
-    actual = {name: p.grad_sample for name, p in model.named_parameters() if p.requires_grad}  # type: ignore[attr-defined]
+    actual = {name: p.grad_sample for name, p in model.named_parameters() if p.requires_grad}
     assert relative_error(actual, expected) <= TOLERANCE
 
 
