@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxgrad.calls import Call
 from fxgrad.user_functions import AUTOGRAD_FUNCTION
 
 
@@ -92,7 +93,7 @@ RANDOM = frozenset(
     """dropout alpha_dropout feature_alpha_dropout feature_dropout dropout1d dropout2d dropout3d
     native_dropout bernoulli rand randn randint rand_like randn_like randint_like randperm normal
     multinomial gumbel_softmax rrelu poisson exponential uniform cauchy log_normal geometric
-    random""".split()
+    random scaled_dot_product_attention""".split()
 )
 PACKING = frozenset(
     f"fxgrad::{op}" for op in ("pack", "pad_packed", "pad_packed_to_longest", "repack", "packed_lengths")
@@ -114,6 +115,13 @@ ELEMENTWISE = frozenset(
     erf erfc erfinv exp exp2 expm1 isnan isinf isfinite logical_and logical_or logical_xor logical_not
     uniform normal""".split()
 )
+
+
+def draws(call: Call) -> bool:
+    """Whether a call draws random numbers: dropout in eval mode and attention without dropout do not."""
+    if call.op not in RANDOM or call.get("training", call.get("train")) is False:
+        return False
+    return bool(call.get("dropout_p", call.get("p", 0.5)) != 0)
 
 
 @cache

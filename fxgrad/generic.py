@@ -51,6 +51,12 @@ def _close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.allclose(a, b, 1e-2, 1e-2, equal_nan=True) for a, b in zip(actual, expected, strict=True))
 
 
+def _random_states(value: Tensor) -> list[Tensor]:
+    """The states of the random generators that an op on this device may draw from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(value.device)] if value.is_cuda else states
+
+
 @torch.library.custom_op("fxgrad::per_sample_vjp", mutates_args=())
 def per_sample_vjp(
     key: str,
@@ -91,6 +97,7 @@ def per_sample_vjp(
         found: Sequence[Tensor] = vjp(sample(rows), *weights)[1](of_outputs)
         return found
 
+    before = _random_states(grads[0])
     try:
         with warnings.catch_warnings():  # an op that vmap itself loops over is slow, not wrong
             warnings.simplefilter("ignore")
@@ -100,6 +107,9 @@ def per_sample_vjp(
         right = False
     if not right:  # one sample at a time
         found = tuple(torch.stack(tuple(column)) for column in zip(*map(alone, range(n)), strict=True))
+    after = _random_states(grads[0])
+    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        raise RuntimeError(f"an op that uses a parameter draws random numbers, which no backward can repeat: {key}")
     return [grad.clone(memory_format=torch.contiguous_format) for grad in found]
 
 

@@ -13,6 +13,7 @@
        unsort_routing     tokens that were sorted by expert stay in the samples' order
        simplify_views     no view merges a dimension that a later one splits again
        infer_samples      every value: constant, uniform, batched (where?), or mixed
+       separate_draws     dropout(w) -> w * dropout(ones_like(w))
        attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
        prove_coverage     every gradient path that leaves a parameter ends in a tap
     --> AOTAutograd + Inductor
@@ -35,6 +36,7 @@ from fxgrad.passes.lower_assignments import lower_assignments
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
+from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
@@ -58,6 +60,7 @@ PASSES: tuple[Pass, ...] = (
     unsort_routing,
     simplify_views,
     infer_samples,
+    separate_draws,
     attach_taps,
     prove_coverage,
 )

@@ -175,6 +175,17 @@ class Replay:
         found = [read_copies(run, dim, batch) for run, batch in zip(runs, BATCHES, strict=True)]
         return self._agreed(found, output)
 
+    def keeps_rows(self, node: fx.Node, rows: fx.Node) -> bool:
+        """Whether a movement op leaves what this operand holds along its dim of samples in its order."""
+        (dim,) = self.symbols.batch_dims(rows.meta["fake"].shape)
+        for batch in BATCHES:
+            shape = [self.symbols.evaluate(size, batch) for size in rows.meta["fake"].shape]
+            moved = self._run(node, batch, known={rows: sample_ids(Layout(dim), shape, shape[dim])})
+            found = read_layout(moved, shape[dim])
+            if found is None or found[1:] != (1, 1):
+                return False
+        return True
+
     def read(self, runs: list[Any], output: Any) -> Layout | None:
         """The layout that results of two replays show; None where they show none, or two."""
         if not isinstance(output, Tensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxgrad.calls import Call
 from fxgrad.errors import UnsupportedOp
-from fxgrad.families import RANDOM, Family, family_of
+from fxgrad.families import Family, draws, family_of
 from fxgrad.generic import per_sample_vjp, register_program
 from fxgrad.layouts import samples_first
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
@@ -129,16 +129,12 @@ _SCALAR_ARGUMENTS = frozenset({"masked_fill", "fill"})  # ops that take a parame
 
 
 def _refuse_drawing(use: Use, call: Call, where: str) -> None:
-    if use.op in RANDOM and _draws(call):
+    if draws(call):
         raise UnsupportedOp(
             f"{use.op} draws random numbers for a parameter: the backward would have to draw them again",
             where=where,
             advice="Apply it to values that hold samples, or put the layer in eval mode.",
         )
-
-
-def _draws(call: Call) -> bool:
-    return call.get("training", True) is not False and call.get("p", 0.5) != 0
 
 
 def _applies(rule: Rule, use: Use, call: Call, shapes: Sequence[Any]) -> bool:

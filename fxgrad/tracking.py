@@ -419,6 +419,12 @@ def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
     layouts = found if isinstance(op.output, tuple | list) else [found]
     lost = Mixes("it moves the samples to where they cannot be followed")
     return [
-        None if not isinstance(out, torch.Tensor) else lost if layout is None else layout
+        None if not isinstance(out, torch.Tensor) else _placed(op, out) or lost if layout is None else layout
         for out, layout in zip(outputs, layouts, strict=True)
     ]
+
+
+def _placed(op: Op, output: Tensor) -> Layout | None:
+    """Where a value without elements holds its samples: none of them is anywhere, so where its shape says."""
+    answer = by_shape(op, output) if 0 in output.shape else None
+    return answer if isinstance(answer, Layout) else None

@@ -126,7 +126,7 @@ class _Inference:
         if family is None:
             raise self._unknown(node, call)
         if any(_undecided(operand.samples) for operand in operands):
-            return [self._moved_copies(node, operands, fake)]
+            return [self._moved_copies(node, call, operands, fake)]
         op = Op(node, call, self._promoted(operands), self.symbols, self.replay)
         return [
             self._verdict(node, call, operands, answer, flow)
@@ -165,7 +165,7 @@ class _Inference:
             merge = merges.get(expression(operand.fake.shape[dim]))
             if merge is not None:
                 self._settle(operand.node, merge)
-            elif call.op not in MOVEMENT:
+            elif call.op not in MOVEMENT and family_of(call.op) is not Family.ELEMENTWISE:
                 raise self._lost_copies(operand.node)
         return self._operands(node, call) if undecided else operands
 
@@ -174,14 +174,20 @@ class _Inference:
         (dim,) = self.symbols.batch_dims(node.meta["fake"].shape)
         node.meta["samples"] = Samples(Kind.BATCHED, merge.at(dim), traced=True)
         for source in node.all_input_nodes:
-            if _undecided(source.meta["samples"]):
+            known = source.meta["samples"]
+            if _undecided(known):
                 self._settle(source, merge)
+            elif _batched(known) and known.layout.at(0) != merge.at(0):  # other copies of it met another order
+                raise self._lost_copies(source)
 
-    def _moved_copies(self, node: fx.Node, operands: list[Operand], output: Any) -> Samples:
-        """Undecided copies, moved about: still copies, as long as their dim stays whole."""
+    def _moved_copies(self, node: fx.Node, call: Call, operands: list[Operand], output: Any) -> Samples:
+        """Undecided copies, moved about: still copies, as long as their dim stays whole and in its order."""
         sizes = {expression(operand.fake.shape[d]) for operand in operands for d in self._dims(operand.fake)}
         whole = isinstance(output, Tensor) and {expression(output.shape[d]) for d in self._dims(output)} == sizes
-        if not whole or len(operands) > 1 or len(sizes) > 1 or len(self._dims(output)) != 1:
+        if not whole or len(sizes) > 1 or len(self._dims(output)) != 1:
+            raise self._lost_copies(node)
+        moved = family_of(call.op) is not Family.ELEMENTWISE
+        if moved and not (len(operands) == 1 and self.replay.keeps_rows(node, operands[0].node)):
             raise self._lost_copies(node)
         return Samples(Kind.BATCHED, None, traced=True)
 
@@ -281,6 +287,8 @@ class _Inference:
             layout = self.replay.copies(node, output, dims[0])
             if layout is None and call.op in ("expand", "expand_as", "broadcast_to"):
                 return Samples(Kind.BATCHED, None, traced=True)  # see _decided
+        if isinstance(layout, Mixes) and len(dims) == 1 and family_of(call.op) is Family.ELEMENTWISE:
+            return Samples(Kind.BATCHED, None, traced=True)  # every row has a copy of its own, as it had above
         if isinstance(layout, Layout):
             return Samples(Kind.BATCHED, layout, traced=True)
         raise self._lost_copies(node)
@@ -417,6 +425,10 @@ def _as_lists(output: Any) -> Any:
     return output if isinstance(output, fx.Node) else (None, None)
 
 
+def _batched(samples: Any) -> bool:
+    return isinstance(samples, Samples) and samples.kind is Kind.BATCHED
+
+
 def _undecided(samples: Any) -> bool:
     """Whether these are copies of a parameter's value that fit any order of the samples."""
-    return isinstance(samples, Samples) and samples.kind is Kind.BATCHED and samples.layout is None
+    return _batched(samples) and samples.layout is None

@@ -77,6 +77,8 @@ def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
     held = set(inside)
     inputs = list(dict.fromkeys(arg for node in inside for arg in node.all_input_nodes if arg not in held))
     outputs = [node for node in inside if any(user not in held for user in node.users)]
+    if not outputs and not any(_writes(node) for node in inside):  # Dynamo leaves levels that nobody reads
+        return _erase(gm, inside)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {arg: graph.placeholder(arg.name) for arg in inputs}
     for node in inside:
@@ -90,5 +92,15 @@ def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
             value = gm.graph.call_function(operator.getitem, (whole, i))
             value.meta = dict(whole.meta)
             node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in held)
-    for node in reversed(inside):
+    _erase(gm, inside)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node may change a value that lies outside of its stretch."""
+    name = op_name(node.target)
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _erase(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+    for node in reversed(nodes):
         gm.graph.erase_node(node)

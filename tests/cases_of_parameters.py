@@ -160,6 +160,12 @@ def frames_by_steps(x: Tensor, w: Tensor) -> Tensor:
     return rows.view(-1, *x.shape[::2]).transpose(0, 1)
 
 
+def windows(x: Tensor, w: Tensor) -> Tensor:
+    """(B*2, C), shifted by one row of parameters for all and a mask for each of two windows."""
+    mask = torch.linspace(-1, 1, 6, dtype=x.dtype, device=x.device).view(2, 3).expand(len(x), 2, 3).reshape(-1, 3)
+    return (x.flatten(0, 1) * (w + mask).sin()).view(x.shape)
+
+
 HANDED_OUT = [
     case("expand to the samples", cls, x(4, 3), w(1, 1, 3)),
     case("expand_as to the samples", lambda x, w: w.expand_as(x) * x, x(..., 3), w(3)),
@@ -169,6 +175,8 @@ HANDED_OUT = [
     case("repeat_interleave into merged rows", frames_by_steps, x(2, 3), w(2, 3)),
     case("expand into merged rows", lambda x, w: (x.view(-1, 3) * w.expand(len(x), 2, 3).reshape(-1, 3)).view(x.shape),
          x(2, 3), w(2, 3)),
+    case("add to a mask for merged rows", windows, x(2, 3), w(3)),
+    case("cat of nothing with the samples", lambda x, w: torch.cat([(x * w)[:, 4:] * w, x], 1), x(4, 3), w(3)),
     case("stack with the samples", lambda x, w: torch.stack([x, w.expand_as(x)], -1), x(..., 3), w(3)),
     case("cat with the samples", lambda x, v, w: torch.cat([v * x, w.expand(len(x), 2)], 1), x(3), w(3), w(2)),
     case("getitem of a new dim", lambda x, w: x + w[None, :, None], x(4, 3), w(4)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxgrad
@@ -106,6 +107,40 @@ def test_infer_samples() -> None:
         return (mean,)
         """,
     )
+
+
+def test_separate_draws() -> None:
+    assert_graph_snapshot(
+        after("separate_draws", Calls(lambda own, x: x @ F.dropout(own.w, 0.5)), torch.randn(3, 4)),
+        """
+        inputs:
+          w: f32[4, 4]                                                    trainable
+          args[0]: f32[B, 4]                                              batched(0)
+        graph:
+          ones_like = ones_like(w)                                        f32[4, 4] constant
+          dropout = dropout(ones_like, 0.5)                               f32[4, 4] constant
+          mul = mul(w, dropout)                                           f32[4, 4] uniform
+          matmul = matmul(args[0], mul)                                   f32[B, 4] batched(0)
+        return (matmul,)
+        """,
+    )
+
+
+def test_separate_draws_gives_each_sample_its_mask() -> None:
+    def attend(own: Any, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=own.w, dropout_p=0.5)
+
+    text = str(after("separate_draws", Calls(attend), torch.randn(3, 4, 5)))
+    assert "expand = expand(w, B, -1, -1)" in text and "attn_mask=expand" in text
+
+
+def test_separate_draws_must_not_fire_on_samples() -> None:
+    def drop(own: Any, x: Tensor) -> Tensor:
+        q = F.dropout(x @ own.w, 0.5)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=own.w, dropout_p=0.0)
+
+    before, now = (after(name, Calls(drop), torch.randn(3, 4, 4)) for name in ("infer_samples", "separate_draws"))
+    assert str(before) == str(now)
 
 
 def test_attach_taps() -> None:

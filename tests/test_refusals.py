@@ -26,6 +26,7 @@ class Refusal:
 RETURN = "a value that depends on several samples may only be summed, scaled and returned"
 PAIRS = "a value of pairs of samples may only be returned"
 KEEP = 'Keep the op within one sample, leave it out of the model, or pass mixing="allow".'
+COPIES = "Expand or repeat the parameter along a dimension of its own."
 
 REFUSED: list[Refusal] = []
 ACCEPTED: list[Case] = []
@@ -253,6 +254,39 @@ def rolled_features(x: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
+        "LostLayout: flip gives a parameter's value to the samples in an order that cannot be followed",
+        "test_refusals.py:N   return x.flatten(0, 1) * w.expand(2 * len(x), 3).flip(0)",
+        COPIES,
+    ],
+    x(2, 3), w(3),
+)
+def flipped_copies(x: Tensor, w: Tensor) -> Tensor:
+    return x.flatten(0, 1) * w.expand(2 * len(x), 3).flip(0)
+
+
+@accepted(x(2, 3), w(3))
+def copies_moved_in_their_order(x: Tensor, w: Tensor) -> Tensor:
+    copies = w.expand(2 * len(x), 3).T.exp().unsqueeze(1)
+    return (x.flatten(0, 1) * copies[:, 0].T).view(x.shape)
+
+
+@refused(
+    [
+        "LostLayout: expand gives a parameter's value to the samples in an order that cannot be followed",
+        "test_refusals.py:N   copies = w.expand(2 * len(x), 3)",
+        COPIES,
+    ],
+    x(2, 3), w(3),
+)
+def copies_in_two_orders(x: Tensor, w: Tensor) -> Tensor:
+    copies = w.expand(2 * len(x), 3)
+    again = copies.exp()
+    rows = (x.flatten(0, 1) * copies).view(x.shape)
+    return rows + (x.transpose(0, 1).flatten(0, 1) * again).view(2, -1, 3).transpose(0, 1)
+
+
+@refused(
+    [
         ("MixedSamples: add lets samples influence each other: "
          "its operands hold the samples in different orders"),
         "test_refusals.py:N   return h.flatten(0, 1) + h.transpose(0, 1).flatten(0, 1)",
@@ -380,15 +414,15 @@ def unknown_op_on_a_parameter(x: Tensor, w: Tensor) -> Any:
 
 @refused(
     [
-        ("UnsupportedOp: dropout draws random numbers for a parameter: "
+        ("UnsupportedOp: alpha_dropout draws random numbers for a parameter: "
          "the backward would have to draw them again"),
-        "test_refusals.py:N   return x * F.dropout(w, 0.5)",
+        "test_refusals.py:N   return x * F.alpha_dropout(w, 0.5, training=True)",
         "Apply it to values that hold samples, or put the layer in eval mode.",
     ],
     x(3), w(3),
 )
-def dropout_of_a_parameter(x: Tensor, w: Tensor) -> Tensor:
-    return x * F.dropout(w, 0.5)
+def alpha_dropout_of_a_parameter(x: Tensor, w: Tensor) -> Tensor:
+    return x * F.alpha_dropout(w, 0.5, training=True)
 
 
 @accepted(x(3), w(3))
