@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context, source_line
+from fxgrad.context import Context, memory_of, source_line
 from fxgrad.errors import UnsupportedOp
 from fxgrad.user_functions import UserFunction
 
@@ -25,9 +25,29 @@ def wrap_functions(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
                 )
             fwd, bwd, *args = node.args
             bodies = [getattr(gm, str(body.target)) for body in (fwd, bwd)]
+            if "dirty_idx" not in node.kwargs:
+                _refuse_writes(bodies[0].graph, source_line(node))
             node.target = UserFunction(bodies[0], bodies[1], node.kwargs)
             node.args, node.kwargs = tuple(args), {}
             for body in (fwd, bwd):
                 if not body.users:
                     gm.graph.erase_node(body)
     return gm
+
+
+def _refuse_writes(forward: fx.Graph, where: str) -> None:
+    """A written input that ``dirty_idx`` does not name: PyTorch's own gradients are wrong where it is read again."""
+    inputs = {_memory(node) for node in forward.find_nodes(op="placeholder")} - {None}
+    for node in forward.nodes:
+        name = op_name(node.target)
+        inplace = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+        if inplace and node.op.startswith("call_") and node.args and _memory(node.args[0]) in inputs:
+            raise UnsupportedOp(
+                "an autograd.Function writes over an input, and the captured graph does not say so",
+                where=where,
+                advice="Call ctx.mark_dirty, with torch 2.13 or later, or write to a copy.",
+            )
+
+
+def _memory(node: object) -> int | None:
+    return memory_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
