@@ -40,7 +40,7 @@ def _refuse_writes(forward: fx.Graph, where: str) -> None:
     inputs = {_memory(node) for node in forward.find_nodes(op="placeholder")} - {None}
     for node in forward.nodes:
         name = op_name(node.target)
-        inplace = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+        inplace = name.endswith("_") and not name.endswith("__")
         if inplace and node.op.startswith("call_") and node.args and _memory(node.args[0]) in inputs:
             raise UnsupportedOp(
                 "an autograd.Function writes over an input, and the captured graph does not say so",
