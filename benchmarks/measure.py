@@ -189,7 +189,7 @@ def peak_bytes(task: Task, engine: Engine) -> int:
         before = torch.cuda.memory_allocated()
         engine.step()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         engine.step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0

@@ -130,6 +130,8 @@ _ALIASES = {
     "__pow__": "pow",
     "__rpow__": "rpow",
     "linalg_matmul": "matmul",
+    "numpy_T": "T",  # how x.T and x.H are captured from torch 2.15 on
+    "matrix_H": "H",
 }
 
 _ARGUMENT_NAMES = {

@@ -111,7 +111,7 @@ ELEMENTWISE = frozenset(
     log_sigmoid softplus softsign tanhshrink softshrink hardshrink threshold sigmoid tanh logit
     where masked_fill copy zero fill addcmul addcdiv lerp clamp clamp_min clamp_max nan_to_num
     floor_divide remainder rsub rpow isclose real imag is_floating_point positive conj resolve_conj
-    square requires_grad_ _to_copy alias cpu cuda maximum minimum fmod float_power ldexp xlogy
+    square requires_grad_ _to_copy lift_fresh_copy alias cpu cuda maximum minimum fmod float_power ldexp xlogy
     erf erfc erfinv exp exp2 expm1 isnan isinf isfinite logical_and logical_or logical_xor logical_not
     uniform normal""".split()
 )

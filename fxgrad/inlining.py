@@ -31,7 +31,7 @@ def inline(
             if inner.op == "get_attr":
                 name = f"{node.name}_{str(inner.target).replace('.', '_')}"
                 setattr(gm, name, _attribute(body, str(inner.target)))
-                env[inner] = gm.graph.get_attr(name)
+                env[inner] = gm.graph.create_node("get_attr", name)  # get_attr() warns of what is no buffer
                 env[inner].meta = dict(inner.meta)
             else:
                 env[inner] = gm.graph.node_copy(inner, env.__getitem__)

@@ -246,7 +246,7 @@ def _by_vmap_of(use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contrib
     ) -> list[Tensor]:
         filled = arguments(batched, shared, numbers)
         args = use.fill(use.args, filled)
-        by_argument = use.target.vjp(args, use.all_grads(grads))
+        by_argument = use.target.vjp(args, use.by_output(grads))
         found = {i: torch.zeros_like(shared[i]) for i in wrt}
         for template, grad in zip(use.args, by_argument, strict=True):
             if isinstance(template, Slot) and template.position in tensors:

@@ -31,14 +31,14 @@ class UserFunction:
     def __repr__(self) -> str:
         return "autograd_function"
 
-    def vjp(self, args: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What the user's backward returns for each argument of the forward; zeros stand for no gradient."""
+    def vjp(self, args: Sequence[Any], grads: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """What the user's backward returns for each argument of the forward, from the gradients of some outputs."""
         with torch.no_grad():  # the bodies switch gradients off, and on again
             outs, saved = fx.Interpreter(self.fwd).run(*args)
         with torch.no_grad():
             given = [
-                torch.zeros_like(out) if grad is None and isinstance(out, Tensor) else grad
-                for out, grad in zip(outs, grads, strict=True)
+                torch.zeros_like(out) if isinstance(out, Tensor) and i not in grads else grads.get(i)
+                for i, out in enumerate(outs)
             ]
             return list(fx.Interpreter(self.bwd).run(*given, *saved))
 

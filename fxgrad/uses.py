@@ -30,8 +30,8 @@ class Use:
     ``layouts[i]`` is None for an operand that all samples share; ``wrt`` maps the slots that hold
     parameters to their keys on the tape. ``output`` is None where the op's value is itself shared by
     all samples (a function of parameters), and ``select`` picks one of several outputs. ``packed`` are
-    the slots of batch_sizes and sorted_indices where values are rows of packed data. An op with several
-    ``outputs`` has those with a gradient in ``several``, with their layouts.
+    the slots of batch_sizes and sorted_indices where values are rows of packed data. Of an op with several
+    outputs, those with a gradient are in ``several``, with their layouts.
     """
 
     op: str
@@ -47,7 +47,6 @@ class Use:
     inplace: bool = False
     packed: tuple[int, int] | None = None
     several: tuple[tuple[int, Layout], ...] = ()
-    outputs: int = 1
 
     @property
     def differentiated(self) -> dict[str, list[int]]:
@@ -74,13 +73,10 @@ class Use:
         result = call(*args, **kwargs)
         return result if self.select is None else result[self.select]
 
-    def all_grads(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """One gradient for each output: None where no gradient arrives."""
-        found: list[Tensor | None] = [None] * self.outputs
+    def by_output(self, grads: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The gradients, by the position of the output that each of them is of."""
         positions = [i for i, _ in self.several] or [self.select or 0]
-        for i, grad in zip(positions, grads, strict=True):
-            found[i] = grad
-        return found
+        return dict(zip(positions, grads, strict=True))
 
     def sample_first(self, values: Sequence[Any], n: int) -> list[Any]:
         """The operands as a rule sees them: batched ones ``[n, .., outer*inner, ..]``, shared ones as they are."""

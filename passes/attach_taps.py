@@ -140,7 +140,7 @@ class _Attachment:
     def _tap_several(self, node: fx.Node, samples: list[Samples | None]) -> None:
         several = [(i, s.layout) for i, s in enumerate(samples) if s is not None and s.traced and s.layout is not None]
         use, operands = self._use(node, several[0][1], None)
-        use = replace(use, several=tuple(several), outputs=len(samples))
+        use = replace(use, several=tuple(several))
         strategy = choose_several(use, node.meta["call"], where=source_line(node))
         handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
         rest = self._saved(node, operands, strategy)

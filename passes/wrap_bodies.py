@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context, source_line
+from fxgrad.context import Context, memory_of, source_line
 from fxgrad.control_flow import CONTROL_FLOW, Cond
 from fxgrad.errors import UnsupportedOp
 from fxgrad.user_functions import UserFunction
@@ -38,9 +38,29 @@ def _wrap_function(gm: fx.GraphModule, node: fx.Node) -> None:
     fwd, bwd, *args = node.args
     bodies = [fwd, bwd]
     forward, backward = _graphs(gm, bodies)
+    if "dirty_idx" not in node.kwargs:
+        _refuse_writes(forward.graph, source_line(node))
     node.target = UserFunction(forward, backward, node.kwargs)
     node.args, node.kwargs = tuple(args), {}
     _drop(gm, bodies)
+
+
+def _refuse_writes(forward: fx.Graph, where: str) -> None:
+    """A written input that ``dirty_idx`` does not name: PyTorch's own gradients are wrong where it is read again."""
+    inputs = {_memory(node) for node in forward.find_nodes(op="placeholder")} - {None}
+    for node in forward.nodes:
+        name = op_name(node.target)
+        inplace = name.endswith("_") and not name.endswith("__")
+        if inplace and node.op.startswith("call_") and node.args and _memory(node.args[0]) in inputs:
+            raise UnsupportedOp(
+                "an autograd.Function writes over an input, and the captured graph does not say so",
+                where=where,
+                advice="Call ctx.mark_dirty, with torch 2.13 or later, or write to a copy.",
+            )
+
+
+def _memory(node: object) -> int | None:
+    return memory_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
 
 
 def _wrap_control_flow(gm: fx.GraphModule, node: fx.Node, kind: Any) -> None:

@@ -64,6 +64,7 @@ def test_aot_eager(start: int) -> None:
     check_seeds(range(start, start + 10), "aot_eager")
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("seed", INDUCTOR)
 def test_inductor(seed: int) -> None:
     program = generate(seed, size=3)

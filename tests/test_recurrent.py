@@ -257,7 +257,9 @@ def test_the_definition_is_pytorchs_decomposition(kind: Any, batch_first: bool) 
         with torch.backends.mkldnn.flags(enabled=False):
             expected = decomposition_table[_TABLE[kind]](x, hx, weights, *settings_)
     with torch.no_grad():
-        torch.testing.assert_close(gm(x, *states, *weights), list(expected))
+        outputs = gm(x, *states, *weights)
+    pairs = zip(expected, outputs, strict=True)  # before 2.13 the table leaves a dimension of one in the last states
+    torch.testing.assert_close(outputs, [e.view_as(own) for e, own in pairs])
 
 
 class Broken(nn.Module):

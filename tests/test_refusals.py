@@ -43,7 +43,8 @@ class Model(nn.Module):
         self.weights = nn.ParameterList(torch.empty(shape) for shape in shapes)
 
     def forward(self, x: Tensor) -> Any:
-        return self.function(x, *self.weights)
+        # written out: before 2.13 Dynamo cannot unpack a ParameterList
+        return self.function(x, *[self.weights[i] for i in range(len(self.weights))])
 
 
 def model_case(function: Program, x: Input, *weights: Weight) -> Case:
