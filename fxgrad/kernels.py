@@ -87,8 +87,13 @@ def _conv_weight_grad(
 
 
 def _side_by_side(rows: Tensor) -> Tensor:
-    """``[n, k, channels, *space]`` as ``[k, n * channels, *space]``."""
-    return rows.transpose(0, 1).flatten(1, 2)
+    """``[n, k, channels, *space]`` as ``[k, n * channels, *space]``, in plain order.
+
+    Other strides, if only of dimensions of size 1, make the native kernel choose another memory format.
+    """
+    joined = rows.transpose(0, 1).flatten(1, 2)
+    plain = torch.empty(joined.shape, device="meta").stride()
+    return joined if joined.stride() == plain else joined.clone(memory_format=torch.contiguous_format)
 
 
 @_conv_weight_grad.register_fake

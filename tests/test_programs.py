@@ -54,6 +54,14 @@ def check_seeds(seeds: range, backend: str) -> None:
     assert refused <= MOST_REFUSED * len(seeds)
 
 
+def test_seeds_that_failed_once() -> None:
+    """40124, 41103: a transposed convolution whose input, one position long, looks as if its channels were last."""
+    for seed in (40124, 41103):
+        program = generate(seed)
+        outcome = check(program, "eager")
+        assert not outcome.fails, fail(program, outcome)
+
+
 @pytest.mark.parametrize("start", range(EAGER.start, EAGER.stop, 25))
 def test_eager(start: int) -> None:
     check_seeds(range(start, start + 25), "eager")
