@@ -17,7 +17,7 @@ from fxgrad.worked_dims import EVERY, OVER_LAST, OVER_NAMED
 
 def over_dims(op: Op, output: Tensor) -> Answer:
     """Samples are on no dim that is worked over, at one place among the others in all operands and in the result."""
-    worked = {operand: _worked(op, operand) for operand in op.operands}
+    worked = {operand: worked_dims(op, operand) for operand in op.operands}
     for operand, layout in op.batched:
         if layout.dim in worked[operand]:
             return Mixes("it works along the sample dimension")
@@ -44,7 +44,7 @@ def _others(ndim: int, worked: Iterable[int]) -> list[int]:
     return [dim for dim in range(ndim) if dim not in worked]
 
 
-def _worked(op: Op, operand: Operand) -> Sequence[int]:
+def worked_dims(op: Op, operand: Operand) -> Sequence[int]:
     """The dims of an operand that the op works over."""
     ndim, name = operand.fake.dim(), op.call.op
     if name == "renorm":  # each slice at an index of `dim` has its own norm

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxgrad.families import Family
 from fxgrad.layouts import Layout
 from fxgrad.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
-from fxgrad.over_dims import over_dims
+from fxgrad.over_dims import over_dims, worked_dims
 from fxgrad.worked_dims import OVER_LAST
 
 
@@ -237,17 +237,36 @@ def elementwise_dims(op: Op, output: Tensor) -> Answer:
 
 
 def loss(op: Op, output: Tensor) -> Answer:
-    reduction = op.call.get("reduction", "mean")
-    if reduction not in ("none", 0):
+    """The loss of each element or row; reduced, a sum over samples, which is linear in what each of them gives."""
+    places = set()
+    for operand, layout in op.batched:
+        others = [dim for dim in range(operand.fake.dim()) if dim not in _compared(op, operand)]
+        if layout.dim not in others:
+            return Mixes("it works along the sample dimension")
+        places.add((others.index(layout.dim) - len(others), layout.at(0)))
+    if len(places) > 1:
+        return Mixes("its operands hold the samples in different places")
+    if op.call.get("reduction", "mean") not in ("none", 0):
         return Mixes("it sums or averages over the samples", linear=True)
-    if op.call.op in ("cross_entropy", "nll_loss"):
-        mixes = refuse_dims(
-            op,
-            lambda operand: [1] if operand.name == "input" and operand.fake.dim() > 1 else [],
-            "it works along the sample dimension",
-        )
-        return mixes or by_shape(op, output)
-    return over_dims(op, output) if op.call.op in OVER_LAST else elementwise(op, output)
+    if op.call.op in OVER_LAST:
+        return over_dims(op, output)
+    return by_shape(op, output) if op.call.op in _OF_CLASSES else elementwise(op, output)
+
+
+_OF_CLASSES = frozenset({"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+
+
+def _compared(op: Op, operand: Operand) -> Sequence[int]:
+    """The dims that a loss of rows compares with each other: classes, features."""
+    ndim = operand.fake.dim()
+    if op.call.op in OVER_LAST:
+        return worked_dims(op, operand)
+    if op.call.op not in _OF_CLASSES:
+        return ()
+    if operand.name == "weight":
+        return range(ndim)
+    scores = operand.name == "input" or operand.fake.is_floating_point()  # a target may hold probabilities
+    return [min(1, ndim - 1)] if scores and ndim else ()
 
 
 def per_index(op: Op, output: Tensor) -> Answer:
