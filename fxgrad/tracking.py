@@ -285,6 +285,8 @@ def per_index(op: Op, output: Tensor) -> Answer:
         return Mixes("it indexes the sample dimension")
     if any(layout != answer for _, layout in op.batched):
         return Mixes("its operands hold the samples in different places")
+    if op.call.op.startswith("scatter") and any(o.layout is None and o.fake.dim() == output.dim() for o in op.operands):
+        return Mixes("it writes to the first samples only")  # an index may be smaller than what it writes to
     return answer
 
 

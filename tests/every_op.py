@@ -54,6 +54,26 @@ ROUNDING = {"float": 1e-6, "half": 1e-2, "bfloat16": 5e-2}
 ENTRIES = [info for info in op_db if torch.float64 in info.supported_dtypes("cpu") and info.supports_autograd]
 
 
+@dataclass(frozen=True)
+class InPlace:
+    """An op's variant in place, on a copy of its first tensor, as an entry of the database."""
+
+    info: Any
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.info.full_name} in place"
+
+    def op(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.info.inplace_variant(x.clone(), *args, **kwargs)
+
+    def sample_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        return self.info.sample_inputs(*args, **kwargs)
+
+
+IN_PLACE = [InPlace(info) for info in ENTRIES if info.inplace_variant is not None and info.supports_inplace_autograd]
+
+
 @dataclass
 class Table:
     """What became of the cases of some ops."""
@@ -520,10 +540,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, help="one line for each op; a second run goes on from it")
     parser.add_argument("--few", type=int, default=3, help="samples of each op")
+    parser.add_argument("--in-place", action="store_true", help="the variants in place")
     parser.add_argument("--ops", nargs="*", help="these alone")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    entries = [info for info in ENTRIES if not given.ops or info.full_name in given.ops or info.name in given.ops]
+    every: list[Any] = IN_PLACE if given.in_place else ENTRIES
+    entries = [info for info in every if not given.ops or info.full_name.split(" ")[0] in given.ops]
     tables = run(entries, given.state, given.few)
     whole = total(tables[info.full_name] for info in entries)
     print(*whole.wrong, *whole.crashed, whole, sep="\n")

@@ -74,6 +74,8 @@ REFUSED: dict[str, Function] = {
     "shifted samples": lambda x, w: torch.fft.fftshift(x * w),
     "norms over samples": lambda x, w: torch.renorm(x * w, 2, 1, 0.5),
     "distances of one vector of samples": lambda x, w: F.pairwise_distance((x * w).T, x.T),
+    "into the first sample": lambda x, w: (x * 1).scatter_add(1, torch.arange(4)[None], w[None]),
+    "into the first sample in place": lambda x, w: (x * 1).scatter_(1, torch.arange(4)[None], w[None]),
     "a place on the dim of the samples": lambda x, w: torch.select_scatter(x * w, w.sum(0), 0, 1),
 }
 
