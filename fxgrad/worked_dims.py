@@ -21,7 +21,7 @@ OVER_LAST: dict[str, dict[str, int]] = {
     "lu_unpack": {"LU_data": 2, "LU_pivots": 1},
     "lu_solve": {"input": 2, "LU_data": 2, "LU_pivots": 1},
     "linalg_lu_solve": {"LU": 2, "pivots": 1, "B": 2},
-    "linalg_vander": {EVERY: 1},
+    "linalg_vander": {EVERY: 0},  # each element: its powers are a new last dim
     "pairwise_distance": {EVERY: 1},
     "view_as_complex": {EVERY: 1},
     "view_as_real": {EVERY: 0},

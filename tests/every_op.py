@@ -309,7 +309,14 @@ def _of_rows(call: Role, plan: Plan) -> bool:
     return plan.dim == 0 and plan.batched == (0,)
 
 
+def _none(call: Role, plan: Plan) -> bool:
+    return False
+
+
 UNCHECKED = {
+    "nn.functional.ctc_loss": _none,  # its samples are on different dims
+    "_segment_reduce.lengths": _none,  # its segments are no samples
+    "_segment_reduce.offsets": _none,
     "lu_unpack": _in_front,
     "native_batch_norm": _of_rows,
     "_native_batch_norm_legit": _of_rows,
@@ -417,7 +424,7 @@ class Unjudged(AssertionError):
 def _definition(way: Way, inputs: list[Tensor]) -> dict[str, Tensor]:
     """dL/dW(i) of op(x ⊙ p), with a copy of p for every sample."""
     if way.copies is None:
-        raise Unjudged("samples meet, and it is not refused")
+        return _of_a_sum(way.case, inputs)
     case, dim = way.case, max(way.copies, 0)
     assert case.in_dims is not None
     (shared,) = case.model.parameters()
@@ -430,6 +437,26 @@ def _definition(way: Way, inputs: list[Tensor]) -> dict[str, Tensor]:
     finally:
         case.model.p = shared
     return {"p": grad if way.copies < 0 else grad.movedim(dim, 0).unsqueeze(dim + 1)}
+
+
+def _of_a_sum(case: Case, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """dL/dW(i) where the outputs are sums of the single samples' ones: J_iᵀ dL/dy."""
+    assert case.in_dims is not None
+    pairs = list(zip(inputs, case.in_dims, strict=True))
+    names, parameters = zip(*case.model.named_parameters(), strict=True)
+    parts = []
+    try:
+        for n in range(inputs[0].shape[case.in_dims[0] or 0]):
+            parts.append(tensors_of(case.model(*(x.detach().narrow(d or 0, n, 1) for x, d in pairs))))
+    except Exception as error:
+        raise Unjudged("samples meet, and it is not refused") from error
+    whole = [y.detach().requires_grad_() for y in tensors_of(case.model(*(x.detach() for x in inputs)))]
+    sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True) if len({y.shape for y in column}) == 1]
+    if [y.shape for y in sums] != [y.shape for y in whole] or not all(map(torch.allclose, sums, whole)):
+        raise Unjudged("samples meet, and it is not refused")
+    grads = torch.autograd.grad(case.loss_fn(whole), whole)
+    found = [torch.autograd.grad(part, parameters, grads) for part in parts]
+    return {name: torch.stack(column) for name, column in zip(names, zip(*found, strict=True), strict=True)}
 
 
 def examine(info: Any, few: int = 3) -> Table:
