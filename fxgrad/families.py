@@ -15,6 +15,7 @@ import torch
 
 from fxgrad.calls import Call
 from fxgrad.user_functions import AUTOGRAD_FUNCTION
+from fxgrad.worked_dims import OVER_LAST, OVER_NAMED
 
 
 class Family(Enum):
@@ -39,6 +40,7 @@ class Family(Enum):
     PACKED = "packed"  # packs and pads sequences
     INDEX_PUT = "index_put"  # writes at places that tensors name
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
+    OVER_DIMS = "over_dims"  # over matrices, or dims that it names: alone over the others (worked_dims.py)
 
 
 MOVEMENT = frozenset(
@@ -49,7 +51,8 @@ MOVEMENT = frozenset(
     dstack column_stack diagonal hsplit vsplit dsplit unsafe_chunk unsafe_split constant_pad_nd
     pixel_shuffle pixel_unshuffle channel_shuffle unfold view_copy _unsafe_view
     broadcast_tensors tril triu diag_embed lift_fresh unsafe_split_with_sizes slice_copy select_copy
-    expand_copy permute_copy transpose_copy unsqueeze_copy squeeze_copy""".split()
+    expand_copy permute_copy transpose_copy unsqueeze_copy squeeze_copy narrow_copy unbind_copy diagonal_copy
+    linalg_diagonal slice_scatter select_scatter diagonal_scatter cartesian_prod""".split()
 )
 
 # softmax-like, cumulative and sorting ops; reductions whose result is not linear in the samples
@@ -57,7 +60,7 @@ ALONG = frozenset(
     """softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp sort msort
     argsort topk kthvalue mode median nanmedian max min amax amin argmax argmin any all prod var std
     var_mean std_mean logsumexp norm vector_norm linalg_vector_norm linalg_norm normalize glu
-    cosine_similarity count_nonzero aminmax diff quantile nanquantile renorm unique_consecutive
+    cosine_similarity count_nonzero aminmax diff quantile nanquantile unique_consecutive
     cross linalg_cross _safe_softmax""".split()
 )
 REDUCTIONS = frozenset("sum mean nansum nanmean".split())
@@ -69,7 +72,9 @@ NORMALISED = frozenset("layer_norm rms_norm native_layer_norm _fused_rms_norm".s
 PER_ROW = frozenset(
     """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution group_norm
     instance_norm native_group_norm local_response_norm interpolate upsample grid_sample affine_grid
-    col2im im2col embedding_bag batch_norm fxgrad::grouped_rows""".split()
+    col2im im2col embedding_bag batch_norm upsample_bilinear upsample_nearest _upsample_bilinear2d_aa
+    _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d
+    fxgrad::grouped_rows""".split()
 )
 PER_IMAGE = frozenset(
     f"{prefix}{kind}_pool{d}d{suffix}"
@@ -93,7 +98,7 @@ RANDOM = frozenset(
     """dropout alpha_dropout feature_alpha_dropout feature_dropout dropout1d dropout2d dropout3d
     native_dropout bernoulli rand randn randint rand_like randn_like randint_like randperm normal
     multinomial gumbel_softmax rrelu poisson exponential uniform cauchy log_normal geometric
-    random scaled_dot_product_attention""".split()
+    random scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d""".split()
 )
 PACKING = frozenset(
     f"fxgrad::{op}" for op in ("pack", "pad_packed", "pad_packed_to_longest", "repack", "packed_lengths")
@@ -102,6 +107,8 @@ CONTROL = frozenset(f"fxgrad.control_flow.{op}" for op in ("cond", "scan", "map_
 PER_INDEX = frozenset(
     "gather scatter scatter_add scatter_reduce take_along_dim index_add index_copy index_fill".split()
 )
+
+OVER_DIMS = frozenset(OVER_LAST) | frozenset(OVER_NAMED) | {"renorm"}
 
 # elementwise ops that carry no ATen tag saying so
 ELEMENTWISE = frozenset(
@@ -113,7 +120,7 @@ ELEMENTWISE = frozenset(
     floor_divide remainder rsub rpow isclose real imag is_floating_point positive conj resolve_conj
     square requires_grad_ _to_copy lift_fresh_copy alias cpu cuda maximum minimum fmod float_power ldexp xlogy
     erf erfc erfinv exp exp2 expm1 isnan isinf isfinite logical_and logical_or logical_xor logical_not
-    uniform normal""".split()
+    uniform normal complex polar resolve_neg special_ndtr""".split()
 )
 
 
@@ -149,6 +156,7 @@ _TABLE: tuple[tuple[frozenset[str], Family], ...] = (
     (PER_IMAGE, Family.PER_IMAGE),
     (LOSSES, Family.LOSS),
     (FACTORIES, Family.FACTORY),
+    (OVER_DIMS, Family.OVER_DIMS),
     (PER_INDEX, Family.PER_INDEX),
     (frozenset({"index_put"}), Family.INDEX_PUT),
     (frozenset({"embedding"}), Family.LOOKUP),

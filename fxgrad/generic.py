@@ -42,6 +42,8 @@ def _plain_vjp(
     with torch._C._ForceDispatchKeyGuard(included, excluded.remove(below)), torch.enable_grad():
         leaves = [weight.detach().requires_grad_() for weight in weights]
         pairs = [pair for pair in zip(call(*leaves), grads, strict=True) if pair[0].requires_grad]
+        if not pairs:
+            return [torch.zeros_like(weight) for weight in weights]
         outputs, of_outputs = zip(*pairs, strict=True)
         return torch.autograd.grad(outputs, leaves, of_outputs, materialize_grads=True)
 
@@ -86,7 +88,7 @@ def per_sample_vjp(
     backward = _BACKWARDS.get(key)
 
     def alone(i: int) -> Sequence[Tensor]:
-        rows, of_outputs = [t[i] for t in batched], [g[i] for g in grads]
+        rows, of_outputs = [t[i].detach() for t in batched], [g[i] for g in grads]
         if backward is not None:
             return backward(rows, shared, sizes, wrt, of_outputs)  # type: ignore[no-any-return]
         return _plain_vjp(sample(rows), weights, of_outputs)

@@ -28,6 +28,7 @@ class GradSample:
         """What the backward returns for a parameter; ``like`` has grad_sample's shape, dtype and device."""
         if total is None:
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
+        total = total.real if total.is_complex() and not like.is_complex() else total
         return total.to(like.dtype).contiguous()
 
     def __str__(self) -> str:

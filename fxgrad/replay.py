@@ -314,6 +314,7 @@ def _plain(args: Any) -> Any:
     return [_plain(value) for value in args] if isinstance(args, list) else args
 
 
+_NEEDS_MEMORY = frozenset("repeat_interleave pixel_shuffle pixel_unshuffle tril triu channel_shuffle".split())
 _RESHAPES = {"view": "reshape", "view_as": "reshape_as"}
 
 
@@ -326,7 +327,7 @@ def _call_on_ids(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if op in _RESHAPES:
         return getattr(args[0], _RESHAPES[op])(*args[1:], **kwargs)
-    if op in ("repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "tril", "triu", "channel_shuffle"):
+    if op.removesuffix("_") in _NEEDS_MEMORY:
         args[0] = args[0].contiguous()
     if isinstance(node.target, str):
         return getattr(args[0], node.target)(*args[1:], **kwargs)

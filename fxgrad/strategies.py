@@ -200,6 +200,8 @@ _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
 
 def _by_rule(use: Use, g: Tensor, values: list[Any]) -> Contributions:
     rule = RULES[use.op]
+    if g.is_complex() and use.output is not None:  # rules are for real values: of what they multiply, the conjugates
+        values = [_conjugate(v, g.dtype) if isinstance(v, Tensor) else v for v in values]
     special = {"use": use, "values": values}
     arguments = {
         name: special[name] if name in special else use.fill(use.arguments[name], values)
@@ -216,6 +218,13 @@ def _by_rule(use: Use, g: Tensor, values: list[Any]) -> Contributions:
             by_slot = zip(template, grad, strict=True)
             found += [(slot.position, part) for slot, part in by_slot if slot.position in use.wrt]
     return found
+
+
+def _conjugate(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The conjugate of a floating or complex value, in the dtype of a complex gradient."""
+    if value.is_complex():
+        return value.conj().resolve_conj()
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _by_family(use: Use, g: Tensor, values: list[Any]) -> Contributions:

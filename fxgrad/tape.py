@@ -72,6 +72,8 @@ class Tape:
 
 def _matched(values: list[Any], g: Tensor) -> list[Any]:
     """Floating values in g's dtype, as native backwards have them under autocast."""
+    if not g.is_floating_point():
+        return values
     return [
         v.to(g.dtype) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != g.dtype else v
         for v in values

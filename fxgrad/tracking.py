@@ -6,99 +6,17 @@ with the reason why samples got mixed. It refuses; it never guesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxgrad.calls import Call
 from fxgrad.families import Family
-from fxgrad.layouts import Kind, Layout, Samples
-from fxgrad.replay import Replay
-from fxgrad.symbols import Symbols, expression
-
-
-@dataclass(frozen=True)
-class Mixes:
-    """The op lets samples reach each other; ``linear`` where it only sums or averages them."""
-
-    reason: str
-    linear: bool = False
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One tensor operand: its argument name, node, fake value and samples."""
-
-    name: str
-    node: fx.Node
-    fake: Tensor
-    samples: Samples
-
-    @property
-    def layout(self) -> Layout | None:
-        return self.samples.layout if self.samples.kind is Kind.BATCHED else None
-
-
-@dataclass(frozen=True)
-class Op:
-    """An op as a handler sees it."""
-
-    node: fx.Node
-    call: Call
-    operands: Sequence[Operand]
-    symbols: Symbols
-    replay: Replay
-
-    @property
-    def output(self) -> Any:
-        return self.node.meta["fake"]
-
-    @property
-    def batched(self) -> Iterator[tuple[Operand, Layout]]:
-        for operand in self.operands:
-            if operand.layout is not None:
-                yield operand, operand.layout
-
-    def operand(self, name: str) -> Operand | None:
-        return next((operand for operand in self.operands if operand.name == name), None)
-
-    def dims(self, name: str, ndim: int) -> list[int] | None:
-        """An argument that names dims, made non-negative; None for all dims."""
-        value = self.call.get(name)
-        if value is None or value in ((), []):
-            return None
-        dims = value if isinstance(value, tuple | list) else [value]
-        return [dim % max(ndim, 1) for dim in dims if isinstance(dim, int)]
-
-
-Answer = Layout | Mixes
-Handler = Callable[[Op, Tensor], Answer]
-
-
-def by_shape(op: Op, output: Tensor) -> Answer:
-    """The one output dim that holds the symbol B, merged as in the operand it came from."""
-    dims = op.symbols.batch_dims(output.shape)
-    if len(dims) != 1:
-        return Mixes("its result has no sample dimension" if not dims else "its result has two sample dimensions")
-    size = expression(output.shape[dims[0]])
-    if size == op.symbols.symbol:
-        return Layout(dims[0])
-    merges = {
-        layout.at(dims[0])
-        for operand, layout in op.batched
-        if expression(operand.fake.shape[layout.dim]) == size
-    }
-    return merges.pop() if len(merges) == 1 else Mixes("its operands hold the samples in different orders")
-
-
-def _refuse_dims(op: Op, forbidden: Callable[[Operand], Sequence[int]], what: str) -> Mixes | None:
-    for operand, layout in op.batched:
-        if layout.dim in forbidden(operand):
-            return Mixes(what)
-    return None
+from fxgrad.layouts import Layout
+from fxgrad.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
+from fxgrad.over_dims import over_dims, worked_dims
+from fxgrad.worked_dims import OVER_LAST
 
 
 def elementwise(op: Op, output: Tensor) -> Answer:
@@ -139,9 +57,10 @@ def contraction(op: Op, output: Tensor) -> Answer:
         return _einsum(op, output)
     if op.call.op not in _CONTRACTED:
         return Mixes("nobody says which of its dims are contracted")
-    for operand, layout in op.batched:
-        if layout.dim in _contracted_dims(op, operand):
-            return Mixes("it sums over the sample dimension", linear=False)
+    summed = {layout.dim in _contracted_dims(op, operand) for operand, layout in op.batched}
+    if True in summed:  # Σ_n a_n b_n, where all that holds samples is summed over
+        alike = len({layout.at(0) for _, layout in op.batched}) == 1
+        return Mixes("it sums over the sample dimension", linear=summed == {True} and alike and op.call.op in _SUMS)
     answer = by_shape(op, output)
     if isinstance(answer, Mixes):
         return answer
@@ -177,6 +96,8 @@ def _lined_up(op: Op, output: Tensor, answer: Layout) -> Answer:
     return answer
 
 
+_SUMS = frozenset("matmul rmatmul mm bmm mv dot vdot inner".split())  # over one dim of both
+
 _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
     "linear": {"input": (-1,), "weight": (-1,)},
     "matmul": {"input": (-1,), "other": (-2,)},
@@ -188,6 +109,7 @@ _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
     "mv": {"input": (1,), "vec": (0,)},
     "addmv": {"mat": (1,), "vec": (0,)},
     "dot": {"input": (0,), "tensor": (0,)},
+    "vdot": {"input": (0,), "other": (0,)},
     "inner": {"input": (-1,), "other": (-1,)},
     "ger": {},
     "outer": {},
@@ -204,6 +126,7 @@ def _einsum(op: Op, output: Tensor) -> Answer:
     left, arrow, right = str(equation).replace(" ", "").partition("->")
     if not arrow or not isinstance(equation, str):
         return by_shape(op, output)
+    held = []
     for operand, layout, letters in zip_einsum(op, left):
         position = layout.dim
         if "..." in letters:
@@ -213,8 +136,9 @@ def _einsum(op: Op, output: Tensor) -> Answer:
                 continue
             position = position if position < len(before) else position - rank + len(before) + len(after)
             letters = before + after
-        if letters[position] not in right:
-            return Mixes("it sums over the sample dimension", linear=False)
+        held.append((letters[position], layout.at(0)))
+    if any(letter not in right for letter, _ in held):  # Σ_n a_n b_n, where all that holds samples is summed over
+        return Mixes("it sums over the sample dimension", linear=len(set(held)) == 1)
     return by_shape(op, output)
 
 
@@ -229,7 +153,7 @@ def zip_einsum(op: Op, left: str) -> Iterator[tuple[Operand, Layout, str]]:
 
 def normalised(op: Op, output: Tensor) -> Answer:
     shape = op.call.get("normalized_shape", ())
-    mixes = _refuse_dims(
+    mixes = refuse_dims(
         op,
         lambda operand: range(operand.fake.dim() - len(shape), operand.fake.dim()),
         "it normalises over the sample dimension",
@@ -244,6 +168,10 @@ def per_row(op: Op, output: Tensor) -> Answer:
     rank = 2 + _spatial(name) if _spatial(name) else None
     for operand, layout in op.batched:
         unbatched = rank is not None and operand.fake.dim() != rank
+        if operand.name == "weight" and name.startswith("conv"):
+            return _kernels(op, output, layout)
+        if name.startswith("grid_sample") and layout.dim != 0:
+            return _grid(op, operand, layout)
         if operand.name == "weight":
             return Mixes("its weight holds samples")
         if layout.dim != 0 or unbatched:
@@ -254,13 +182,33 @@ def per_row(op: Op, output: Tensor) -> Answer:
     return held.pop() if len(held) == 1 else by_shape(op, output)
 
 
+def _grid(op: Op, operand: Operand, layout: Layout) -> Answer:
+    """Samples as channels of an image, or as positions in a grid, which the other one shares."""
+    alone = len(list(op.batched)) == 1
+    if alone and operand.name == "input" and layout.dim == 1:
+        return layout
+    if alone and operand.name == "grid" and layout.dim < operand.fake.dim() - 1:
+        return layout.at(layout.dim + 1)
+    return Mixes("it gets its samples on another dimension than 0")
+
+
+def _kernels(op: Op, output: Tensor, kernels: Layout) -> Answer:
+    """A convolution with a kernel of each sample: its channel of the result is the sample's."""
+    others = [layout for operand, layout in op.batched if operand.name != "weight"]
+    image = op.operand("input")
+    shared = image is not None and image.layout is None and op.call.get("groups", 1) == 1
+    own = kernels.dim == ("transpose" in op.call.op) and all(layout == kernels.at(0) for layout in others)
+    channel = kernels.at(output.dim() - _spatial(op.call.op) - 1)
+    return channel if shared and own and by_shape(op, output) == channel else Mixes("its weight holds samples")
+
+
 def _spatial(name: str) -> int:
     return int(name[-2]) if name.startswith("conv") and name.endswith("d") else 0
 
 
 def per_image(op: Op, output: Tensor) -> Answer:
     spatial = next((int(c) for c in op.call.op if c.isdigit()), 2)
-    mixes = _refuse_dims(
+    mixes = refuse_dims(
         op,
         lambda operand: range(operand.fake.dim() - spatial, operand.fake.dim()),
         "it works across the sample dimension",
@@ -271,12 +219,13 @@ def per_image(op: Op, output: Tensor) -> Answer:
 def lookup(op: Op, output: Tensor) -> Answer:
     table, ids = op.operand("weight"), op.operand("input")
     if table is not None and table.layout is not None:
-        return Mixes("its table holds samples")
+        features = table.layout.dim == 1 and op.call.get("max_norm") is None and (ids is None or ids.layout is None)
+        return table.layout.at(output.dim() - 1) if features else Mixes("its table holds samples")
     return ids.layout if ids is not None and ids.layout is not None else Mixes("its ids hold no samples")
 
 
 def attention(op: Op, output: Tensor) -> Answer:
-    mixes = _refuse_dims(
+    mixes = refuse_dims(
         op,
         lambda operand: range(max(operand.fake.dim() - 2, 0), operand.fake.dim()),
         "it attends over the sample dimension",
@@ -290,17 +239,36 @@ def elementwise_dims(op: Op, output: Tensor) -> Answer:
 
 
 def loss(op: Op, output: Tensor) -> Answer:
-    reduction = op.call.get("reduction", "mean")
-    if reduction not in ("none", 0):
+    """The loss of each element or row; reduced, a sum over samples, which is linear in what each of them gives."""
+    places = set()
+    for operand, layout in op.batched:
+        others = [dim for dim in range(operand.fake.dim()) if dim not in _compared(op, operand)]
+        if layout.dim not in others:
+            return Mixes("it works along the sample dimension")
+        places.add((others.index(layout.dim) - len(others), layout.at(0)))
+    if len(places) > 1:
+        return Mixes("its operands hold the samples in different places")
+    if op.call.get("reduction", "mean") not in ("none", 0):
         return Mixes("it sums or averages over the samples", linear=True)
-    if op.call.op in ("cross_entropy", "nll_loss"):
-        mixes = _refuse_dims(
-            op,
-            lambda operand: [1] if operand.name == "input" and operand.fake.dim() > 1 else [],
-            "it works along the sample dimension",
-        )
-        return mixes or by_shape(op, output)
-    return elementwise(op, output)
+    if op.call.op in OVER_LAST:
+        return over_dims(op, output)
+    return by_shape(op, output) if op.call.op in _OF_CLASSES else elementwise(op, output)
+
+
+_OF_CLASSES = frozenset({"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+
+
+def _compared(op: Op, operand: Operand) -> Sequence[int]:
+    """The dims that a loss of rows compares with each other: classes, features."""
+    ndim = operand.fake.dim()
+    if op.call.op in OVER_LAST:
+        return worked_dims(op, operand)
+    if op.call.op not in _OF_CLASSES:
+        return ()
+    if operand.name == "weight":
+        return range(ndim)
+    scores = operand.name == "input" or operand.fake.is_floating_point()  # a target may hold probabilities
+    return [min(1, ndim - 1)] if scores and ndim else ()
 
 
 def per_index(op: Op, output: Tensor) -> Answer:
@@ -319,6 +287,8 @@ def per_index(op: Op, output: Tensor) -> Answer:
         return Mixes("it indexes the sample dimension")
     if any(layout != answer for _, layout in op.batched):
         return Mixes("its operands hold the samples in different places")
+    if op.call.op.startswith("scatter") and any(o.layout is None and o.fake.dim() == output.dim() for o in op.operands):
+        return Mixes("it writes to the first samples only")  # an index may be smaller than what it writes to
     return answer
 
 
@@ -397,6 +367,7 @@ HANDLERS: dict[Family, Handler] = {
     Family.PER_INDEX: per_index,
     Family.INDEX_PUT: index_put,
     Family.ALONE: by_shape,
+    Family.OVER_DIMS: over_dims,
 }
 
 
@@ -415,6 +386,8 @@ def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
     moved = op.operand("input")
     if op.call.op == "expand_as" and moved is not None and moved.layout is None:
         return [by_shape(op, outputs[0])]  # copies for the samples of the tensor whose shape it takes
+    if op.call.op == "broadcast_tensors":
+        return [elementwise(op, out) for out in outputs]  # all of one shape
     found = op.replay.layouts(op.node, op.output)
     layouts = found if isinstance(op.output, tuple | list) else [found]
     lost = Mixes("it moves the samples to where they cannot be followed")

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fxgrad.calls import Call, bind, op_name
 from fxgrad.context import Context, place_beside, tensors_of
-from fxgrad.families import family_of
+from fxgrad.families import Family, family_of
 from fxgrad.inlining import inline
 from fxgrad.rules import RULES
 
@@ -30,11 +30,12 @@ def decompose_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     that stays as it is, is refused by the next pass if it meets samples.
     """
     unknown = [node for node in gm.graph.nodes if _unclassified(node)]
-    for node in unknown:
-        body = _decomposition(node, ctx)
+    averaging = [node for node in gm.graph.nodes if _averages_parameter(node, ctx)]
+    for node in unknown + averaging:
+        body = _loss_of_elements(node, ctx) if node in averaging else _decomposition(node, ctx)
         if body is not None:
             inline(gm, node, body, body.meta["operands"], partial(_leave_facts, node))
-    if unknown:
+    if unknown or averaging:
         _drop_unused_sizes(gm.graph)
         for node in gm.graph.nodes:
             if "call" in node.meta:
@@ -48,6 +49,43 @@ def _unclassified(node: fx.Node) -> bool:
         return False
     known = call.op in RULES or family_of(call.op) is not None
     return not known and not call.inplace and call.op not in ("getattr", "setitem")
+
+
+# ----- losses of a parameter itself
+
+_WEIGHTED = frozenset({"cross_entropy", "nll_loss"})  # their mean is one of the weights that they give to classes
+
+
+def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
+    """Whether a loss reduces what it compares a parameter to: ``mse_loss(w, x)``, a sum over samples already."""
+    call: Call | None = node.meta.get("call")
+    if call is None or family_of(call.op) is not Family.LOSS or call.op in _WEIGHTED or isinstance(node.target, str):
+        return False
+    if call.get("reduction") not in ("mean", "sum") or call.given & {"size_average", "reduce"}:
+        return False
+    fakes = [(arg.meta["fake"], arg.meta["traced"]) for arg in node.all_input_nodes]
+    held = [bool(ctx.symbols.batch_dims(fake.shape)) for fake, _ in fakes if isinstance(fake, Tensor)]
+    shared = [t for fake, t in fakes if isinstance(fake, Tensor) and not ctx.symbols.batch_dims(fake.shape)]
+    return any(held) and any(_any_traced(traced) for traced in shared)
+
+
+def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
+    """The loss of each element, and its sum or mean: a tap can stand between the two."""
+    flat, spec = pytree.tree_flatten(dict(node.meta["call"].arguments))
+    operands = [arg for arg in flat if isinstance(arg, fx.Node)]
+
+    def loss(*values: Any) -> Any:
+        given = iter(values)
+        leaves = [next(given) if isinstance(arg, fx.Node) else arg for arg in flat]
+        arguments = pytree.tree_unflatten(leaves, spec)
+        each = node.target(**{**arguments, "reduction": "none"})  # type: ignore[operator]
+        return each.mean() if arguments["reduction"] == "mean" else each.sum()
+
+    body = _traced(loss, [arg.meta["fake"] for arg in operands], None, ctx, derives=False)
+    if body is None or any(_foreign(inner) for inner in body.graph.nodes):
+        return None
+    body.meta["operands"] = operands
+    return body
 
 
 def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:

@@ -13,9 +13,10 @@ from fxgrad.control_flow import ControlFlow, Crossed
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.families import MOVEMENT, Family, family_of
 from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.operands import Mixes, Op, Operand, by_shape
 from fxgrad.replay import Replay
 from fxgrad.symbols import expression
-from fxgrad.tracking import Mixes, Op, Operand, by_shape, track
+from fxgrad.tracking import track
 from fxgrad.user_functions import UserFunction
 from fxgrad.writes import after_write
 

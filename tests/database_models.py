@@ -224,13 +224,17 @@ class Call:
         expression, module = self.expression(batched, plan)
         return compiled_module(module, expression, [f"x{n}" for n in range(len(batched))], {"op": self.op})
 
+    def _batched_term(self, k: int, term: str, module: nn.Module, plan: Plan | None) -> str:
+        """What stands for the batched tensor k in the source."""
+        return term
+
     def expression(self, batched: tuple[int, ...], plan: Plan | None) -> tuple[str, nn.Module]:
         module, place, parameters = nn.Module(), {k: f"x{n}" for n, k in enumerate(batched)}, self.parameters(batched)
         terms = []
         for k, leaf in enumerate(self.leaves):
             term = f"self.c{k}"
             if k in place:
-                term = place[k]
+                term = self._batched_term(k, place[k], module, plan)
             elif isinstance(leaf, (bool, int, str, type(None))) or (isinstance(leaf, float) and math.isfinite(leaf)):
                 term = repr(leaf)
             elif k in parameters:

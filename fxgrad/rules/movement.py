@@ -27,6 +27,7 @@ def reshape(g, input):
                            "the gradient goes back to the parameter's own dtype"))  # fmt: skip
 def cast(g, input):
     """y = W in another dtype      dW_n = g_n in W's dtype"""
+    g = g.real if g.is_complex() and not input.is_complex() else g
     return {"input": sum_to(g.to(input.dtype), input.shape)}
 
 
