@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
+from fxgrad.calls import map_nodes
 from fxgrad.context import Context, tensors_of
 from fxgrad.errors import SpecViolation
 from fxgrad.layouts import Samples
@@ -27,7 +28,13 @@ def _has_fake(node: fx.Node, ctx: Context) -> str | None:
 
 
 def _has_call(node: fx.Node, ctx: Context) -> str | None:
-    return "is a call in no normal form" if node.op in _CALLS and "call" not in node.meta else None
+    if node.op not in _CALLS:
+        return None
+    if "call" not in node.meta:
+        return "is a call in no normal form"
+    named: list[fx.Node] = []
+    map_nodes(dict(node.meta["call"].arguments), named.append)
+    return None if set(named) <= set(node.all_input_nodes) else "has a call that names other values than it reads"
 
 
 def _has_samples(node: fx.Node, ctx: Context) -> str | None:

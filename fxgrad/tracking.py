@@ -399,5 +399,6 @@ def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
 
 def _placed(op: Op, output: Tensor) -> Layout | None:
     """Where a value without elements holds its samples: none of them is anywhere, so where its shape says."""
-    answer = by_shape(op, output) if 0 in output.shape else None
+    empty = any(isinstance(size, int) and size == 0 for size in output.shape)
+    answer = by_shape(op, output) if empty else None
     return answer if isinstance(answer, Layout) else None

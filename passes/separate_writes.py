@@ -28,7 +28,7 @@ def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         for arg in node.all_input_nodes:
             memory = memories.get(_storage(arg))
             if memory is not None:
-                node.replace_input_with(arg, memory.now(arg, before=node))
+                _read(node, arg, memory.now(arg, before=node))
         if node.op == "output" or not isinstance(node.meta["fake"], Tensor):
             continue
         memory = memories.setdefault(_storage(node), _Memory(node, gm, ctx))
@@ -36,6 +36,13 @@ def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if "call" in node.meta and node.meta["call"].inplace:
             memory.write(node)
     return gm
+
+
+def _read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
+    """Let a node read another value, its call as well."""
+    node.replace_input_with(old, new)
+    if new is not old and "call" in node.meta:
+        node.meta["call"] = bind(node)
 
 
 def _storage(node: fx.Node) -> int | None:
@@ -100,6 +107,7 @@ class _Memory:
         with self.graph.inserting_before(node):
             copy = self._call(torch.clone, node, view)
         node.args = (copy, *node.args[1:])
+        node.meta["call"] = bind(node)
         with self.graph.inserting_before(node.next):
             if _place(view) == _place(self.root):
                 self.current = node

@@ -145,6 +145,18 @@ def a_weight_with_zeros(m: Model, x: Tensor) -> Tensor:
     return F.linear(x, u)
 
 
+def places_of_a_function(m: Model, x: Tensor) -> Tensor:
+    u = m.w * 1
+    u[[1, 2]] = m.w[:2]
+    return F.linear(x, u)
+
+
+def a_mask_of_a_function(m: Model, x: Tensor) -> Tensor:
+    u = m.w * 1
+    u[m.w > 0] = m.b[0]
+    return F.linear(x, u)
+
+
 def a_view_from_before(m: Model, x: Tensor) -> Tensor:
     u = m.w * 1
     v = u[0]
@@ -181,6 +193,7 @@ BODIES = [
     a_parameter_by_mask_of_every_place, a_parameter_by_list, a_parameter_at_each_samples_own_place,
     samples_at_each_samples_own_place, views_changed_in_place, a_row_of_a_function, a_weight_put_together,
     a_weight_with_zeros, a_view_from_before, a_transposed_weight, without_gradients, index_copied_and_filled,
+    places_of_a_function, a_mask_of_a_function,
 ]  # fmt: skip
 
 
