@@ -210,7 +210,7 @@ def _pad(sequence: Any, batch_first: Any = False, padding_value: Any = 0.0, tota
     if not _capturing():
         torch._dynamo.graph_break()
         return pad_packed_sequence(sequence, batch_first, padding_value, total_length)
-    data, batch_sizes, order = sequence.data, sequence.batch_sizes, sequence.sorted_indices
+    data, batch_sizes, order, _ = sequence  # by place: Dynamo of torch 2.12 reads no names of one that it made
     value = float(padding_value)
     if total_length is None:
         out = torch.ops.fxgrad.pad_packed_to_longest(data, batch_sizes, order, value)
