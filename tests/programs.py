@@ -289,6 +289,8 @@ def compare(
 
 
 KNOWN_REFUSALS: dict[str, str] = {
+    r"UnsupportedOp: \w+_ writes into a function of parameters whose size changes": "a batch size taken from an input "
+    "that is used for nothing else is not known to be one",
     r"BatchSizeError: take_along_dim fixes": "PyTorch's own shape rule makes the batch a number",
     r"LostLayout: \w+ gives a parameter's value": "copies of a parameter over a merged dim, used alone",
     r"UniformOutput: a gradient arrived at an output": "copies of a parameter, one per sample, returned",
