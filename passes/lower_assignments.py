@@ -152,8 +152,18 @@ class _Assignment:
         return node
 
     def _arrives(self, arg: fx.Node) -> bool:
-        fake = arg.meta["fake"]
-        return _flows(arg) or (memory_of(fake) in self.traced)
+        return _flows(arg) or (memory_of(arg.meta["fake"]) in self.traced and not _detached(arg))
+
+
+def _detached(view: fx.Node) -> bool:
+    """Whether a view's memory was reached through ``detach``: what is written there, autograd does not see."""
+    memory = memory_of(view.meta["fake"])
+    while "call" in view.meta and view.meta["call"].op != "detach":
+        source = view.args[0] if view.args else None
+        if not isinstance(source, fx.Node) or memory_of(source.meta["fake"]) != memory:
+            return False
+        view = source
+    return "call" in view.meta
 
 
 _INPLACE = ("copy_", "fill_", "masked_fill_", torch.ops.aten.index_put_.default)

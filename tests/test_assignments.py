@@ -327,12 +327,21 @@ def test_a_parameter_into_a_buffer_is_refused(device: torch.device) -> None:
         gs(torch.randn(5, 3, device=device))
 
 
-def test_a_write_without_gradients_after_one_with_them_is_refused(device: torch.device) -> None:
+def into_rows(u: Tensor) -> None:
+    with torch.no_grad():
+        u[1] = 1
+
+
+def into_detached_rows(u: Tensor) -> None:
+    u.detach()[1] = 1
+
+
+@pytest.mark.parametrize("write", [into_rows, into_detached_rows])
+def test_a_write_without_gradients_after_one_with_them_is_refused(write: Any, device: torch.device) -> None:
     def twice(m: Model, x: Tensor) -> Tensor:
         u = m.w * 1
         u[0].mul_(2)
-        with torch.no_grad():
-            u[1] = 1
+        write(u)
         return F.linear(x, u)
 
     with pytest.raises(FxgradError, match="fill_ writes without gradients into a function of parameters"):
