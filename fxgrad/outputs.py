@@ -49,10 +49,16 @@ def _written(node: fx.Node) -> list[fx.Node]:
     base = node.args[0] if node.args else None
     if node.op not in ("call_function", "call_method") or not isinstance(base, fx.Node):
         return []
-    memory = memory_of(base.meta.get("example_value"))
-    if memory is None or not op_name(node.target).endswith("_"):
-        return []
-    return [other for other in node.graph.nodes if memory_of(other.meta.get("example_value")) == memory]
+    memory = _memory(base) if op_name(node.target).endswith("_") else None
+    return [other for other in node.graph.nodes if memory is not None and _memory(other) == memory]
+
+
+def _memory(node: fx.Node) -> int | None:
+    """A value's memory as Dynamo saw it; None inside torch.func, whose wrappers have none."""
+    try:
+        return memory_of(node.meta.get("example_value"))
+    except NotImplementedError:
+        return None
 
 
 def output_roles(gm: fx.GraphModule) -> dict[int, int]:
