@@ -116,6 +116,7 @@ _ALIASES = {
     "less": "lt",
     "_softmax": "softmax",
     "special_softmax": "softmax",
+    "_get_data_attr": "detach",  # x.data
     "__getitem__": "getitem",
     "__setitem__": "setitem_",
     "__add__": "add",

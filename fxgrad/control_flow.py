@@ -172,7 +172,7 @@ def _joined(a: Samples | None, b: Samples | None) -> Samples | None:
 
 def _settled(run: Callable[[Sequence[Pair]], Sequence[Pair]], init: Sequence[Pair]) -> tuple[Any, list[Samples | None]]:
     """What a body returns in the end, and the samples of what it carries from one round to the next."""
-    carry = [samples for _, samples in init]
+    carry = [samples and replace(samples, traced=False) for _, samples in init]  # what a body returns says no more
     while True:
         found = run([(value, samples) for (value, _), samples in zip(init, carry, strict=True)])
         joined = [_joined(old, new) for old, (_, new) in zip(carry, found, strict=False)]

@@ -42,7 +42,7 @@ def _plain_vjp(
     with torch._C._ForceDispatchKeyGuard(included, excluded.remove(below)), torch.enable_grad():
         leaves = [weight.detach().requires_grad_() for weight in weights]
         pairs = [pair for pair in zip(call(*leaves), grads, strict=True) if pair[0].requires_grad]
-        if not pairs:
+        if not pairs:  # a branch that returns constants
             return [torch.zeros_like(weight) for weight in weights]
         outputs, of_outputs = zip(*pairs, strict=True)
         return torch.autograd.grad(outputs, leaves, of_outputs, materialize_grads=True)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.batch import LOST, SHARED
+from fxgrad.calls import op_name
 from fxgrad.captured import SAMPLE_DIM, Captured
+from fxgrad.context import memory_of
 from fxgrad.errors import UniformOutput
 from fxgrad.layouts import Kind, Samples
 
@@ -34,13 +36,29 @@ def reached_by_parameters_alone(captured: Captured) -> list[int]:
     }
     traced = {captured.placeholders[i] for i in captured.trainable()}
     for node in captured.gm.graph.nodes:
-        if held.intersection(node.all_input_nodes):
-            held.add(node)
-        if traced.intersection(node.all_input_nodes):
-            traced.add(node)
+        for reached in (held, traced):
+            if reached.intersection(node.all_input_nodes):
+                reached.update((node, *_written(node)))
     outputs = captured.gm.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     return [i for i, node in enumerate(outputs) if node in traced and node not in held]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The earlier values whose memory an op in place writes to."""
+    base = node.args[0] if node.args else None
+    if node.op not in ("call_function", "call_method") or not isinstance(base, fx.Node):
+        return []
+    memory = _memory(base) if op_name(node.target).endswith("_") else None
+    return [other for other in node.graph.nodes if memory is not None and _memory(other) == memory]
+
+
+def _memory(node: fx.Node) -> int | None:
+    """A value's memory as Dynamo saw it; None inside torch.func, whose wrappers have none."""
+    try:
+        return memory_of(node.meta.get("example_value"))
+    except NotImplementedError:
+        return None
 
 
 def output_roles(gm: fx.GraphModule) -> dict[int, int]:

@@ -145,7 +145,7 @@ class Replay:
 
     def read_back(self, node: fx.Node) -> tuple[Layout | None, int]:
         """The layout of what is read where ``index_put_(x, indices, v)`` writes, and its number of dimensions."""
-        source, indices = node.args[:2]
+        source, indices = (node.meta["call"].arguments[name] for name in ("input", "indices"))
         scratch = fx.Graph()
         reading = scratch.call_function(torch.ops.aten.index.Tensor, (source, indices))
         try:

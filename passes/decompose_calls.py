@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -106,7 +107,7 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
     values = [arg.meta["fake"] for arg in operands]
     for table in (None, torch._decomp.core_aten_decompositions()):
         body = _traced(call, values, table, ctx, derives=op_name(node.target) == _TORCH_FUNC)
-        if body is not None and not any(_foreign(inner) for inner in body.graph.nodes):
+        if body is not None and not any(_foreign(inner) or _lost(body, inner) for inner in body.graph.nodes):
             body.meta["operands"] = operands
             return body
     return None
@@ -128,6 +129,11 @@ def _foreign(node: fx.Node) -> bool:
         return False
     name = op_name(node.target)
     return name.removesuffix("_") not in RULES and family_of(name.removesuffix("_")) is None and name != "getitem"
+
+
+def _lost(body: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a value of the op's became a constant: tracing did not see where it came from."""
+    return node.op == "get_attr" and isinstance(getattr(body, str(node.target)), FakeTensor)
 
 
 def _leave_facts(node: fx.Node, copy: fx.Node, inner: fx.Node) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from fxgrad.calls import bind, map_nodes
+from fxgrad.calls import Call, bind, map_nodes
 from fxgrad.context import Context, memory_of, place_beside, without_gradients
 
 
@@ -26,6 +26,8 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         call = node.meta.get("call")
         if call is not None and call.op == "setitem":
             _Assignment(gm.graph, node, ctx, traced, node in stopped).lower()
+        elif call is not None and call.op == "index_put":
+            _Assignment(gm.graph, node, ctx, traced, node in stopped).spread(call)
         elif call is not None and call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
             traced.add(memory_of(node.args[0].meta["fake"]))
     return gm
@@ -42,11 +44,12 @@ class _Assignment:
         self, graph: fx.Graph, node: fx.Node, ctx: Context, traced: set[int | None], stopped: bool
     ) -> None:
         self.graph, self.node, self.ctx, self.traced, self.stopped = graph, node, ctx, traced, stopped
-        self.base, self.index, self.value = node.args
+        self.base = node.args[0]
 
     def lower(self) -> None:
         assert isinstance(self.base, fx.Node)
-        parts = _parts(self.index, self.base.meta["fake"].dim())
+        _, index, self.value = self.node.args
+        parts = _parts(index, self.base.meta["fake"].dim())
         if parts is None:
             return
         basic, advanced = parts
@@ -63,6 +66,21 @@ class _Assignment:
                 return
         self.graph.erase_node(self.node)
 
+    def spread(self, call: Call) -> None:
+        """``x.index_put_(indices, v)``: the values are one for each place."""
+        value, indices = call.get("values"), call.get("indices")
+        masks = any(_is_mask(index) for index in indices)
+        if masks or not _flows(value) or self.ctx.symbols.batch_dims(value.meta["fake"].shape):
+            return
+        with self.graph.inserting_before(self.node):
+            spread = self._spread(self.base, list(indices), value)
+        self.node.replace_input_with(value, spread)
+        self.node.meta["call"] = bind(self.node)
+
+    def _spread(self, view: Any, indices: list[Any], value: fx.Node) -> fx.Node:
+        """A parameter's value goes to every sample first: alone, a sample has other places than in the batch."""
+        return self._call("expand_as", value, self._call(torch.ops.aten.index.Tensor, view, indices))
+
     def _write(self, view: fx.Node) -> None:
         if isinstance(self.value, fx.Node) and isinstance(self.value.meta["fake"], Tensor):
             value = self._without_ones(self.value, view.meta["fake"].dim())
@@ -73,6 +91,8 @@ class _Assignment:
     def _write_masked(self, view: fx.Node, dim: int, mask: fx.Node) -> None:
         """``x[mask] = v``: v has no row for each place (that is refused later), so it is the same for all."""
         after = view.meta["fake"].dim() - dim - mask.meta["fake"].dim()
+        if mask.meta["fake"].dtype != torch.bool:
+            mask = self._call("to", mask, torch.bool)
         for _ in range(after):
             mask = self._call(torch.unsqueeze, mask, -1)
         value = self.value
@@ -101,9 +121,7 @@ class _Assignment:
         elif value.meta["fake"].dtype != fake.dtype:
             value = self._call("to", value, fake.dtype)
         if _flows(value) and not self.ctx.symbols.batch_dims(value.meta["fake"].shape):
-            # a parameter's value goes to every sample first: alone, a sample has other places than in the batch
-            read = self._call(torch.ops.aten.index.Tensor, view, indices)
-            value = self._call("expand_as", value, read)
+            value = self._spread(view, indices, value)
         self._inplace(torch.ops.aten.index_put_.default, view, indices, value)
 
     def _without_ones(self, value: fx.Node, rank: int) -> fx.Node:
@@ -134,8 +152,18 @@ class _Assignment:
         return node
 
     def _arrives(self, arg: fx.Node) -> bool:
-        fake = arg.meta["fake"]
-        return _flows(arg) or (memory_of(fake) in self.traced)
+        return _flows(arg) or (memory_of(arg.meta["fake"]) in self.traced and not _detached(arg))
+
+
+def _detached(view: fx.Node) -> bool:
+    """Whether a view's memory was reached through ``detach``: what is written there, autograd does not see."""
+    memory = memory_of(view.meta["fake"])
+    while "call" in view.meta and view.meta["call"].op != "detach":
+        source = view.args[0] if view.args else None
+        if not isinstance(source, fx.Node) or memory_of(source.meta["fake"]) != memory:
+            return False
+        view = source
+    return "call" in view.meta
 
 
 _INPLACE = ("copy_", "fill_", "masked_fill_", torch.ops.aten.index_put_.default)

@@ -187,16 +187,36 @@ def index_copied_and_filled(m: Model, x: Tensor) -> Tensor:
     return h.index_fill_(1, torch.tensor([1], device=x.device), 0.5).tanh()
 
 
+def the_data_alone(m: Model, x: Tensor) -> Tensor:
+    m.w.data[0].clamp_(-0.5, 0.5)
+    h = m.linear(x) * m.w.data.norm()
+    h.data[:, 1] = 7
+    return h * m.b
+
+
+def a_mask_of_bytes(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[(x[:, 0] > 0).to(torch.uint8)] = m.b
+    return h.tanh()
+
+
+def a_parameter_added_at_places(m: Model, x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[0], device=x.device)
+    h = m.linear(x).index_put_((rows[:, None], torch.tensor([0, 0, 1], device=x.device)), m.b[:3], accumulate=True)
+    return h.index_put(indices=[rows, (x[:, 0] > 0).long()], values=m.b[0]).tanh()
+
+
 BODIES = [
     a_parameter_into_a_slice, samples_and_a_parameter_into_zeros, columns_of_zeros, merged_samples,
     every_other_row, shifted, step_by_step, leading_ones, a_number_by_mask, a_parameter_by_mask,
     a_parameter_by_mask_of_every_place, a_parameter_by_list, a_parameter_at_each_samples_own_place,
     samples_at_each_samples_own_place, views_changed_in_place, a_row_of_a_function, a_weight_put_together,
     a_weight_with_zeros, a_view_from_before, a_transposed_weight, without_gradients, index_copied_and_filled,
-    places_of_a_function, a_mask_of_a_function,
+    places_of_a_function, a_mask_of_a_function, the_data_alone, a_mask_of_bytes, a_parameter_added_at_places,
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")  # PyTorch's word on byte masks
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_against_the_loop(body: Any, backend: str, device: torch.device) -> None:
@@ -224,6 +244,19 @@ def test_a_weight_clamped_in_the_forward(size: int, device: torch.device) -> Non
     assert model.w.abs().max() == 0.5
     grad_sample: Tensor = model.w.grad_sample  # type: ignore[attr-defined]
     torch.testing.assert_close(grad_sample, x.unsqueeze(1).expand(-1, 4, -1))
+
+
+def test_a_batch_of_one_written_into_zeros(device: torch.device) -> None:
+    """Samples that arrive through memory alone are no output of parameters alone."""
+
+    def flags(m: Model, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 4, dtype=torch.bool, device=x.device)
+        h[:, 1] = x[:, 0] > 0
+        return h * m.b + 0.5
+
+    for size in (1, 5):
+        x = torch.randn(size, 3, dtype=torch.double, device=device)
+        assert_per_sample_grads(Model(flags).double().to(device), x, backend="eager")
 
 
 def one_sample_from_the_next(m: Model, x: Tensor) -> Tensor:
@@ -294,12 +327,21 @@ def test_a_parameter_into_a_buffer_is_refused(device: torch.device) -> None:
         gs(torch.randn(5, 3, device=device))
 
 
-def test_a_write_without_gradients_after_one_with_them_is_refused(device: torch.device) -> None:
+def into_rows(u: Tensor) -> None:
+    with torch.no_grad():
+        u[1] = 1
+
+
+def into_detached_rows(u: Tensor) -> None:
+    u.detach()[1] = 1
+
+
+@pytest.mark.parametrize("write", [into_rows, into_detached_rows])
+def test_a_write_without_gradients_after_one_with_them_is_refused(write: Any, device: torch.device) -> None:
     def twice(m: Model, x: Tensor) -> Tensor:
         u = m.w * 1
         u[0].mul_(2)
-        with torch.no_grad():
-            u[1] = 1
+        write(u)
         return F.linear(x, u)
 
     with pytest.raises(FxgradError, match="fill_ writes without gradients into a function of parameters"):

@@ -84,16 +84,38 @@ def a_loop(m: Model, x: Tensor) -> Tensor:
     return out
 
 
+def a_branch_of_constants(m: Model, x: Tensor) -> Tensor:
+    out: Tensor = torch.cond(m.flag < 0, lambda t: t * m.b.bias, lambda t: torch.zeros_like(t), (x,))
+    return out * m.a.bias + out.sin()
+
+
+def a_scan_from_a_layer(m: Model, x: Tensor) -> Tensor:
+    def step(carry: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(m.a(t) + carry), carry * 2
+
+    last, every = scan(step, m.b(x[:, 0]), x.transpose(0, 1))
+    return last + every.sum(0)
+
+
+def a_loop_from_a_layer(m: Model, x: Tensor) -> Tensor:
+    start = torch.tensor(0, device=x.device), m.b(x)
+    out: Tensor = while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, torch.tanh(m.a(h))), start)[1]
+    return out
+
+
 BODIES = [
     a_branch, the_other_branch, a_parameter_decides, a_branch_with_merged_samples, a_scan_over_time,
-    a_map_over_time, a_map_over_samples, a_loop,
+    a_map_over_time, a_map_over_samples, a_loop, a_branch_of_constants, a_scan_from_a_layer, a_loop_from_a_layer,
 ]  # fmt: skip
 
 
 # PyTorch's own scan refuses a transposed batch of one: it takes that for an alias of its input
+SCANS = (a_scan_over_time, a_scan_from_a_layer)
+
+
 @pytest.mark.parametrize(
     ("body", "size"),
-    [(body, 4) for body in BODIES] + [(body, 1) for body in BODIES if body is not a_scan_over_time],
+    [(body, 4) for body in BODIES] + [(body, 1) for body in BODIES if body not in SCANS],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_against_the_loop(body: Any, size: int, device: torch.device) -> None:
