@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxgrad.grouped import grouped_rows
+
 BATCH = 5
 EXTRA: tuple[tuple[int, ...], ...] = ((), (BATCH,), (2, 3))
 """Dims between the samples and the op's own: none, one (as large as the batch, which must not matter), two."""
@@ -258,7 +260,15 @@ CONVOLUTIONS = [
          w(4)),
 ]  # fmt: skip
 
+def grouped(input: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of all samples, each times the weight of its group."""
+    rows: Tensor = grouped_rows(input.flatten(0, 1), weight, ids.flatten())
+    return rows.view(*ids.shape, -1)
+
+
 LOOKUPS = [
+    case("fxgrad::grouped_rows", grouped, x(6, 3), ids(4, 6), w(4, 3, 2)),
+    case("fxgrad::grouped_rows with ids of no group", grouped, x(6, 3), ids(5, 6), w(4, 3, 2)),
     case("embedding", F.embedding, ids(7, ...), w(7, 3)),
     case("embedding with padding", with_(F.embedding, padding_idx=2), ids(7, ...), w(7, 3)),
     case("embedding with padding from the end", with_(F.embedding, padding_idx=-1), ids(7, ...), w(7, 3)),
