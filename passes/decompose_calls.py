@@ -18,6 +18,7 @@ from fxgrad.calls import Call, bind, op_name
 from fxgrad.context import Context, place_beside, tensors_of
 from fxgrad.families import Family, family_of
 from fxgrad.inlining import inline
+from fxgrad.making import bind_again
 from fxgrad.rules import RULES
 
 _TORCH_FUNC = "torch_func"  # what wrap_transforms made
@@ -38,9 +39,7 @@ def decompose_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             inline(gm, node, body, body.meta["operands"], partial(_leave_facts, node))
     if unknown or averaging:
         _drop_unused_sizes(gm.graph)
-        for node in gm.graph.nodes:
-            if "call" in node.meta:
-                node.meta["call"] = bind(node)
+        bind_again(gm.graph.nodes)
     return gm
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
-from fxgrad.calls import Call, bind, map_nodes
-from fxgrad.context import Context, memory_of, place_beside, without_gradients
+from fxgrad.calls import Call
+from fxgrad.context import Context, memory_of, without_gradients
+from fxgrad.making import bind_again, make
 
 
 def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -75,7 +75,7 @@ class _Assignment:
         with self.graph.inserting_before(self.node):
             spread = self._spread(self.base, list(indices), value)
         self.node.replace_input_with(value, spread)
-        self.node.meta["call"] = bind(self.node)
+        bind_again([self.node])
 
     def _spread(self, view: Any, indices: list[Any], value: fx.Node) -> fx.Node:
         """A parameter's value goes to every sample first: alone, a sample has other places than in the batch."""
@@ -138,18 +138,12 @@ class _Assignment:
             self.traced.add(memory_of(self.base.meta["fake"]))  # type: ignore[union-attr]
 
     def _call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node with the facts that the passes before this one leave."""
-        method = isinstance(target, str)
-        node = self.graph.create_node("call_method" if method else "call_function", target, args, kwargs)
-        values = map_nodes(args, lambda arg: arg.meta["fake"])
-        call = getattr(torch.Tensor, target) if isinstance(target, str) else target
-        with torch.no_grad(), self.ctx.symbols.mode, enable_python_dispatcher():
-            fake = values[0] if target in _INPLACE else call(*values, **kwargs)
+        """A new node; a gradient arrives through written memory as well."""
+        made = make(self.graph, self.ctx, target, args, kwargs, beside=self.node, inplace=target in _INPLACE)
+        fake = made.meta["fake"]
         carries = isinstance(fake, Tensor) and fake.is_floating_point() and not self.stopped
-        node.meta = {"fake": fake, "traced": carries and any(map(self._arrives, node.all_input_nodes))}
-        place_beside(self.node, node)
-        node.meta["call"] = bind(node)
-        return node
+        made.meta["traced"] = carries and any(map(self._arrives, made.all_input_nodes))
+        return made
 
     def _arrives(self, arg: fx.Node) -> bool:
         return _flows(arg) or (memory_of(arg.meta["fake"]) in self.traced and not _detached(arg))

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
-from fxgrad.calls import bind
 from fxgrad.context import Context, memory_of, place_beside, source_line
 from fxgrad.errors import UnsupportedOp
+from fxgrad.making import bind_again, make
 
 
 def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -41,8 +40,8 @@ def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 def _read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
     """Let a node read another value, its call as well."""
     node.replace_input_with(old, new)
-    if new is not old and "call" in node.meta:
-        node.meta["call"] = bind(node)
+    if new is not old:
+        bind_again([node])
 
 
 def _storage(node: fx.Node) -> int | None:
@@ -76,7 +75,7 @@ class _Memory:
         key = len(self.writes), view
         if key not in self.views:
             with self.graph.inserting_before(before):
-                self.views[key] = self._call(torch.take, before, self.current, self._places(view, before))
+                self.views[key] = self._make(torch.take, before, self.current, self._places(view, before))
         return self.views[key]
 
     def write(self, node: fx.Node) -> None:
@@ -105,20 +104,23 @@ class _Memory:
                 advice="Use the op that returns a new tensor.",
             )
         with self.graph.inserting_before(node):
-            copy = self._call(torch.clone, node, view)
+            copy = self._make(torch.clone, node, view)
         node.args = (copy, *node.args[1:])
-        node.meta["call"] = bind(node)
+        bind_again([node])
         with self.graph.inserting_before(node.next):
             if _place(view) == _place(self.root):
                 self.current = node
             else:
-                self.current = self._call(torch.put, node, self.current, self._places(view, node), node)
+                self.current = self._make(torch.put, node, self.current, self._places(view, node), node)
         self.writes.append(node)
         self.seen[node] = len(self.writes)
 
     def _alone(self, view: fx.Node, node: fx.Node) -> bool:
         """Whether nothing reads this memory again but through the op's own result."""
         return all(user is node for seen in self.seen if seen is not node for user in _later(seen, node))
+
+    def _make(self, target: Any, beside: fx.Node, *args: Any) -> fx.Node:
+        return make(self.graph, self.ctx, target, args, beside=beside)
 
     def _places(self, view: fx.Node, like: fx.Node) -> fx.Node:
         """A constant: where the elements of a view are in the value that shows all of the memory."""
@@ -133,17 +135,6 @@ class _Memory:
         node = self.gm.graph.get_attr(name)
         node.meta = {"fake": self.ctx.symbols.mode.from_tensor(places), "traced": False}
         place_beside(like, node)
-        return node
-
-    def _call(self, target: Any, like: fx.Node, *args: Any) -> fx.Node:
-        """A new node with the facts that the passes before this one leave."""
-        node = self.graph.call_function(target, args)
-        values = [arg.meta["fake"] if isinstance(arg, fx.Node) else arg for arg in args]
-        with torch.no_grad(), self.ctx.symbols.mode, enable_python_dispatcher():
-            node.meta["fake"] = target(*values)
-        node.meta["traced"] = any(arg.meta["traced"] is True for arg in node.all_input_nodes)
-        place_beside(like, node)
-        node.meta["call"] = bind(node)
         return node
 
 

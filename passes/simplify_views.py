@@ -8,10 +8,9 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
-from fxgrad.calls import bind
-from fxgrad.context import Context, place_beside
+from fxgrad.context import Context
+from fxgrad.making import bind_again, make
 from fxgrad.symbols import expression
 
 _REGROUPS = frozenset("view unflatten unsqueeze squeeze".split())
@@ -74,30 +73,22 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
         return
     views: list[tuple[str, list[Any]]] = [("permute", [split.index(dim[0]) for dim in result])]
     if len(split) > len(pieces):
-        views.insert(0, ("view", _sizes(graph, source, pieces, atoms, chain[0])))
+        views.insert(0, ("view", _sizes(graph, source, pieces, atoms, chain[0], ctx)))
     value = source
     for method, args in views:
         with graph.inserting_before(last):
-            made = graph.call_method(method, (value, *args))
-        place_beside(last, made)
-        with ctx.symbols.mode, enable_python_dispatcher():
-            numbers = [arg.meta["fake"] if isinstance(arg, fx.Node) else arg for arg in args]
-            made.meta["fake"] = getattr(value.meta["fake"], method)(*numbers)
-        made.meta["traced"] = last.meta["traced"]
-        made.meta["call"] = bind(made)
-        value = made
+            value = make(graph, ctx, method, (value, *args), beside=last)
+        value.meta["traced"] = last.meta["traced"]
     if tuple(map(expression, value.meta["fake"].shape)) != tuple(map(expression, last.meta["fake"].shape)):
         raise AssertionError(f"{last.name}: a simplified view has another shape")
     last.replace_all_uses_with(value)
-    for user in value.users:
-        if "call" in user.meta:
-            user.meta["call"] = bind(user)
+    bind_again(value.users)
     for node in reversed(chain):
         graph.erase_node(node)
 
 
 def _sizes(
-    graph: fx.Graph, source: fx.Node, pieces: Sequence[list[int]], atoms: _Atoms, before: fx.Node
+    graph: fx.Graph, source: fx.Node, pieces: Sequence[list[int]], atoms: _Atoms, before: fx.Node, ctx: Context
 ) -> list[Any]:
     """The arguments of the view that splits the source: numbers, sizes of the source, and at most one -1."""
     sizes: list[Any] = []
@@ -108,10 +99,7 @@ def _sizes(
                 sizes.append(int(size))
             elif len(own) == 1:
                 with graph.inserting_before(before):
-                    whole = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
-                whole.meta.update(fake=source.meta["fake"].shape[dim], traced=False)
-                whole.meta["call"] = bind(whole)
-                sizes.append(whole)
+                    sizes.append(make(graph, ctx, torch.ops.aten.sym_size.int, (source, dim), beside=before))
             else:
                 sizes.append(-1)
     return sizes

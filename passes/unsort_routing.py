@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
-from fxgrad.calls import bind, map_nodes
-from fxgrad.context import Context, place_beside, tensors_of
+from fxgrad.context import Context, tensors_of
 from fxgrad.families import RANDOM, Family, family_of
+from fxgrad.making import bind_again, make
 from fxgrad.symbols import expression
 
 _CASTS = frozenset("to float int long clone contiguous _to_copy detach".split())
@@ -209,9 +208,9 @@ class _Routing:
 
     def rewrite(self) -> None:
         with self.graph.inserting_before(self.node):
-            count = self._call(torch.ops.aten.sym_size.int, self.ids, 0)
-            device = self.ids.meta["fake"].device
-            order = self._call(torch.arange, count, device=device)
+            count = make(self.graph, self.ctx, torch.ops.aten.sym_size.int, (self.ids, 0), beside=self.node)
+            where = {"device": self.ids.meta["fake"].device}
+            order = make(self.graph, self.ctx, torch.arange, (count,), where, beside=self.node)
         for node, kind in list(self.kinds.items()):
             if node.meta["call"].op in _GROUPED:
                 self._regroup(node)
@@ -222,9 +221,7 @@ class _Routing:
         for node in reversed(list(dict.fromkeys([self.node, *self.kinds]))):
             if not node.users:
                 self.graph.erase_node(node)
-        for node in self.graph.nodes:
-            if "call" in node.meta:
-                node.meta["call"] = bind(node)
+        bind_again(self.graph.nodes)
 
     def _reads(self, user: fx.Node) -> bool:
         """Whether a value of the order is an operand there, and not what is being made of it."""
@@ -234,21 +231,10 @@ class _Routing:
         call = node.meta["call"]
         rows, weight = self._argument(call, "input", "mat_a", "self"), self._argument(call, "weight", "mat_b", "mat2")
         with self.graph.inserting_before(node):
-            new = self._call(torch.ops.fxgrad.grouped_rows.default, rows, weight, self.ids)
-        new.meta["traced"] = node.meta["traced"]
-        place_beside(node, new)
+            target = torch.ops.fxgrad.grouped_rows.default
+            new = make(self.graph, self.ctx, target, (rows, weight, self.ids), beside=node)
         node.replace_all_uses_with(new)
         self.kinds[new] = "rows"
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node with the facts that the passes before this one leave."""
-        node = self.graph.call_function(target, args, kwargs)
-        values = map_nodes(args, lambda arg: arg.meta["fake"])
-        with torch.no_grad(), self.ctx.symbols.mode, enable_python_dispatcher():
-            node.meta = {"fake": target(*values, **kwargs), "traced": False}
-        place_beside(self.node, node)
-        node.meta["call"] = bind(node)
-        return node
 
 
 def _way(node: fx.Node) -> list[fx.Node]:
