@@ -13,6 +13,7 @@ from fxgrad.families import RANDOM, Family, family_of
 from fxgrad.making import bind_again, make
 from fxgrad.symbols import expression
 
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # what a group's number survives a cast to
 _CASTS = frozenset("to float int long clone contiguous _to_copy detach".split())
 _GROUPED = frozenset("grouped_mm _grouped_mm transformers::grouped_mm_fallback".split())
 
@@ -99,12 +100,13 @@ class _Routing:
             divided = call.op in ("floor_divide", "div") and isinstance(call.get("other"), int)
             whole = call.op == "floor_divide" or call.get("rounding_mode") == "floor"
             return "tokens" if divided and whole else None
-        if found == {"ids"} and call.op in _CASTS:
+        if found == {"ids"} and call.op in _CASTS and node.meta["fake"].dtype in _EXACT:
             return "ids"
         if found == {"ids"} and call.op in ("histc", "bincount"):
             return "sizes" if self._counts(call) else None
         if found == {"sizes"}:
-            return "sizes" if call.op in _CASTS or call.op == "cumsum" else None
+            exact = (call.op in _CASTS or call.op == "cumsum") and node.meta["fake"].dtype in _EXACT
+            return "sizes" if exact else None
         if call.op in _GROUPED:
             return "rows" if self._grouped(call) else None
         if found <= {"rows", "ids"} and call.op not in RANDOM:

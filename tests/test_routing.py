@@ -112,6 +112,13 @@ def other_sizes(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Ten
     return out[order.argsort()].view(tokens.shape[0], m.top, -1).sum(1)
 
 
+def sizes_of_truncated_ids(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """A cast that loses what the ids are: the groups' sizes are other ones."""
+    sorted_ids, order = torch.sort(ids)
+    out = m.work(tokens[order // m.top], sorted_ids, sizes_of(sorted_ids.to(torch.bool)))
+    return out[order.argsort()].view(tokens.shape[0], m.top, -1).sum(1)
+
+
 def next_to_each_other(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     sorted_ids, order = torch.sort(ids)
     rows = tokens[order // m.top]
@@ -126,7 +133,9 @@ def never_put_back(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    "body", [only_the_first, other_sizes, next_to_each_other, never_put_back], ids=lambda body: body.__name__
+    "body",
+    [only_the_first, other_sizes, sizes_of_truncated_ids, next_to_each_other, never_put_back],
+    ids=lambda body: body.__name__,
 )
 def test_what_depends_on_the_order_is_refused(body: Callable[..., Tensor], device: torch.device) -> None:
     gs = fxgrad.transform(Experts(body).to(device), backend="eager")
