@@ -11,15 +11,15 @@ from fxgrad import errors, testing
 from fxgrad.api import transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import FxgradError
-from fxgrad.explaining import explain
-from fxgrad.explanation import Explanation
+from fxgrad.explanation.explaining import explain
+from fxgrad.explanation.findings import Explanation
 from fxgrad.extend import implements_per_sample_grads, register_op
-from fxgrad.families import Family
 from fxgrad.quantities import GradSample
+from fxgrad.samples.families import Family
 from fxgrad.terms import OneHot, Term
 from fxgrad.tracing import Trace, trace
-from fxgrad.verdict import Verdict
-from fxgrad.verifying import verify
+from fxgrad.verification.verdict import Verdict
+from fxgrad.verification.verifying import verify
 
 __version__ = "0.1.0"
 

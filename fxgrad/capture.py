@@ -23,8 +23,8 @@ from fxgrad.compiler import compile_graph
 from fxgrad.context import last_own_line
 from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
 from fxgrad.options import Options
-from fxgrad.packed import as_pytorch_packs, with_indices
-from fxgrad.recurrent_modules import recurrent_modules
+from fxgrad.recurrent.modules import recurrent_modules
+from fxgrad.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.store import Forward, Store, Unseen, watch
 
 MARKS = (

@@ -14,7 +14,7 @@ from fxgrad.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, 
 from fxgrad.context import Context, TrainableParameter, source_line
 from fxgrad.errors import BatchSizeError, LostLayout
 from fxgrad.options import Options
-from fxgrad.symbols import Symbols, expression
+from fxgrad.samples.symbols import Symbols, expression
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.quantities import GradSample, Quantity
-from fxgrad.symbols import Symbols
+from fxgrad.samples.symbols import Symbols
 
 Mixing = Literal["error", "allow"]
 
@@ -23,7 +23,7 @@ class Facts(TypedDict, total=False):
     fake: Any  # propagate_shapes: the node's value as fake tensors in which B is a symbol
     traced: Any  # propagate_shapes: whether a trainable parameter's gradient flows into it
     call: Any  # normalize_calls: fxgrad.calls.Call
-    samples: Any  # infer_samples: fxgrad.layouts.Samples, or a list of them for several outputs
+    samples: Any  # infer_samples: fxgrad.samples.layouts.Samples, or a list of them for several outputs
     use: Any  # attach_taps: fxgrad.uses.Use, on the nodes that stand behind an op with parameters
 
 

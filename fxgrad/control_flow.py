@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.layouts import Kind, Samples
+from fxgrad.samples.layouts import Kind, Samples
 
 Pair = tuple[Any, Samples | None]  # a fake value, and its samples
 Run = Callable[[fx.GraphModule, Sequence[Pair]], Sequence[Pair]]  # what a body returns

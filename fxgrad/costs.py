@@ -1,7 +1,7 @@
 """What a per-sample gradient costs, as expressions in the symbolic sizes.
 
 Flops are counted as `torch.utils.flop_counter` does, two for a multiplication and an addition. Expressions hold
-the symbols of `fxgrad.symbols`: B, and whatever else changes from call to call.
+the symbols of `fxgrad.samples.symbols`: B, and whatever else changes from call to call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import sympy
 from torch import Tensor
 
-from fxgrad.symbols import Symbols, expression
+from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.terms import OneHot, Patches, Term
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from fxgrad.calls import op_name
-from fxgrad.families import Family, family_of, register_family
 from fxgrad.rules.registry import rule
+from fxgrad.samples.families import Family, family_of, register_family
 
 R = TypeVar("R", bound=Callable[..., Mapping[str, Any]])
 

@@ -12,7 +12,7 @@ from fxgrad.calls import op_name
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.context import memory_of
 from fxgrad.errors import UniformOutput
-from fxgrad.layouts import Kind, Samples
+from fxgrad.samples.layouts import Kind, Samples
 
 
 def uniform_outputs(gm: fx.GraphModule) -> list[int]:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from fxgrad.calls import op_name
 from fxgrad.context import Context
-from fxgrad.layouts import Samples
+from fxgrad.samples.layouts import Samples
 from fxgrad.targets import CollectTarget, DeriveTarget, NewTape, SingleTarget, TapTarget, Target
 
 _DTYPES = {

@@ -7,8 +7,8 @@ from torch import Tensor, fx
 from fxgrad.calls import map_nodes
 from fxgrad.context import Context, tensors_of
 from fxgrad.errors import SpecViolation
-from fxgrad.layouts import Samples
-from fxgrad.symbols import expression
+from fxgrad.samples.layouts import Samples
+from fxgrad.samples.symbols import expression
 from fxgrad.targets import CollectTarget, DeriveTarget, NewTape, TapTarget
 
 _CALLS = ("call_function", "call_method")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fxgrad.calls import Call
 from fxgrad.errors import UnsupportedOp
-from fxgrad.families import Family, draws, family_of
 from fxgrad.generic import per_sample_vjp, register_program
-from fxgrad.layouts import samples_first
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import elementwise
 from fxgrad.rules.linear import einsum_applies
+from fxgrad.samples.families import Family, draws, family_of
+from fxgrad.samples.layouts import samples_first
 from fxgrad.terms import Term
 from fxgrad.user_functions import UserFunction, fitted
 from fxgrad.uses import Slot, Use, slots_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.calls import map_leaves
-from fxgrad.layouts import Layout, samples_first
+from fxgrad.samples.layouts import Layout, samples_first
 
 
 @dataclass(frozen=True)

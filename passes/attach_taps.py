@@ -15,11 +15,11 @@ from torch import Tensor, fx
 from fxgrad.calls import Call, map_nodes
 from fxgrad.context import Context, memory_of, path_to, place_beside, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
-from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.quantities import Quantity
 from fxgrad.rules import OWN_BACKWARDS
+from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Strategy, choose, choose_own, choose_several
-from fxgrad.symbols import expression
 from fxgrad.targets import (
     CollectTarget,
     DeriveTarget,

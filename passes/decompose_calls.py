@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from fxgrad.calls import Call, bind, op_name
 from fxgrad.context import Context, place_beside, tensors_of
-from fxgrad.families import Family, family_of
 from fxgrad.inlining import inline
 from fxgrad.making import bind_again
 from fxgrad.rules import RULES
+from fxgrad.samples.families import Family, family_of
 
 _TORCH_FUNC = "torch_func"  # what wrap_transforms made
 

@@ -11,14 +11,14 @@ from fxgrad.calls import Call, map_nodes
 from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
 from fxgrad.control_flow import ControlFlow, Crossed
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
-from fxgrad.families import MOVEMENT, Family, family_of
-from fxgrad.layouts import Kind, Layout, Samples
-from fxgrad.operands import Mixes, Op, Operand, by_shape
-from fxgrad.replay import Replay
-from fxgrad.symbols import expression
-from fxgrad.tracking import track
+from fxgrad.samples.families import MOVEMENT, Family, family_of
+from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.operands import Mixes, Op, Operand, by_shape
+from fxgrad.samples.replay import Replay
+from fxgrad.samples.symbols import expression
+from fxgrad.samples.tracking import track
+from fxgrad.samples.writes import after_write
 from fxgrad.user_functions import UserFunction
-from fxgrad.writes import after_write
 
 ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
 

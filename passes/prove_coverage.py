@@ -6,7 +6,7 @@ from torch import Tensor, fx
 
 from fxgrad.context import Context, source_line
 from fxgrad.errors import UncoveredParameter
-from fxgrad.layouts import Kind, Samples
+from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.targets import TAPS, CollectTarget, DeriveTarget, TapSeveralTarget, TapTarget
 
 

@@ -9,9 +9,9 @@ from torch import fx
 
 from fxgrad.calls import Call
 from fxgrad.context import Context
-from fxgrad.families import draws
-from fxgrad.layouts import Kind, Layout, Samples
 from fxgrad.making import bind_again, make
+from fxgrad.samples.families import draws
+from fxgrad.samples.layouts import Kind, Layout, Samples
 
 # What multiplies its input by noise of its own
 _DROPOUTS = frozenset("dropout feature_dropout dropout1d dropout2d dropout3d".split())

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxgrad.context import Context
 from fxgrad.making import bind_again, make
-from fxgrad.symbols import expression
+from fxgrad.samples.symbols import expression
 
 _REGROUPS = frozenset("view unflatten unsqueeze squeeze".split())
 _VIEWS = _REGROUPS | frozenset("transpose permute t".split())  # never a copy

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.context import Context, tensors_of
-from fxgrad.families import RANDOM, Family, family_of
 from fxgrad.making import bind_again, make
-from fxgrad.symbols import expression
+from fxgrad.samples.families import RANDOM, Family, family_of
+from fxgrad.samples.symbols import expression
 
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # what a group's number survives a cast to
 _CASTS = frozenset("to float int long clone contiguous _to_copy detach".split())

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fxgrad.families import _REGISTERED, family_of
 from fxgrad.rules import RULES
+from fxgrad.samples.families import _REGISTERED, family_of
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

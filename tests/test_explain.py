@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxgrad
-from fxgrad.drawing import grouped
 from fxgrad.errors import BatchSizeError, MixedSamples
+from fxgrad.explanation.drawing import grouped
+from fxgrad.explanation.findings import Cost
 from fxgrad.testing import assert_graph_snapshot
 
 
@@ -154,7 +155,7 @@ def test_what_is_saved_in_addition() -> None:
 def test_generic_and_opaque_work_is_not_counted_and_said() -> None:
     found = fxgrad.explain(nn.Bilinear(3, 4, 2), torch.randn(4, 3), torch.randn(4, 4))
     (step,) = found.parameters[0].steps
-    assert (step.by, step.terms, step.flops) == ("generic", ("per sample",), fxgrad.explanation.Cost())
+    assert (step.by, step.terms, step.flops) == ("generic", ("per sample",), Cost())
     assert found.notes == ("flops leave out the generic rule, which runs the op's own derivative under vmap",)
     found = fxgrad.explain(nn.LSTM(3, 4, batch_first=True), torch.randn(4, 5, 3))
     assert found.notes == ("flops leave out what happens inside of fxgrad::recurrence",)
@@ -298,4 +299,4 @@ def test_what_the_page_says_of_a_user_is_escaped() -> None:
 def test_costs_are_expressions_in_every_size_that_changes() -> None:
     model: Any = fxgrad.transform(nn.Linear(3, 2))
     found = fxgrad.explain(model, torch.randn(4, 6, 3))
-    assert found.parameters[0].steps[0].flops == fxgrad.explanation.Cost("72*B", 288)
+    assert found.parameters[0].steps[0].flops == Cost("72*B", 288)

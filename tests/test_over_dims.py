@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from fxgrad import transform
 from fxgrad.errors import MixedSamples
-from fxgrad.families import family_of
+from fxgrad.samples.families import family_of
+from fxgrad.samples.tracking import HANDLERS
+from fxgrad.samples.worked_dims import OVER_LAST, OVER_NAMED
 from fxgrad.testing import assert_per_sample_grads
-from fxgrad.tracking import HANDLERS
-from fxgrad.worked_dims import OVER_LAST, OVER_NAMED
 
 Function = Callable[[Tensor, Tensor], Any]
 

@@ -74,7 +74,7 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("fxgrad-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {*source_files(), "fxgrad/py.typed", "fxgrad/page.css", "fxgrad/page.js"}
+    assert names == {*source_files(), "fxgrad/py.typed", "fxgrad/explanation/page.css", "fxgrad/explanation/page.js"}
 
 
 def copy_sources(to: Path) -> None:

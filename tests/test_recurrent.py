@@ -18,7 +18,7 @@ import fxgrad
 from fxgrad.context import Context
 from fxgrad.errors import MixedSamples
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
-from fxgrad.symbols import Symbols
+from fxgrad.samples.symbols import Symbols
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
 
 KINDS = [nn.RNN, nn.LSTM, nn.GRU]

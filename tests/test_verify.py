@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxgrad
 from fxgrad.errors import BatchSizeError, LostLayout, MixedSamples, OptionError, RuleError
+from fxgrad.verification.verdict import Influence
 
 
 class Lambda(nn.Module):
@@ -101,7 +102,7 @@ def test_a_rule_that_mixes_is_caught_where_its_sum_over_samples_is_right() -> No
     assert verdict.sum_error is not None and verdict.sum_error <= 1e-10
     assert verdicts(verdict)["w"] == "wrong"
     assert {influence.what for influence in verdict.influences} == {"grad_sample"}
-    assert verdict.influences[1] == fxgrad.verdict.Influence(1, (0, 2, 3, 4), "grad_sample")
+    assert verdict.influences[1] == Influence(1, (0, 2, 3, 4), "grad_sample")
     assert "every sample changes the grad_sample of every other" in str(verdict)
 
 

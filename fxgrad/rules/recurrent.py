@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxgrad.recurrence import hidden_gradients, states_before
+from fxgrad.recurrent.recurrence import hidden_gradients, states_before
 from fxgrad.rules.registry import own_backward
 from fxgrad.terms import Term
 

@@ -15,16 +15,24 @@ from fxgrad.capture import Engine
 from fxgrad.context import Context, tensors_of
 from fxgrad.costs import at, formula
 from fxgrad.errors import BatchSizeError
-from fxgrad.explanation import Cost, Explained, Explanation, Step, Total
+from fxgrad.explanation.findings import Cost, Explained, Explanation, Step, Total
+from fxgrad.explanation.rehearsal import Rehearsal, rehearse
+from fxgrad.explanation.values import (
+    GraphValues,
+    TapNode,
+    line_of,
+    modules_of,
+    opaque,
+    term_text,
+    where,
+)
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.wrap_transforms import Stretch
 from fxgrad.pipeline import PASSES
 from fxgrad.printing import dtype_name
-from fxgrad.rehearsal import Rehearsal, rehearse
 from fxgrad.targets import TAPS, DeriveTarget
 from fxgrad.tracing import Trace, capture
-from fxgrad.values import GraphValues, TapNode, line_of, modules_of, opaque, term_text, where
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:

@@ -3,7 +3,7 @@
 PyTorch's own forward ends in an op that a trace can follow only by unrolling it, one copy of the step for
 every point in time. While fxgrad captures, these modules call ``fxgrad::recurrent_layers`` instead, which has a
 shape and no more; `fxgrad.passes.decompose_recurrent` says what it computes. Packing and padding, which Dynamo
-skips, become the operators of fxgrad.packed.
+skips, become the operators of fxgrad.recurrent.packed.
 """
 
 from __future__ import annotations

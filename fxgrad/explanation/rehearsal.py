@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxgrad.context import Context, tensors_of
 from fxgrad.costs import elements, is_product, term_flops
-from fxgrad.families import MOVEMENT
+from fxgrad.samples.families import MOVEMENT
+from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Contributions, Strategy
-from fxgrad.symbols import expression
 from fxgrad.tape import Tape
 from fxgrad.targets import NewTape
 from fxgrad.terms import Term

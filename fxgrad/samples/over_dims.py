@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from fxgrad.operands import Answer, Mixes, Op, Operand, by_shape
-from fxgrad.symbols import expression
-from fxgrad.worked_dims import EVERY, OVER_LAST, OVER_NAMED
+from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
+from fxgrad.samples.symbols import expression
+from fxgrad.samples.worked_dims import EVERY, OVER_LAST, OVER_NAMED
 
 
 def over_dims(op: Op, output: Tensor) -> Answer:

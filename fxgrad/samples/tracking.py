@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.families import Family
-from fxgrad.layouts import Layout
-from fxgrad.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
-from fxgrad.over_dims import over_dims, worked_dims
-from fxgrad.worked_dims import OVER_LAST
+from fxgrad.samples.families import Family
+from fxgrad.samples.layouts import Layout
+from fxgrad.samples.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
+from fxgrad.samples.over_dims import over_dims, worked_dims
+from fxgrad.samples.worked_dims import OVER_LAST
 
 
 def elementwise(op: Op, output: Tensor) -> Answer:

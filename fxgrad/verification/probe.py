@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fxgrad.batch import tensors_in
 from fxgrad.errors import FxgradError
-from fxgrad.layouts import Layout, samples_first
-from fxgrad.verdict import Influence
-from fxgrad.witness import Nest, Whole, Witness, differs
+from fxgrad.samples.layouts import Layout, samples_first
+from fxgrad.verification.verdict import Influence
+from fxgrad.verification.witness import Nest, Whole, Witness, differs
 
 Found = dict[str, Tensor] | FxgradError  # every parameter's grad_sample, or why there is none
 

@@ -1,7 +1,7 @@
 """What is left in memory behind an op in place: which views of it hold samples now, and where.
 
 An op writes through one view; others show the same memory. So the memory itself is replayed on sample ids
-(see `fxgrad.replay`): what it held, then what was written, read again through every view.
+(see `fxgrad.samples.replay`): what it held, then what was written, read again through every view.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from fxgrad.layouts import Kind, Samples
-from fxgrad.replay import BATCHES, Replay, sample_ids
-from fxgrad.symbols import Symbols
+from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.replay import BATCHES, Replay, sample_ids
+from fxgrad.samples.symbols import Symbols
 
 
 def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay: Replay) -> Mapping[fx.Node, Samples]:

@@ -10,10 +10,10 @@ from torch import Tensor, fx
 
 from fxgrad.calls import op_name
 from fxgrad.context import Context, source_line, tensors_of
-from fxgrad.explanation import Value
-from fxgrad.layouts import Kind, Layout, Samples
+from fxgrad.explanation.findings import Value
+from fxgrad.explanation.rehearsal import Part
 from fxgrad.printing import dtype_name
-from fxgrad.rehearsal import Part
+from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.targets import (
     CollectTarget,
     DeriveTarget,

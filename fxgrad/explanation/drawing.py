@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from fxgrad.explanation import Explained, Explanation, Value, cells, show
+from fxgrad.explanation.findings import Explained, Explanation, Value, cells, show
 
 ROWS_AT_FIRST = 90  # a graph with more rows starts with its inner modules closed
 LINES_AT_ONCE = 40  # a table with more lines scrolls in a box of its own

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxgrad.batch import SHARED, Batch, map_tensors, tensors_in
-from fxgrad.layouts import Layout, samples_first
 from fxgrad.oracle import default_loss, largest, state_restored, wide
+from fxgrad.samples.layouts import Layout, samples_first
 
 SEED = 0  # of every forward: all of them draw the same numbers
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.calls import Call
-from fxgrad.layouts import Kind, Layout, Samples
-from fxgrad.replay import Replay
-from fxgrad.symbols import Symbols, expression
+from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.replay import Replay
+from fxgrad.samples.symbols import Symbols, expression
 
 
 @dataclass(frozen=True)

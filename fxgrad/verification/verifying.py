@@ -16,11 +16,11 @@ from torch.nn.utils.rnn import PackedSequence
 from fxgrad.api import engine_of, transform, zero_grad
 from fxgrad.batch import map_tensors, tensors_in
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
-from fxgrad.layouts import Layout
 from fxgrad.oracle import TOLERANCE, largest, relative_error, relative_errors, wide
-from fxgrad.probe import Found, probe
-from fxgrad.verdict import ParameterVerdict, Verdict
-from fxgrad.witness import (
+from fxgrad.samples.layouts import Layout
+from fxgrad.verification.probe import Found, probe
+from fxgrad.verification.verdict import ParameterVerdict, Verdict
+from fxgrad.verification.witness import (
     Inputs,
     Nest,
     NotAlone,

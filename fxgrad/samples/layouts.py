@@ -27,7 +27,7 @@ class Layout:
     """Dimension ``dim`` has size ``outer * B * inner``, the sample index in the middle.
 
     One of ``outer`` and ``inner`` may be None: what is left of that dimension's (symbolic) size.
-    With ``rows``, the dimension holds the rows of packed data instead (`fxgrad.packed`): which sample a row
+    With ``rows``, the dimension holds the rows of packed data instead (`fxgrad.recurrent.packed`): which sample a row
     belongs to is known at run time, from two values of the graph, named here: batch_sizes and sorted_indices.
     Padded, the data would have ``outer * B * inner`` sequences.
     """

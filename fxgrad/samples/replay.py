@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from fxgrad.calls import op_name
-from fxgrad.families import RANDOM
-from fxgrad.layouts import Kind, Layout, Samples
-from fxgrad.symbols import Symbols, expression
+from fxgrad.samples.families import RANDOM
+from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.symbols import Symbols, expression
 
 BATCHES = (2, 3)  # the batch sizes of the two replays
 

@@ -100,7 +100,7 @@ class Explanation:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """A page with the table and the graph, which needs nothing but itself; written to ``path`` where given."""
-        from fxgrad.drawing import page
+        from fxgrad.explanation.drawing import page
 
         text = page(self)
         if path is not None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fxgrad.calls import Call
+from fxgrad.samples.worked_dims import OVER_LAST, OVER_NAMED
 from fxgrad.user_functions import AUTOGRAD_FUNCTION
-from fxgrad.worked_dims import OVER_LAST, OVER_NAMED
 
 
 class Family(Enum):

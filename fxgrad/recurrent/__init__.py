@@ -1,0 +1,1 @@
+"""Recurrent layers and packed sequences: how Dynamo sees them, and the operators they become."""

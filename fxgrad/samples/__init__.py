@@ -1,0 +1,1 @@
+"""Where the samples are inside a value, and where each op leaves them."""

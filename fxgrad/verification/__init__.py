@@ -1,0 +1,1 @@
+"""`fxgrad.verify`: the numerical proof that a model's per-sample gradients are right."""
