@@ -8,13 +8,26 @@ torch.Size([8, 2, 3])
 """
 
 from fxgrad import errors, testing
-from fxgrad.api import transform, zero_grad
+from fxgrad.api import result, transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import FxgradError
 from fxgrad.explanation.explaining import explain
 from fxgrad.explanation.findings import Explanation
 from fxgrad.extend import implements_per_sample_grads, register_op
-from fxgrad.quantities import GradSample
+from fxgrad.quantities import (
+    ClippedGrad,
+    Clipping,
+    Delivery,
+    Grad,
+    GradDot,
+    GradGram,
+    GradProjection,
+    GradSample,
+    GradVariance,
+    NormSample,
+    Quantity,
+    SquaredGrad,
+)
 from fxgrad.samples.families import Family
 from fxgrad.terms import OneHot, Term
 from fxgrad.tracing import Trace, trace
@@ -24,11 +37,22 @@ from fxgrad.verification.verifying import verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClippedGrad",
+    "Clipping",
+    "Delivery",
     "Explanation",
     "Family",
     "FxgradError",
+    "Grad",
+    "GradDot",
+    "GradGram",
+    "GradProjection",
     "GradSample",
+    "GradVariance",
+    "NormSample",
     "OneHot",
+    "Quantity",
+    "SquaredGrad",
     "Term",
     "Trace",
     "Verdict",
@@ -37,6 +61,7 @@ __all__ = [
     "explain",
     "implements_per_sample_grads",
     "register_op",
+    "result",
     "testing",
     "trace",
     "transform",

@@ -43,7 +43,7 @@ def transform(
     knows its samples. The model passed in goes on working untransformed.
 
     Args:
-        quantity: what to compute; ``fxgrad.GradSample()``.
+        quantity: what to compute, ``fxgrad.GradSample()`` where None; or a list of quantities.
         loss_reduction: "sum", or "mean" where the loss is a mean over samples (multiplies by B), or the
             number the loss was divided by.
         batch_size: the number of samples; taken from the inputs where None. Inputs of another size are
@@ -69,10 +69,12 @@ def transform(
     _check_model(model)
     if mixing not in ("error", "allow"):
         raise OptionError(f"mixing has to be 'error' or 'allow', not {mixing!r}")
-    quantity = check_quantities(GradSample() if quantity is None else quantity)
+    quantities = check_quantities(GradSample() if quantity is None else quantity)
     inner_compiler(backend)
-    options = Options(quantity, loss_scale(loss_reduction), mixing, backend, fullgraph)
-    engine = Engine(model, options, Roles(batch_size, batch_first, in_dims, _positional(model)), Store(accumulate))
+    options = Options(quantities, loss_scale(loss_reduction), mixing, backend, fullgraph)
+    options.check()
+    store = Store(accumulate, quantities)
+    engine = Engine(model, options, Roles(batch_size, batch_first, in_dims, _positional(model)), store)
     arguments = dict(
         quantity=quantity,
         loss_reduction=loss_reduction,
@@ -133,6 +135,7 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
         def zero_grad(self, set_to_none: bool = True) -> None:
             engine.model.zero_grad(set_to_none)
             clear(engine.model.parameters())
+            engine.store.results.clear()
 
         def __reduce__(self) -> Any:
             return _rebuild, (engine.model, arguments)
@@ -164,3 +167,37 @@ def zero_grad(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     clear(model.parameters())
+    engine = engine_of(model)
+    if engine is not None:
+        engine.store.results.clear()
+
+
+def result(model: nn.Module, quantity: Quantity) -> Any:
+    """What the last backward of a transformed model found of a quantity, over all parameters.
+
+    `NormSample`: norms ``[B]``. `ClippedGrad`: a `Clipping`. `GradDot`: ``[B]`` or ``[B, K]``. `GradGram`:
+    ``[B, B]``. `GradProjection`: ``[B, dim]``.
+
+    Args:
+        model: the transformed model.
+        quantity: the one passed to `transform`, or one equal to it.
+
+    Raises:
+        OptionError: the model is not transformed for this quantity, or no backward has run since zero_grad().
+
+    >>> norms = NormSample()
+    >>> model = transform(nn.Linear(3, 2), quantity=norms, backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> tuple(result(model, norms).shape)
+    (5,)
+    """
+    engine = engine_of(model)
+    if engine is not None:
+        return engine.store.result(quantity)
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        from fxgrad.backend import STORES
+
+        for store in STORES:  # by the very object: the backend does not know the model
+            if any(one is quantity for one in store.quantities) and store.results:
+                return store.result(quantity)
+    raise OptionError("result takes a transformed model", advice="Pass what fxgrad.transform returned.")

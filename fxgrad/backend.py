@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -12,10 +14,10 @@ from torch._dynamo import exc
 from fxgrad.capture import MARKS
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.compiler import compile_graph
-from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.options import Options, loss_scale
-from fxgrad.quantities import GradSample, check_quantities
-from fxgrad.store import Store
+from fxgrad.quantities import GradSample, Quantity, check_quantities
+from fxgrad.store import Accumulate, Store
 
 _AGAIN = "_fxgrad_again"  # on an input while Dynamo captures a second time
 _OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend")
@@ -54,11 +56,34 @@ def fxgrad_backend(
         given.get("backend", "inductor"),
         fullgraph=False,  # the user's torch.compile decides; later graphs find the samples by their inputs' roles
     )
+    _check_whole(gm, made.quantities)
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
-        return compile_graph(captured, made, Store(given.get("accumulate", "error")))
+        return compile_graph(captured, made, _store(given.get("accumulate", "error"), made.quantities))
     finally:
         _unmark([tensor for tensor, _ in fresh])
+
+
+STORES: weakref.WeakSet[Store] = weakref.WeakSet()  # of the graphs that torch.compile handed over
+
+
+def _store(policy: Accumulate, quantities: tuple[Quantity, ...]) -> Store:
+    store = Store(policy, quantities)
+    STORES.add(store)
+    return store
+
+
+def _check_whole(gm: fx.GraphModule, quantities: Sequence[Quantity]) -> None:
+    """A part of a model has norms of its own: they say nothing of the whole's."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    alone = next((quantity for quantity in quantities if not quantity.adds), None)
+    if alone is not None and reason is not None and getattr(reason, "graph_break", False):
+        stack = getattr(reason, "user_stack", None)
+        raise GraphBreak(
+            f"{alone} needs the whole model as one graph, and there is a graph break: {reason.reason}",
+            where=f"{PurePath(stack[-1].filename).name}:{stack[-1].lineno}   {stack[-1].line or ''}" if stack else "",
+            advice="Write that line in traceable PyTorch; torch.compile(.., fullgraph=True) says more.",
+        )
 
 
 def _held(

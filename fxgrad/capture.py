@@ -80,18 +80,19 @@ class Engine:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._original(method)
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        parameters = self.trainable()
+        parameters = self.trainable() if torch.is_grad_enabled() else {}
         if not parameters:
+            self._sample_weight(kwargs)
             return original(*args, **kwargs)
         check_parameters(parameters)
         check_reverse_mode([*parameters.values(), *tree_leaves((args, kwargs))])
         self.store.check_clear(parameters, torch._C._current_graph_task_id(), "a forward")
+        weight = self._sample_weight(kwargs)
         given: dict[int, Tensor] = {}
         args, kwargs = with_indices(args, given), with_indices(kwargs, given)
         batch = self.roles.find(args, kwargs)
-        forward = Forward(batch.size, parameters)
+        check_sample_weight(weight, batch.size)
+        forward = Forward(batch.size, parameters, weight)
         with self.store.during(forward):
             if batch.size == 0:
                 outputs = self._on_no_samples(method, forward, args, kwargs)
@@ -105,6 +106,13 @@ class Engine:
             for tensor in tensors:
                 tensor.__dict__.pop(SAMPLE_DIM, None)  # it was for the next graph
         return outputs
+
+    def _sample_weight(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """Take ``sample_weight=`` out of a call's arguments, where a quantity wants it."""
+        if not any(getattr(quantity, "sample_weight", False) for quantity in self.options.quantities):
+            return None
+        weight: Tensor | None = kwargs.pop("sample_weight", None)
+        return weight
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -155,7 +163,7 @@ class Engine:
     ) -> Any:
         """An empty batch runs as it is: there is nothing to compile and nothing to add up."""
         stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
-        forward.ghosts.append(stand_ins[0].grad_fn)
+        self.store.began(forward, stand_ins[0].grad_fn)
         with _swapped(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
             return self._original(method)(*args, **kwargs)
 
@@ -177,6 +185,17 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
                 f"parameter '{name}' is {kind}: it has no per-sample gradient here",
                 advice="Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
             )
+
+
+def check_sample_weight(weight: Any, size: int) -> None:
+    """One number, not negative, for each sample."""
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or tuple(weight.shape) != (size,) or weight.is_complex():
+        found = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise OptionError(f"sample_weight has to be a tensor of {size} numbers, one for each sample, not {found}")
+    if size and not bool((weight >= 0).all()):
+        raise OptionError("sample_weight has to be 0 or more for every sample")
 
 
 def check_reverse_mode(values: Sequence[Any]) -> None:

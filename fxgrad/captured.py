@@ -142,8 +142,8 @@ def make_context(
     symbols = Symbols()
     placeholders = captured.placeholders
     parameters = [
-        TrainableParameter(placeholders[i].name, captured.name(i), tuple(captured.examples[i].shape))
-        for i in captured.trainable()
+        TrainableParameter(placeholders[i].name, captured.name(i), tuple(example.shape), example.dtype)
+        for i, example in ((i, captured.examples[i]) for i in captured.trainable())
     ]
     packed = {} if single else captured.packed()
     inputs = {} if single else _own_inputs(captured, symbols, dims, packed)
@@ -152,7 +152,7 @@ def make_context(
         inputs,
         parameters,
         {placeholders[i].name: dim for i, dim in dims.items()},
-        options.quantity,
+        options.quantities,
         options.loss_scale,
         options.mixing,
         {placeholders[i].name: captured.name(i) for i in range(len(placeholders))},

@@ -19,6 +19,7 @@ from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.pipeline import DEFINITIONS, PASSES, SINGLE, run_passes
+from fxgrad.quantities import Delivery
 from fxgrad.store import Forward, Ghosts, Store, watch
 from fxgrad.targets import TAPS
 
@@ -36,9 +37,9 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
         gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
-    with _outputs_kept(gm):
-        compiled = inner(gm, _inner_inputs(captured, trainable, dims))
     names = [captured.name(i) for i in trainable]
+    with _outputs_kept(gm):
+        compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
     return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size)
 
 
@@ -104,21 +105,31 @@ def _with_roles(outputs: Any, roles: dict[int, int]) -> Any:
 
 
 def _inner_inputs(
-    captured: Captured, trainable: Sequence[int], dims: dict[int, int]
+    captured: Captured, options: Options, trainable: Sequence[int], names: Sequence[str], dims: dict[int, int]
 ) -> list[Any]:
-    """What the inner compiler sees: parameters that need no gradient, and a ghost for each."""
+    """What the inner compiler sees: parameters that need no gradient, a ghost for each delivery, what is given."""
     values = list(captured.values)
     n: Any = captured.batch_size
     if dims and captured.batch_size != 1:
         i, dim = next(iter(dims.items()))
         n = values[i].shape[dim]
-    ghosts = []
-    for i in trainable:
-        value = values[i]
-        with value.fake_mode:
-            values[i] = value.detach()
-            ghosts.append(value.detach().new_empty(()).expand(n, *value.shape).requires_grad_())
-    return values + ghosts
+    parameters = {name: values[i] for name, i in zip(names, trainable, strict=True)}
+    mode = values[trainable[0]].fake_mode
+    with mode:
+        ghosts = [_empty(d).requires_grad_() for q in options.quantities for d in q.deliveries(n, parameters)]
+        given = [_full(d) for q in options.quantities for d in q.inputs(n, parameters)]
+        for i in trainable:
+            values[i] = values[i].detach()
+    return values + ghosts + given
+
+
+def _empty(delivery: Delivery) -> Tensor:
+    """A ghost: the shape of what will be delivered, and one element of memory."""
+    return torch.empty((), dtype=delivery.dtype, device=delivery.device).expand(delivery.shape)
+
+
+def _full(delivery: Delivery) -> Tensor:
+    return torch.empty(delivery.shape, dtype=delivery.dtype, device=delivery.device)
 
 
 @dataclass
@@ -136,26 +147,29 @@ class Transformed:
 
     def __call__(self, *args: Any) -> Any:
         n = self._batch_size(args)
-        parameters = [args[i] for i in self.trainable]
+        parameters = dict(zip(self.names, (args[i] for i in self.trainable), strict=True))
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
-        ghosts = Ghosts.apply(self.store, forward, n, *parameters)  # type: ignore[no-untyped-call]
+        ghosts = Ghosts.apply(  # type: ignore[no-untyped-call]
+            self.store, forward, n, tuple(parameters), *parameters.values()
+        )
+        given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
         inputs = list(args)
         for i in self.trainable:
             inputs[i] = args[i].detach()
-        outputs = list(self.compiled(*inputs, *ghosts))
+        outputs = list(self.compiled(*inputs, *ghosts, *given))
         for i in self.uniform:
             outputs[i] = Uniform.apply(outputs[i], ghosts[0])  # type: ignore[no-untyped-call]
         _with_roles(outputs, self.roles)
         if torch.is_grad_enabled():
-            forward.ghosts.append(ghosts[0].grad_fn)
+            self.store.began(forward, ghosts[0].grad_fn)
             if self.store.current.forward is None:
                 watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
         return outputs
 
-    def _own_forward(self, n: int, parameters: Sequence[Tensor]) -> Forward:
+    def _own_forward(self, n: int, parameters: dict[str, Tensor]) -> Forward:
         """Where torch.compile called the backend, nobody began a forward: this graph is all of it."""
-        forward = Forward(n, dict(zip(self.names, parameters, strict=True)))
+        forward = Forward(n, parameters)
         if torch.is_grad_enabled():
             self.store.check_clear(forward.parameters, forward.enclosing, "a forward")
         return forward

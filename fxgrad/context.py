@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor, fx
 
-from fxgrad.quantities import GradSample, Quantity
+from fxgrad.quantities import Delivery, GradSample, Quantity
 from fxgrad.samples.symbols import Symbols
 
 Mixing = Literal["error", "allow"]
@@ -34,6 +34,7 @@ class TrainableParameter:
     node: str  # its placeholder
     name: str  # the user's name for it, such as "encoder.0.weight"
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Context:
     inputs: dict[str, Any]  # placeholder -> its fake value
     parameters: list[TrainableParameter]
     sample_dims: dict[str, int]  # placeholder -> the dimension that holds the samples
-    quantity: Quantity = field(default_factory=GradSample)
+    quantities: tuple[Quantity, ...] = (GradSample(),)
     loss_scale: float | str = 1  # what the loss was divided by; "mean": the number of samples
     mixing: Mixing = "error"
     names: dict[str, str] = field(default_factory=dict)  # placeholder -> the user's name
@@ -52,6 +53,24 @@ class Context:
     packed: dict[str, tuple[str, str] | None] = field(default_factory=dict)
     known: dict[str, Any] = field(default_factory=dict)  # placeholders of an op's body: their samples
     analyse: Callable[[fx.GraphModule, Context], fx.GraphModule] | None = None  # finds a body's samples
+
+    labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
+
+    def deliveries(self, n: Any) -> list[Delivery]:
+        """What the backward of a batch of n delivers, all quantities in turn."""
+        return [delivery for quantity in self.quantities for delivery in quantity.deliveries(n, self._metas())]
+
+    def given(self, n: Any) -> list[Delivery]:
+        """What the quantities are given at each call."""
+        return [delivery for quantity in self.quantities for delivery in quantity.inputs(n, self._metas())]
+
+    def counts_given(self) -> list[int]:
+        """How many tensors each quantity is given."""
+        return [len(quantity.inputs(1, self._metas())) for quantity in self.quantities]
+
+    def _metas(self) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            return {p.name: torch.empty(p.shape, dtype=p.dtype) for p in self.parameters}
 
     @property
     def by_node(self) -> dict[str, TrainableParameter]:

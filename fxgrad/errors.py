@@ -64,7 +64,11 @@ class UniformOutput(FxgradError):
 
 
 class AlreadySet(FxgradError):
-    """grad_sample is still set from an earlier backward."""
+    """A result is still set from an earlier backward, or would be added to one it does not add to."""
+
+
+class NonFinite(FxgradError):
+    """A sample's gradient holds Inf or NaN, where that is asked to be an error."""
 
 
 class SpecViolation(FxgradError):

@@ -75,15 +75,31 @@ def _conv_weight_grad(
     n = g.shape[0]
     out = fresh(g, (n, *kernel))
     block = BLOCK if g.device.type == "cpu" else max(n, 1)
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
     for start in range(0, n, block):
-        g_rows, x_rows, rows = (t[start : start + block] for t in (g, input, out))
-        size = len(rows)
-        weight = g.new_empty(()).expand(size * kernel[0], *kernel[1:])
-        settings = (stride, padding, dilation, transposed, output_padding, size * groups)
-        operands = (_side_by_side(g_rows), _side_by_side(x_rows), weight, None)
-        mask = (False, True, False)
-        rows.copy_(torch.ops.aten.convolution_backward(*operands, *settings, mask)[1].view_as(rows))
+        rows = slice(start, start + block)
+        out[rows].copy_(conv_rows(g[rows], input[rows], kernel, *settings))
     return out
+
+
+def conv_rows(
+    g: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """One call of the native kernel, with the samples side by side as groups: ``[n, *kernel]``."""
+    n = g.shape[0]
+    weight = g.new_empty(()).expand(n * kernel[0], *kernel[1:])
+    settings = (stride, padding, dilation, transposed, output_padding, n * groups)
+    operands = (_side_by_side(g), _side_by_side(input), weight, None)
+    found: Tensor = torch.ops.aten.convolution_backward(*operands, *settings, (False, True, False))[1]
+    return found.view(n, *kernel)
 
 
 def _side_by_side(rows: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -19,11 +19,21 @@ Inner = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 class Options:
     """What the user asked for."""
 
-    quantity: Quantity = field(default_factory=GradSample)
+    quantities: tuple[Quantity, ...] = (GradSample(),)
     loss_scale: float | str = 1
     mixing: Mixing = "error"
     backend: str | Inner = "inductor"
     fullgraph: bool = True
+
+    def check(self) -> None:
+        """Raise where options do not go together."""
+        for quantity in self.quantities:
+            quantity.check(self)
+            if not self.fullgraph and not quantity.adds:
+                raise OptionError(
+                    f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
+                    advice="Pass fullgraph=True, which names the line of a graph break.",
+                )
 
 
 def inner_compiler(backend: str | Inner) -> Inner:

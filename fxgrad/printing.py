@@ -77,10 +77,9 @@ class _Printer:
         return name
 
     def _input(self, node: fx.Node, inputs: list[str], ghosts: list[str]) -> None:
-        if node.name.startswith("ghost_") and "fake" not in node.meta:
-            key = len(ghosts)
-            parameter = self.ctx.parameters[key]
-            ghosts.append(f"  {self._name(node, f'ghost({parameter.name})')}")
+        label = self.ctx.labels.get(node.name)
+        if label is not None:
+            ghosts.append(f"  {self._name(node, label)}")
             return
         fake = node.meta.get("fake", node.meta.get("example_value"))
         if isinstance(fake, torch.SymInt):
@@ -113,7 +112,7 @@ class _Printer:
         """How a call is written: the function, the name of its result, a remark."""
         target = node.target
         if isinstance(target, NewTape):
-            return f"new_tape[{target.quantity}]", "tape", ""
+            return f"new_tape[{', '.join(map(str, target.quantities))}]", "tape", ""
         if isinstance(target, CollectTarget):
             return "collect", "handle", ""
         if isinstance(target, TapTarget):

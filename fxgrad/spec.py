@@ -69,7 +69,7 @@ def _may_see_untapped(user: fx.Node) -> bool:
 def _collects_once(node: fx.Node, ctx: Context) -> str | None:
     if isinstance(node.target, CollectTarget):
         collects = [n for n in node.graph.nodes if isinstance(n.target, CollectTarget)]
-        if len(collects) != 1 or len(node.args) != 2 + len(ctx.parameters):
+        if len(collects) != 1 or len(node.args) != 2 + len(ctx.labels):
             return "does not collect every parameter once"
     return None
 

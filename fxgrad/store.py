@@ -1,14 +1,15 @@
-"""Where results go: ghosts carry them out of the compiled graph, and grad_sample is set.
+"""Where results go: ghosts carry them out of the compiled graph, and they are stored by what they are.
 
-A ghost is a free input of shape ``[B, *p.shape]`` (stride 0, one element of memory). The compiled
-backward returns per-sample gradients as the ghosts' gradients, and one small autograd function outside
-of the compiled region, over all parameters, stores them.
+A ghost is a free input of the shape of a result, such as ``[B, *p.shape]`` (stride 0, one element of memory).
+The compiled backward returns the results as the ghosts' gradients, and one small autograd function outside of
+the compiled region, over all parameters, stores them: on the parameters, in p.grad, or for `fxgrad.result`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,23 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
+from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
 POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
-_TASK = "_fxgrad_task"  # on a grad_sample tensor: the backward call that set it
+_TASK = "_fxgrad_task"  # on a result: the backward call that set it
 
 
 class Forward:
     """One forward with gradients: its samples, its trainable parameters, and the ghosts its graphs left."""
 
-    def __init__(self, size: int, parameters: Mapping[str, Tensor]) -> None:
-        self.size, self.parameters = size, parameters
+    def __init__(
+        self, size: int, parameters: Mapping[str, Tensor], sample_weight: Tensor | None = None
+    ) -> None:
+        self.size, self.parameters, self.sample_weight = size, parameters, sample_weight
         self.ghosts: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
         # Reentrant checkpointing runs a forward and a graph task of its own inside of a backward call:
         # what it finds belongs to that call.
         self.enclosing = torch._C._current_graph_task_id()
         self.checked: int | None = None
+        self.delivered: int | None = None  # the backward call that its results came from
 
     def task(self) -> int:
         """The backward call that is running: calls are told apart by their graph tasks' ids."""
@@ -50,13 +55,15 @@ class _Current(threading.local):
 
 
 class Store:
-    """Sets grad_sample, by the `accumulate` policy."""
+    """Stores what a backward delivers, by the `accumulate` policy."""
 
-    def __init__(self, policy: Accumulate) -> None:
+    def __init__(self, policy: Accumulate, quantities: Sequence[Quantity]) -> None:
         if policy not in POLICIES:
             raise OptionError(f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}")
-        self.policy = policy
+        self.policy, self.quantities = policy, tuple(quantities)
         self.current = _Current()
+        self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
+        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def during(self, forward: Forward) -> Iterator[None]:
@@ -68,17 +75,45 @@ class Store:
         finally:
             self.current.forward = before
 
+    def began(self, forward: Forward, ghost: Any) -> None:
+        """One more graph of a forward has run."""
+        forward.ghosts.append(ghost)
+        self.forwards.add(forward)
+
+    def result(self, quantity: Quantity) -> Any:
+        """What the last backward found of a quantity; see `fxgrad.result`."""
+        place = next((i for i, one in enumerate(self.quantities) if one is quantity or one == quantity), None)
+        if place is None:
+            raise OptionError(
+                f"the model is not transformed for {quantity}",
+                advice="Pass one of the quantities that fxgrad.transform was given.",
+            )
+        if place not in self.results:
+            raise OptionError(
+                f"there is no result of {quantity}: no backward has run since zero_grad(), or it leaves none",
+                advice="Call backward() on the loss of the transformed model first.",
+            )
+        found = self.results[place]
+        packed = getattr(quantity, "packed", None)
+        return packed(found) if packed is not None else found[0] if len(found) == 1 else tuple(found)
+
     def check_clear(self, parameters: Mapping[str, Tensor], task: int, what: str) -> None:
         """Raise before anything is computed, where a result would have no place."""
         if self.policy != "error":
             return
-        for name, parameter in parameters.items():
-            found = getattr(parameter, "grad_sample", None)
-            if found is not None and (task == -1 or _task_of(found) != task):
-                raise AlreadySet(
-                    f"{what} while grad_sample of '{name}' is still set from an earlier backward",
-                    advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
-                )
+        for place in self._places(parameters):
+            for name, parameter in parameters.items():
+                found = getattr(parameter, place, None)
+                if found is not None and (task == -1 or _task_of(found) != task):
+                    raise AlreadySet(
+                        f"{what} while {place} of '{name}' is still set from an earlier backward",
+                        advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
+                    )
+
+    def _places(self, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """The attributes of parameters that are set."""
+        every = (d.place for q in self.quantities for d in q.deliveries(1, parameters))
+        return tuple(place for place in dict.fromkeys(every) if place not in (GRAD, RESULT))
 
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
@@ -97,10 +132,27 @@ class Store:
                 advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
             )
         self.check_clear(forward.parameters, forward.task(), "a backward")
+        self._check_alone(forward)
         self._check_sizes(forward)
         forward.checked = task
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._end_backward(forward))
+
+    def _check_alone(self, forward: Forward) -> None:
+        """Norms of two forwards are not the norms of their sum."""
+        alone = next((quantity for quantity in self.quantities if not quantity.adds), None)
+        if alone is None:
+            return
+        others = [
+            other
+            for other in self.forwards
+            if other is not forward and (other.delivered == forward.task() or other.delivers())
+        ]
+        if others:
+            raise AlreadySet(
+                f"two forwards of the model meet in one backward: {alone} of each does not add up",
+                advice="Run both inputs through one call, or call backward() for each.",
+            )
 
     def _check_sizes(self, forward: Forward) -> None:
         """Results of one backward, or of several under "sum", are added: they need the same samples."""
@@ -114,15 +166,68 @@ class Store:
                 )
 
     def _end_backward(self, forward: Forward) -> None:
-        """Zeros for the trainable parameters that no gradient reached."""
-        for parameter in forward.parameters.values():
-            if _task_of(getattr(parameter, "grad_sample", None)) != forward.task():
-                self.put(parameter, parameter.detach().new_zeros(forward.size, *parameter.shape), forward)
-
-    def put(self, parameter: Tensor, grad: Tensor, forward: Forward) -> None:
-        """One parameter's gradients of one forward; several forwards of one backward add up."""
+        """Zeros where no gradient reached."""
         task = forward.task()
-        found: Any = getattr(parameter, "grad_sample", None)
+        for place, quantity in enumerate(self.quantities):
+            missing = []
+            for delivery in quantity.deliveries(forward.size, forward.parameters):
+                if delivery.place == RESULT:
+                    missing.append(torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device))
+                    continue
+                parameter = forward.parameters[delivery.parameter or ""]
+                if delivery.place == GRAD:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                elif _task_of(getattr(parameter, delivery.place, None)) != task:
+                    zeros = torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
+                    self.put(parameter, delivery.place, zeros, forward)
+            if missing and not self._reported(place, task):
+                self._report(place, missing, forward)
+
+    def deliver(self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str]) -> list[Tensor | None]:
+        """Store what one graph's backward returned; the gradients for p.grad are left to autograd."""
+        parameters = {name: forward.parameters[name] for name in names}
+        left = list(grads)
+        by_name: dict[str, Tensor | None] = {}
+        forward.delivered = forward.task()
+        stored: list[tuple[int, Quantity, list[Delivery], list[Tensor | None]]] = []
+        for place, quantity in enumerate(self.quantities):
+            deliveries = quantity.deliveries(forward.size, parameters)
+            stored.append((place, quantity, deliveries, left[: len(deliveries)]))
+            del left[: len(deliveries)]
+        for _, quantity, deliveries, found in stored:
+            quantity.arrived([grad for d, grad in zip(deliveries, found, strict=True) if d.place == RESULT])
+        for place, _, deliveries, found in stored:
+            results = []
+            for delivery, grad in zip(deliveries, found, strict=True):
+                if grad is None:
+                    continue
+                if delivery.place == RESULT:
+                    results.append(grad.detach())
+                elif delivery.place == GRAD:
+                    by_name[delivery.parameter or ""] = grad
+                else:
+                    self.put(parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
+            if results:
+                self._report(place, results, forward)
+        return [by_name.get(name) for name in names]
+
+    def _reported(self, place: int, task: int) -> bool:
+        return place in self.results and _task_of(self.results[place][0]) == task
+
+    def _report(self, place: int, results: list[Tensor], forward: Forward) -> None:
+        """What belongs to the model as a whole: that of the last backward, several forwards of which add up."""
+        task = forward.task()
+        if self._reported(place, task):
+            results = [one + other for one, other in zip(self.results[place], results, strict=True)]
+        for result in results:
+            setattr(result, _TASK, task)
+        self.results[place] = results
+
+    def put(self, parameter: Tensor, place: str, grad: Tensor, forward: Forward) -> None:
+        """One parameter's results of one forward; several forwards of one backward add up."""
+        task = forward.task()
+        found: Any = getattr(parameter, place, None)
         earlier: list[Tensor] = []
         if self.policy == "append" and found is not None:
             earlier = list(found) if isinstance(found, list) else [found]
@@ -131,32 +236,40 @@ class Store:
             grad = found + grad
         setattr(grad, _TASK, task)
         appended = self.policy == "append" and bool(earlier)
-        parameter.grad_sample = [*earlier, grad] if appended else grad  # type: ignore[attr-defined]
+        setattr(parameter, place, [*earlier, grad] if appended else grad)
+        _PLACES.add(place)
+
+
+_PLACES = {"grad_sample"}  # attributes that were ever set
 
 
 def _task_of(found: Any) -> int | None:
-    """The backward call that set a grad_sample."""
+    """The backward call that set a result."""
     return getattr(found[-1] if isinstance(found, list) else found, _TASK, None)
 
 
 class Ghosts(torch.autograd.Function):
-    """parameters -> ghosts; its backward stores what arrives and leaves p.grad alone."""
+    """parameters -> ghosts; its backward stores what arrives, and hands on what is for p.grad."""
 
     @staticmethod
-    def forward(store: Store, forward: Forward, n: int, *parameters: Tensor) -> tuple[Tensor, ...]:
-        return tuple(p.new_empty(()).expand(n, *p.shape) for p in parameters)
+    def forward(
+        store: Store, forward: Forward, n: int, names: tuple[str, ...], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        given = dict(zip(names, parameters, strict=True))
+        return tuple(
+            torch.empty((), dtype=d.dtype, device=d.device).expand(d.shape)
+            for quantity in store.quantities
+            for d in quantity.deliveries(n, given)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.store, ctx.of, _, *ctx.parameters = inputs
+        ctx.store, ctx.of, _, ctx.names, *_ = inputs
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        for parameter, grad in zip(ctx.parameters, grads, strict=True):
-            if grad is not None:
-                ctx.store.put(parameter, grad.detach(), ctx.of)
-        return (None, None, None, *[None] * len(grads))
+        return (None, None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names))
 
 
 class Unseen(torch.autograd.Function):
@@ -177,10 +290,10 @@ class Unseen(torch.autograd.Function):
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Set grad_sample to None wherever it was set."""
+    """Set every result on a parameter to None."""
     for parameter in parameters:
-        if getattr(parameter, "grad_sample", None) is not None:
-            parameter.grad_sample = None  # type: ignore[attr-defined]
+        for place in _PLACES & parameter.__dict__.keys():
+            setattr(parameter, place, None)
 
 
 def watch(outputs: Sequence[Tensor], store: Store, forward: Forward) -> None:

@@ -1,7 +1,7 @@
 """The autograd functions of a transformed graph: Tap, Derive, Collect, and the tape they write on.
 
     tape = new_tape()
-    handle = collect(tape, n, *ghosts)      one ghost [B, *p.shape] for each trainable parameter
+    handle = collect(tape, n, *ghosts)      one ghost for each tensor that the backward delivers
     y = linear(x, weight.detach(), ...)     the op stays native
     y = tap(tape, n, y, handle, x)          an identity; its backward writes terms on the tape
     u = weight.t(); h = derive(tape, n, u, handle)      a function of parameters, tapped like one
@@ -12,24 +12,46 @@ place of one traced graph, everything about every parameter is known.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx import traceback as fx_traceback
 
+from fxgrad.gradients import Part, SampleGrads, kept, summed
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import Contributions, OwnStrategy, Strategy
 from fxgrad.terms import Term
 from fxgrad.uses import Use
 
 
-class Tape:
-    """What the taps of one forward wrote down: per parameter key, the quantity's running total."""
+@dataclass(frozen=True)
+class Like:
+    """What a parameter is like."""
 
-    def __init__(self, quantity: Quantity, loss_scale: float | str) -> None:
-        self.quantity, self.loss_scale = quantity, loss_scale
-        self.totals: dict[int, Tensor] = {}
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Tape:
+    """What the taps of one forward wrote down: per parameter key, the parts of its gradients."""
+
+    def __init__(
+        self,
+        quantities: Sequence[Quantity],
+        loss_scale: float | str,
+        likes: Sequence[Like],
+        given: Sequence[int],
+    ) -> None:
+        self.quantities, self.loss_scale, self.likes = quantities, loss_scale, likes
+        self.given = given  # how many tensors each quantity is given
+        self.dense = any(quantity.dense for quantity in quantities)
+        self.parts: dict[int, list[Part]] = {}
         self.derived: list[tuple[int, Strategy, list[Any], int]] = []
         self.task: int | None = None
 
@@ -38,7 +60,7 @@ class Tape:
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task = task
-            self.totals.clear()
+            self.parts.clear()
             self.derived.clear()
 
     def scaled(self, g: Tensor, n: int) -> Tensor:
@@ -55,8 +77,24 @@ class Tape:
         """What one use says about each of its parameters; ``scaled``: for a loss that is a sum over samples."""
         for slot, part in parts:
             key = use.wrt[slot]
-            part = part if scaled else self._scaled_part(part, n)
-            self.totals[key] = self.quantity.add(self.totals.get(key), part)
+            self.note(key, part if scaled else self._scaled_part(part, n))
+
+    def note(self, key: int, part: Part) -> None:
+        """One more part of a parameter's gradients."""
+        part = self._real(key, part)
+        parts = self.parts.setdefault(key, [])
+        if self.dense:  # what is multiplied out in any case does not wait: waiting factors raise the peak
+            parts[:] = [summed([*parts, part])]
+        else:
+            with in_backward():
+                parts.append(kept(part))
+
+    def _real(self, key: int, part: Part) -> Part:
+        """A real parameter's gradient is the real part of what complex factors give."""
+        if key >= len(self.likes) or self.likes[key].dtype.is_complex:
+            return part
+        dense = part.dense() if isinstance(part, Term) and any(map(_is_complex, part.factors)) else part
+        return dense.real if isinstance(dense, Tensor) and dense.is_complex() else dense
 
     def _scaled_part(self, part: Term | Tensor, n: int) -> Term | Tensor:
         return part.scaled(lambda factor: self.scaled(factor, n)) if isinstance(part, Term) else self.scaled(part, n)
@@ -64,10 +102,27 @@ class Tape:
     def pull_back(self) -> None:
         """From functions of parameters to the parameters, children before their parents."""
         for key, strategy, values, n in self.derived:
-            g = self.totals.pop(key, None)
-            if g is not None:
-                self.record(strategy, g, values, n)
+            parts = self.parts.pop(key, None)
+            if parts:
+                self.record(strategy, summed(parts), values, n)
         self.derived.clear()
+
+    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+        """What the quantities make of all that was written down, in the order of their deliveries."""
+        grads = [
+            SampleGrads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []))
+            for key, own in enumerate(self.likes)
+        ]
+        found: list[Tensor] = []
+        left = list(given)
+        for quantity, wanted in zip(self.quantities, self.given, strict=True):
+            found += quantity.compute(grads, n, left[:wanted])
+            del left[:wanted]
+        return found
+
+
+def _is_complex(factor: Any) -> bool:
+    return isinstance(factor, Tensor) and factor.is_complex()
 
 
 def _matched(values: list[Any], g: Tensor) -> list[Any]:
@@ -190,16 +245,17 @@ class Derive(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Stands between all parameters and the graph; its backward returns the quantity for each."""
+    """Stands between all parameters and the graph; its backward returns what the quantities deliver."""
 
     @staticmethod
-    def forward(tape: Tape, n: int, *ghosts: Tensor) -> Tensor:
-        return ghosts[0].new_zeros(())
+    def forward(tape: Tape, n: int, ghosts: int, *rest: Tensor) -> Tensor:
+        return rest[0].new_zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.tape, ctx.n, *ghosts = inputs
-        ctx.like = [ghost.detach() for ghost in ghosts]
+        ctx.tape, ctx.n, ghosts, *rest = inputs
+        ctx.like, ctx.ghosts = output.detach(), ghosts
+        ctx.save_for_backward(*rest[ghosts:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -207,32 +263,53 @@ class Collect(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> Any:
         tape: Tape = ctx.tape
         tape.begin()
-        with torch.autocast(ctx.like[0].device.type, enabled=False), torch.no_grad():
+        with torch.autocast(ctx.like.device.type, enabled=False), torch.no_grad(), in_backward():
             tape.pull_back()
-            grads = [tape.quantity.finish(tape.totals.get(key), like) for key, like in enumerate(ctx.like)]
-        tape.totals.clear()
-        return (None, None, *grads)
+            results = tape.results(ctx.n, ctx.like, ctx.saved_tensors)
+        tape.parts.clear()
+        return (None, None, None, *results, *[None] * len(ctx.saved_tensors))
 
 
 class Single(torch.autograd.Function):
     """A batch of one: the ordinary gradient is the sample's, ``[1, *p.shape]``."""
 
     @staticmethod
-    def forward(scale: float, ghost: Tensor, parameter: Tensor) -> Tensor:
+    def forward(tape: Tape, key: int, handle: Tensor, parameter: Tensor) -> Tensor:
         return parameter.view_as(parameter)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.scale = inputs[0]
+        ctx.tape, ctx.key, _, _ = inputs
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor | None) -> Any:
-        if g is None:
-            return None, None, None
-        g = g * ctx.scale if ctx.scale != 1 else g
-        return None, g.detach().unsqueeze(0).clone(memory_format=torch.contiguous_format), None
+        if g is not None:
+            ctx.tape.begin()
+            with torch.no_grad():
+                ctx.tape.note(ctx.key, ctx.tape.scaled(g.detach(), 1).unsqueeze(0))
+        return None, None, None, None
+
+
+# Note [What stays in the backward]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A Gram matrix x xᵀ is made of what the forward knows, and the partitioner would move it there and save it. What
+# only the quantities need is traced under the partitioner's own tag.
+
+
+def in_backward() -> contextlib.AbstractContextManager[None]:
+    """See Note [What stays in the backward]."""
+    try:
+        from torch._functorch._aot_autograd.graph_capture_wrappers import (
+            set_partitioner_tag_must_be_in_backward,
+        )
+    except ImportError:  # where PyTorch has no such tag, the partitioner decides
+        return contextlib.nullcontext()
+    if not fx_traceback.has_preserved_node_meta():  # nobody is tracing
+        return contextlib.nullcontext()
+    tagged: contextlib.AbstractContextManager[None] = set_partitioner_tag_must_be_in_backward()
+    return tagged
 
 
 def _keep(ctx: Any, values: list[Any]) -> None:

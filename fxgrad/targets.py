@@ -6,13 +6,14 @@ needs besides tensors is closed over here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import OwnStrategy, Strategy
-from fxgrad.tape import Collect, Derive, OwnTap, Single, Tap, Tape, TapSeveral
+from fxgrad.tape import Collect, Derive, Like, OwnTap, Single, Tap, Tape, TapSeveral
 
 
 class Target:
@@ -28,20 +29,29 @@ class Target:
 
 
 class NewTape(Target):
-    def __init__(self, quantity: Quantity, loss_scale: float | str) -> None:
+    def __init__(
+        self,
+        quantities: Sequence[Quantity],
+        loss_scale: float | str,
+        likes: Sequence[Like],
+        given: Sequence[int],
+    ) -> None:
         super().__init__("new_tape")
-        self.quantity, self.loss_scale = quantity, loss_scale
+        self.quantities, self.loss_scale, self.likes, self.given = quantities, loss_scale, likes, given
 
     def __call__(self) -> Tape:
-        return Tape(self.quantity, self.loss_scale)
+        return Tape(self.quantities, self.loss_scale, self.likes, self.given)
 
 
 class CollectTarget(Target):
-    def __init__(self) -> None:
-        super().__init__("collect")
+    """``collect(tape, n, ghosts.., given..)``"""
 
-    def __call__(self, tape: Tape, n: int, *ghosts: Tensor) -> Any:
-        return Collect.apply(tape, n, *ghosts)  # type: ignore[no-untyped-call]
+    def __init__(self, ghosts: int) -> None:
+        super().__init__("collect")
+        self.ghosts = ghosts
+
+    def __call__(self, tape: Tape, n: int, *rest: Tensor) -> Any:
+        return Collect.apply(tape, n, self.ghosts, *rest)  # type: ignore[no-untyped-call]
 
 
 class TapTarget(Target):
@@ -89,14 +99,14 @@ class DeriveTarget(Target):
 
 
 class SingleTarget(Target):
-    """``single(ghost, parameter)``"""
+    """``single(tape, handle, parameter)``"""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, key: int) -> None:
         super().__init__("single")
-        self.scale = scale
+        self.key = key
 
-    def __call__(self, ghost: Tensor, parameter: Tensor) -> Any:
-        return Single.apply(self.scale, ghost, parameter)  # type: ignore[no-untyped-call]
+    def __call__(self, tape: Tape, handle: Tensor, parameter: Tensor) -> Any:
+        return Single.apply(tape, self.key, handle, parameter)  # type: ignore[no-untyped-call]
 
 
 TAPS = (TapTarget, TapSeveralTarget, OwnTapTarget)

@@ -5,8 +5,8 @@ sample dimension ``n`` in front, contracted by an einsum. The linear layer's wei
 
     Term("n...o, n...i -> noi", g, x)
 
-Every quantity is an operation on terms, written once and not once per op. This file holds the one that
-GradSample needs: ``dense``.
+Every quantity is an operation on terms, written once and not once per op. This file holds the one
+that multiplies a term out, ``dense``; `fxgrad.gradients` holds those that do not have to.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,12 @@ class Patches:
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What the native kernels are told, in their order."""
+        extra = self.output_padding or (0,) * len(self.stride)
+        return self.kernel, self.stride, self.padding, self.dilation, self.transposed, extra, self.groups
+
 
 Factor = Tensor | OneHot | Patches
 
@@ -62,6 +69,29 @@ class Term:
         """The gradient of every sample, ``[n, *shape]``."""
         out = self._contract()
         return out if self.shape is None else out.reshape(out.shape[0], *self.shape)
+
+    def product(self) -> tuple[Tensor, Tensor] | None:
+        """g ``[n, k, o]`` and x ``[n, k, i]`` where the term is ``Σ_k g_nk ⊗ x_nk``; None for another one."""
+        if self.equation.replace(" ", "") != "n...o,n...i->noi":
+            return None
+        g, x = self.factors
+        if not (isinstance(g, Tensor) and isinstance(x, Tensor)):
+            return None
+        return _positions(g), _positions(x)
+
+    def rows(self) -> tuple[OneHot, Tensor] | None:
+        """ids ``[n, k]`` and g ``[n, k, d]`` where the term is the gradient of a table; None for another one."""
+        table, g = self.factors[0], self.factors[-1]
+        if not (isinstance(table, OneHot) and isinstance(g, Tensor)):
+            return None
+        ids = table.ids.reshape(table.ids.shape[0], -1)
+        flat = g.reshape(ids.shape[0], ids.shape[1], math.prod(g.shape[table.ids.dim() :]))
+        return OneHot(ids, table.classes, table.padding_idx), flat
+
+    def windows(self) -> tuple[Tensor, Patches] | None:
+        """g and the windows of a convolution's term; None for another one."""
+        g, patches = self.factors[0], self.factors[-1]
+        return (g, patches) if isinstance(g, Tensor) and isinstance(patches, Patches) else None
 
     def _contract(self) -> Tensor:
         g = self.factors[0]
@@ -86,6 +116,13 @@ class Term:
 
     def __repr__(self) -> str:
         return f"Term({self.equation!r})"
+
+
+def _positions(factor: Tensor) -> Tensor:
+    """``[n, k.., features]`` with the positions as one dimension."""
+    if factor.dim() == 3:
+        return factor
+    return factor.unsqueeze(1) if factor.dim() == 2 else factor.flatten(1, -2)
 
 
 def _einsum(equation: str, tensors: list[Tensor]) -> Tensor:

@@ -15,15 +15,13 @@ from torch import Tensor, fx
 from fxgrad.calls import Call, map_nodes
 from fxgrad.context import Context, memory_of, path_to, place_beside, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
-from fxgrad.quantities import Quantity
+from fxgrad.opening import add_ghosts, open_tape
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Strategy, choose, choose_own, choose_several
 from fxgrad.targets import (
-    CollectTarget,
     DeriveTarget,
-    NewTape,
     OwnTapTarget,
     TapSeveralTarget,
     TapTarget,
@@ -47,7 +45,6 @@ class _Attachment:
         self.keys: dict[fx.Node, int] = {}  # values that a tap can differentiate by
         self.handles: dict[int, fx.Node] = {}
         self.replaced: dict[fx.Node, fx.Node] = {}  # what stands for a node now
-        self.quantity: Quantity = ctx.quantity
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.written = self._writes()
         self.values: dict[str, fx.Node] = {node.name: node for node in gm.graph.nodes}
@@ -66,12 +63,8 @@ class _Attachment:
         """ghosts, n, tape, handle and the native values of the parameters."""
         by_name = {node.name: node for node in placeholders}
         trainable = [by_name[parameter.node] for parameter in self.ctx.parameters]
-        cursor = placeholders[-1]
-        ghosts = []
-        for node in trainable:
-            with self.graph.inserting_after(cursor):
-                cursor = self.graph.placeholder(f"ghost_{node.name}")
-            ghosts.append(cursor)
+        ghosts, given = add_ghosts(self.graph, self.ctx, trainable)
+        cursor = (ghosts + given)[-1]
         natives = []
         for node in trainable:
             with self.graph.inserting_after(cursor):
@@ -83,10 +76,7 @@ class _Attachment:
         batched, dim = next(iter(self.ctx.sample_dims.items()))
         with self.graph.inserting_after(cursor):
             self.n = self.graph.call_function(torch.ops.aten.sym_size.int, (by_name[batched], dim))
-        with self.graph.inserting_after(self.n):
-            self.tape = self.graph.call_function(NewTape(self.quantity, self.ctx.loss_scale))
-        with self.graph.inserting_after(self.tape):
-            handle = self.graph.call_function(CollectTarget(), (self.tape, self.n, *ghosts))
+        self.tape, handle = open_tape(self.graph, self.ctx, self.n, self.n, ghosts, given)
         for key, native in enumerate(natives):
             self.keys[native] = key
             self.handles[key] = handle

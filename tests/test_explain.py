@@ -68,11 +68,11 @@ enc.bias                              [4]     frozen
 blocks.0.0.weight, blocks.1.0.weight  [4, 4]  linear         test_explain.py:##  rule         n...o,n...i->noi  dim 0: B             320 B    160
                                               linear         test_explain.py:##  rule         n...o,n...i->noi  dim 0: B                      160
 blocks.0.0.bias                       [4]     linear         test_explain.py:##  rule         n...o->no         dim 0: B              80 B     20
-blocks.0.1.weight                     [4]     layer_norm     test_explain.py:##  rule         summed            dim 0: B              80 B     40
-blocks.0.1.bias                       [4]     layer_norm     test_explain.py:##  rule         summed            dim 0: B              80 B     40
+blocks.0.1.weight                     [4]     layer_norm     test_explain.py:##  rule         n...a->na         dim 0: B              80 B     20
+blocks.0.1.bias                       [4]     layer_norm     test_explain.py:##  rule         n...a->na         dim 0: B              80 B     20
 blocks.1.0.bias                       [4]     linear         test_explain.py:##  rule         n...o->no         dim 0: B              80 B     20
-blocks.1.1.weight                     [4]     layer_norm     test_explain.py:##  rule         summed            dim 0: B              80 B     40
-blocks.1.1.bias                       [4]     layer_norm     test_explain.py:##  rule         summed            dim 0: B              80 B     40
+blocks.1.1.weight                     [4]     layer_norm     test_explain.py:##  rule         n...a->na         dim 0: B              80 B     20
+blocks.1.1.bias                       [4]     layer_norm     test_explain.py:##  rule         n...a->na         dim 0: B              80 B     20
 
 total                   plain step  with fxgrad
 forward                   600 flop     600 flop

@@ -85,15 +85,17 @@ def _flops(counter: FlopCounterMode) -> sympy.Expr:
 
 def _inputs(gm: fx.GraphModule, ctx: Context, size: int | None) -> list[Any]:
     """Fake values for the placeholders, a ghost for each parameter among them; B as a number if ``size`` is one."""
-    ghosts = iter(ctx.parameters)
     batch: Any = ctx.symbols.b if size is None else size
     with ctx.symbols.mode:
         own = {name: value if size is None else _at(value, ctx, size) for name, value in ctx.inputs.items()}
-        values = []
+        values: list[Any] = []
+        added = iter([*((d, True) for d in ctx.deliveries(batch)), *((d, False) for d in ctx.given(batch))])
+        device = next(value.device for value in own.values() if isinstance(value, Tensor))
         for node in gm.graph.find_nodes(op="placeholder"):
             if node.name not in own:
-                like = own[next(ghosts).node]
-                values.append(like.detach().new_empty(()).expand(batch, *like.shape).requires_grad_())
+                delivery, ghost = next(added)
+                empty = torch.empty((), dtype=delivery.dtype, device=device).expand(delivery.shape)
+                values.append(empty.requires_grad_(ghost))
                 continue
             value = own[node.name]
             fresh = isinstance(value, Tensor)
@@ -143,7 +145,7 @@ class _RememberingTape(Tape):
     """A tape that notes every contribution with its flops; what computing it took natively is not counted twice."""
 
     def __init__(self, target: NewTape, found: Rehearsal, counter: FlopCounterMode) -> None:
-        super().__init__(target.quantity, target.loss_scale)
+        super().__init__(target.quantities, target.loss_scale, target.likes, target.given)
         self.found, self.counter = found, counter
         self.each: sympy.Expr | None = None  # flops of a gradient that is no term
 

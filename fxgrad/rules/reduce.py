@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fxgrad.terms import Term
+
 
 def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     """``[n, *broadcast] -> [n, *shape]``: sum what broadcasting had repeated, but never the samples.
@@ -31,7 +33,7 @@ def _is_one(size: int) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def sum_positions(grad: Tensor, keep: int) -> Tensor:
+def sum_positions(grad: Tensor, keep: int) -> Term:
     """``[n, k.., *shape] -> [n, *shape]`` where shape has ``keep`` dims."""
-    positions = tuple(range(1, grad.dim() - keep))
-    return grad.sum(positions) if positions else grad
+    kept = "abcdefgh"[:keep]
+    return Term(f"n...{kept}->n{kept}", grad)

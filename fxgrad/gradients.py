@@ -1,0 +1,293 @@
+"""The per-sample gradients of one parameter, as the sum of parts that were not multiplied out.
+
+A quantity asks for what it needs: the gradients themselves, their norms, a weighted sum over samples, their
+products with a given tensor. Each is computed from the parts in the cheapest way known: see `fxgrad.contractions`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxgrad.contractions import Way, hint, way_of
+from fxgrad.norms import frobenius, gamma, product_norms, rank_one_norms, row_norms, window_norms
+from fxgrad.sums import dense_sum, product_sum, rows_sum, window_sum
+from fxgrad.terms import OneHot, Patches, Term
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A term that was multiplied out where its use was differentiated."""
+
+    rows: Tensor  # [n, *shape]
+    rounding: Tensor  # [n]: how far ‖rows_n‖ may be from the norm in exact arithmetic
+
+
+Part = Term | Tensor | Kept
+
+
+@dataclass
+class SampleGrads:
+    """``D_n = Σ parts``: the gradients ``[n, *shape]`` of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    n: int
+    like: Tensor  # any tensor on the gradients' device
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def accumulating(self) -> torch.dtype:
+        """The dtype that sums are taken in: float32 for half types."""
+        return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+
+    def dense(self) -> Tensor:
+        """``[n, *shape]``"""
+        if not self.parts:
+            return self.like.new_zeros(self.n, *self.shape, dtype=self.dtype)
+        return summed(self.parts).reshape(self.n, *self.shape)
+
+    def norms(self) -> Tensor:
+        """``[2, n]`` in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
+        parts = _merged(self.parts)
+        if not parts:
+            return self.like.new_zeros(2, self.n, dtype=torch.float64)
+        if len(parts) == 1:
+            return norms_of(parts[0])
+        terms = [part for part in parts if isinstance(part, Term)]
+        if len(terms) == len(parts) == 2:
+            product, table = terms  # as `_merged` has them in order
+            if table.rows() is not None and product.product() is not None:
+                return _norms_of_tied(table, product)
+        rows = self.dense()
+        return _bounded(rows, sum((_rounding(part) for part in parts), rows.new_zeros(self.n, dtype=torch.float64)))
+
+    def weighted(self, c: Tensor) -> Tensor:
+        """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype."""
+        total: Tensor | None = None
+        for part in _merged(self.parts):
+            found = _weighted(part, c.to(self.accumulating)).reshape(self.shape)
+            total = found if total is None else total + found
+        if total is None:
+            return self.like.new_zeros(self.shape, dtype=self.dtype)
+        return total.to(self.dtype)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """``<D_n, vector>`` of a tensor ``[*shape]``: ``[n]``."""
+        found = [_dot(part, vector.to(self.accumulating)) for part in _merged(self.parts)]
+        if not found:
+            return self.like.new_zeros(self.n, dtype=self.accumulating)
+        return torch.stack(found).sum(0)
+
+    def squared(self) -> Tensor:
+        """``Σ_n D_n²``, element by element, ``[*shape]``."""
+        parts = _merged(self.parts)
+        if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
+            pair = parts[0].product()
+            assert pair is not None
+            g, x = pair
+            return (g.squeeze(1).square().t() @ x.squeeze(1).square()).reshape(self.shape)
+        return self.dense().to(self.accumulating).square().sum(0)
+
+    def gram(self) -> Tensor:
+        """``<D_n, D_m>``, ``[n, n]``."""
+        parts = _merged(self.parts)
+        if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
+            pair = parts[0].product()
+            assert pair is not None
+            g, x = (side.squeeze(1).to(self.accumulating) for side in pair)
+            return (g @ g.t()) * (x @ x.t())
+        rows = self.dense().to(self.accumulating).flatten(1)
+        return rows @ rows.t()
+
+
+def kept(part: Part) -> Part:
+    """A part as it waits for the end of the backward: multiplied out where that is smaller than its factors."""
+    complex_factors = isinstance(part, Term) and any(isinstance(f, Tensor) and f.is_complex() for f in part.factors)
+    if isinstance(part, Term) and (complex_factors or way_of(part) is Way.MATERIALISE):
+        return Kept(part.dense(), _rounding(part))
+    return part
+
+
+def summed(parts: Sequence[Part]) -> Tensor:
+    """Parts multiplied out and added up: ``[n, *shape]``."""
+    total = _dense(parts[0])
+    for part in parts[1:]:
+        total = total + _dense(part)
+    return total
+
+
+def _dense(part: Part) -> Tensor:
+    return part.dense() if isinstance(part, Term) else part.rows if isinstance(part, Kept) else part
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Terms of one form as one term, along k; multiplied-out parts as one."""
+    products: list[tuple[Tensor, Tensor]] = []
+    tables: list[tuple[OneHot, Tensor]] = []
+    others: list[Part] = []
+    dense: Kept | None = None
+    for part in parts:
+        product = part.product() if isinstance(part, Term) and part.shape is None else None
+        table = part.rows() if isinstance(part, Term) else None
+        if product is not None:
+            products.append(product)
+        elif table is not None:
+            tables.append(table)
+        elif isinstance(part, Term):
+            others.append(part)
+        else:
+            rows, rounding = _dense(part), _rounding(part)
+            dense = Kept(rows, rounding) if dense is None else Kept(dense.rows + rows, dense.rounding + rounding)
+    found: list[Part] = list(others)
+    if products:
+        pairs = [torch.cat(side, 1) if len(side) > 1 else side[0] for side in zip(*products, strict=True)]
+        found.append(Term("n...o,n...i->noi", *pairs))
+    for padding in dict.fromkeys(table.padding_idx for table, _ in tables):
+        same = [(table, g) for table, g in tables if table.padding_idx == padding]
+        ids = torch.cat([table.ids for table, _ in same], 1) if len(same) > 1 else same[0][0].ids
+        g = torch.cat([g for _, g in same], 1) if len(same) > 1 else same[0][1]
+        found.append(Term("n...v,n...d->nvd", OneHot(ids, same[0][0].classes, padding), g))
+    if dense is not None:
+        found.append(dense)
+    return found
+
+
+def norms_of(part: Part) -> Tensor:
+    """Norms and bounds of one part alone, ``[2, n]``."""
+    if not isinstance(part, Term):
+        return _bounded(_dense(part), _rounding(part))
+    product, table, windows = part.product(), part.rows(), part.windows()
+    if product is not None:
+        g, x = product
+        way = way_of(part)
+        if way is Way.RANK_ONE:
+            return rank_one_norms(g.squeeze(1), x.squeeze(1))
+        found: Tensor = product_norms(g, x, way is Way.GRAM)
+        return found
+    if table is not None:
+        rows, g = table
+        found = row_norms(rows.ids, g, rows.classes, -1 if rows.padding_idx is None else rows.padding_idx)
+        return found
+    if windows is not None:
+        g, patches = windows
+        found = window_norms(g, patches.input, *patches.settings)
+        return found
+    return _bounded(part.dense(), _rounding(part))
+
+
+def _bounded(rows: Tensor, rounding: Tensor) -> Tensor:
+    norms = frobenius(rows)
+    return torch.stack([norms, norms * (1 + 1e-12) + rounding])
+
+
+def _rounding(part: Part) -> Tensor:
+    """``[n]``: how far the norm of a part, multiplied out, may be from the one in exact arithmetic.
+
+    What a rule returned multiplied out counts as exact. Of a term, the absolute values' contraction is at most the
+    product of the factors' norms, times √m where m values are added up that meet no other factor.
+    """
+    if isinstance(part, Kept):
+        return part.rounding
+    if not isinstance(part, Term):
+        return part.new_zeros(part.shape[0], dtype=torch.float64)
+    most, sizes = 1, None
+    for factor in part.factors:
+        if isinstance(factor, OneHot):
+            most = max(most, hint(math.prod(factor.ids.shape[1:])))
+            continue
+        tensor = factor.input if isinstance(factor, Patches) else factor
+        copies = math.prod(factor.kernel[2:]) if isinstance(factor, Patches) else 1
+        own = frobenius(tensor) * copies**0.5
+        sizes = own if sizes is None else sizes * own
+        most = max(most, hint(math.prod(tensor.shape[1:])))
+    assert sizes is not None
+    dtype = next(f.dtype for f in part.factors if isinstance(f, Tensor))
+    alone = float(most) ** 0.5 if _adds_alone(part) else 1.0
+    found: Tensor = sizes * (gamma(most, dtype) * alone)
+    return found
+
+
+def _adds_alone(term: Term) -> bool:
+    """Whether a letter of the equation stands in one factor and not in the result."""
+    left, _, right = term.equation.replace(" ", "").partition("->")
+    letters = "".join(left.replace("...", ".").split(","))
+    return any(letters.count(letter) == 1 and letter not in right for letter in letters)
+
+
+def _norms_of_tied(table: Term, product: Term) -> Tensor:
+    """An embedding tied to a head: ``‖E + H‖² = ‖E‖² + ‖H‖² + 2 <E, H>``, the last one gather of a Gram matrix."""
+    rows, pair = table.rows(), product.product()
+    assert rows is not None and pair is not None
+    (ids, g), (h, x) = rows, pair
+    own = torch.stack([norms_of(table), norms_of(product)])
+    if ids.padding_idx is not None:
+        g = g.masked_fill((ids.ids == ids.padding_idx).unsqueeze(2), 0)
+    met = h.gather(2, ids.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # [n, l, k]
+    gram = x @ g.mT
+    products = (met * gram).double()
+    cross = products.sum((1, 2))
+    lengths = frobenius(x.flatten(0, 1)).view(x.shape[:2]).unsqueeze(2) * frobenius(g.flatten(0, 1)).view(
+        g.shape[0], 1, -1
+    )
+    slack = gamma(x.shape[2], x.dtype) * (met.double().abs() * lengths).sum((1, 2))
+    square = own[:, 0].square().sum(0) + 2 * cross
+    bound = own[:, 1].square().sum(0) + 2 * cross + 2 * slack * (1 + 1e-9)
+    return torch.stack([square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)])
+
+
+def _weighted(part: Part, c: Tensor) -> Tensor:
+    if not isinstance(part, Term):
+        found: Tensor = dense_sum(_dense(part), c)
+        return found
+    product, table, windows = part.product(), part.rows(), part.windows()
+    if product is not None:
+        found = product_sum(*product, c)
+        return found
+    if table is not None:
+        rows, g = table
+        return rows_sum(rows.ids, g, c, rows.classes, rows.padding_idx)
+    if windows is not None:
+        g, patches = windows
+        found = window_sum(g, patches.input, c, *patches.settings)
+        return found
+    found = dense_sum(part.dense(), c)
+    return found
+
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def _dot(part: Part, vector: Tensor) -> Tensor:
+    """The product with a tensor of the parameter's shape: the op's output with the tensor in W's place, times g."""
+    if not isinstance(part, Term):
+        return (_dense(part) * vector).flatten(1).sum(1)
+    product, table, windows = part.product(), part.rows(), part.windows()
+    if product is not None:
+        g, x = product
+        return (g.to(vector.dtype) * (x.to(vector.dtype) @ vector.mT)).sum((1, 2))
+    if table is not None:
+        rows, g = table
+        read = vector.reshape(rows.classes, -1)[rows.ids]
+        if rows.padding_idx is not None:
+            read = read.masked_fill((rows.ids == rows.padding_idx).unsqueeze(2), 0)
+        return (g * read).sum((1, 2))
+    if windows is not None:
+        g, patches = windows
+        spatial = len(patches.stride)
+        settings = (patches.stride, patches.padding)
+        x = patches.input.flatten(0, 1).to(vector.dtype)
+        if patches.transposed:
+            extra = patches.output_padding or (0,) * spatial
+            y = _TRANSPOSED[spatial](x, vector, None, *settings, extra, patches.groups, patches.dilation)
+        else:
+            y = _CONVOLUTIONS[spatial](x, vector, None, *settings, patches.dilation, patches.groups)
+        return (g.flatten(0, 1) * y).view(g.shape[0], -1).sum(1)
+    return (part.dense() * vector).flatten(1).sum(1)

@@ -1,0 +1,204 @@
+"""Norms of per-sample gradients, without building them, and a bound on what rounding may have hidden.
+
+    product    D_n = Σ_k g_nk ⊗ x_nk     Gram: ‖D_n‖² = Σ_kl (g_k·g_l)(x_k·x_l), or D itself, a few samples at a time
+    windows    D_n of a convolution, by its native kernel, a few samples at a time
+    rows       D_n of a table: sort the ids, add up rows of one id, square
+
+Every operator returns ``[2, n]`` in float64: the norms, and upper bounds that hold for the gradients in exact
+arithmetic. A sum of m products in a dtype of unit roundoff u errs by at most γ(m) Σ|products|, whatever its order
+(Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); kernels add blocks of at most `CHAIN`
+products, and then the blocks. Where float32 overflows or loses a sample to underflow, that sample is computed
+again in float64, scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels import conv_rows
+
+CHAIN = 512  # products that a kernel adds one after another, at most
+BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
+TINY = 1e-30  # norms below this may have lost digits to underflow on the way
+
+
+def gamma(m: int, dtype: torch.dtype) -> float:
+    """The relative error of a sum of m products, at most."""
+    chain = m if m <= CHAIN else CHAIN + m / CHAIN
+    return (chain + 2) * torch.finfo(dtype).eps / 2
+
+
+def frobenius(rows: Tensor) -> Tensor:
+    """‖rows_n‖ in float64, ``[n]``: no finite value over- or underflows on the way."""
+    rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
+    flat = rows.flatten(1).double()
+    if rows.dtype != torch.float64 or flat.shape[1] == 0:
+        return flat.square().sum(1).sqrt()
+    scale = flat.abs().amax(1, keepdim=True)
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
+    return (flat / safe).square().sum(1).sqrt() * safe.squeeze(1)
+
+
+def root_sum_squares(norms: Tensor) -> Tensor:
+    """``[m, n] -> [n]``: √Σ_m norms², scaled so that no finite result overflows."""
+    scale = norms.amax(0)
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
+    return (norms / safe).square().sum(0).sqrt() * safe
+
+
+def rank_one_norms(g: Tensor, x: Tensor) -> Tensor:
+    """‖g_n ⊗ x_n‖ = ‖g_n‖ ‖x_n‖ of ``[n, o]`` and ``[n, i]``."""
+    norms = frobenius(g) * frobenius(x)
+    return torch.stack([norms, norms * (1 + 1e-12)])
+
+
+@torch.library.custom_op("fxgrad::product_norms", mutates_args=())
+def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
+    g, x = _computable(g), _computable(x)
+    (n, k, o), i = g.shape, x.shape[2]
+    size = (k * k * 2 if gram else o * i) * g.element_size()
+    of_rows = _gram_norms if gram else _product_rows_norms
+    return _by_blocks(n, size, lambda rows: of_rows(g[rows], x[rows]), lambda row: _carefully(g[row], x[row]))
+
+
+@product_norms.register_fake
+def _(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    return g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _gram_norms(g: Tensor, x: Tensor) -> Tensor:
+    by_g, by_x = g @ g.mT, x @ x.mT
+    length_g, length_x = (_lengths(gram) for gram in (by_g, by_x))
+    products = by_g * by_x
+    square = products.sum((1, 2), dtype=torch.float64)
+    slack = (
+        gamma(g.shape[2], g.dtype) * _quadratic(by_x.abs_(), length_g)
+        + gamma(x.shape[2], x.dtype) * _quadratic(by_g.abs_(), length_x)
+        + gamma(1, g.dtype) * products.abs_().sum((1, 2), dtype=torch.float64)
+    )
+    bound = (square.clamp(min=0) + 1.01 * slack).sqrt() * (1 + 1e-12)
+    return torch.stack([square.clamp(min=0).sqrt(), bound])
+
+
+def _lengths(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().unsqueeze(2)
+
+
+def _quadratic(matrix: Tensor, vector: Tensor) -> Tensor:
+    """vᵀ M v for each sample."""
+    return ((matrix @ vector) * vector).sum((1, 2), dtype=torch.float64)
+
+
+def _product_rows_norms(g: Tensor, x: Tensor) -> Tensor:
+    return with_rounding(g.mT @ x, g, x, g.shape[1])
+
+
+def with_rounding(rows: Tensor, g: Tensor, x: Tensor, positions: int, copies: int = 1) -> Tensor:
+    """Norms of ``rows``, each a sum over positions of products of g and x; x counts ``copies`` times."""
+    norms = frobenius(rows)
+    rounding = gamma(positions, rows.dtype) * copies**0.5 * frobenius(g) * frobenius(x)
+    return torch.stack([norms, norms * (1 + 1e-12) + rounding])
+
+
+def _carefully(g: Tensor, x: Tensor) -> Tensor:
+    """One sample in float64; what is finite in g's dtype has a finite norm here."""
+    g, x = g.double(), x.double()
+    return with_rounding((g.mT @ x).unsqueeze(0), g.unsqueeze(0), x.unsqueeze(0), g.shape[0])
+
+
+@torch.library.custom_op("fxgrad::window_norms", mutates_args=())
+def window_norms(
+    g: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The norms of a convolution's per-sample weight gradients, and their bounds."""
+    g, input = _computable(g), _computable(input)
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    positions = (input if transposed else g)[0, :, 0].numel() if len(g) else 1
+    copies = torch.Size(kernel[2:]).numel()
+    size = torch.Size(kernel).numel() * g.element_size()
+
+    def of_rows(rows: slice) -> Tensor:
+        grads = conv_rows(g[rows], input[rows], kernel, *settings)
+        return with_rounding(grads, g[rows], input[rows], positions, copies)
+
+    def carefully(row: int) -> Tensor:
+        one, its = g[row : row + 1].double(), input[row : row + 1].double()
+        return with_rounding(conv_rows(one, its, kernel, *settings), one, its, positions, copies)
+
+    return _by_blocks(len(g), size, of_rows, carefully, at_most=8)
+
+
+@window_norms.register_fake
+def _(
+    g: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+@torch.library.custom_op("fxgrad::row_norms", mutates_args=())
+def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
+    n, k = ids.shape
+    g = _computable(g)
+    if padding_idx >= 0:
+        g = g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
+    sample = torch.arange(n, device=ids.device).unsqueeze(1)
+    keys, places = torch.unique(ids + sample * classes, return_inverse=True)
+    flat = g.flatten(0, 1)
+    sums = flat.new_zeros(len(keys), flat.shape[1]).index_add_(0, places.flatten(), flat)
+    lengths = flat.new_zeros(len(keys), 1).index_add_(0, places.flatten(), flat.norm(dim=1, keepdim=True))
+    owners = torch.div(keys, classes, rounding_mode="floor")
+    norms = _by_owner(frobenius(sums), owners, n)
+    rounding = gamma(k, g.dtype) * _by_owner(frobenius(lengths), owners, n)
+    return torch.stack([norms, norms * (1 + 1e-12) + rounding])
+
+
+@row_norms.register_fake
+def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    return g.new_empty((2, ids.shape[0]), dtype=torch.float64)
+
+
+def _by_owner(norms: Tensor, owners: Tensor, n: int) -> Tensor:
+    scale = norms.new_zeros(n).index_reduce_(0, owners, norms, "amax")
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
+    squares = (norms / safe[owners]).square()
+    return safe * norms.new_zeros(n).index_add_(0, owners, squares).sqrt()
+
+
+def _computable(value: Tensor) -> Tensor:
+    """Half types as float32."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _by_blocks(
+    n: int, size: int, of_rows: Callable[[slice], Tensor], carefully: Callable[[int], Tensor], at_most: int = 1 << 30
+) -> Tensor:
+    """A few samples at a time; those whose norm float32 could not hold, once more by themselves."""
+    block = max(2, min(at_most, BLOCK // max(size, 1)))
+    parts = [of_rows(slice(start, start + block)) for start in range(0, n, block)]
+    found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
+    doubtful = ~found[1].isfinite() | (found[1] < TINY)
+    if bool(doubtful.any()):
+        for row in doubtful.nonzero().flatten().tolist():
+            found[:, row] = carefully(row).flatten()
+    return found

@@ -1,0 +1,49 @@
+"""What is made of the per-sample gradients: one class for each quantity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxgrad.errors import OptionError
+from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity
+from fxgrad.quantities.clipping import ClippedGrad, Clipping
+from fxgrad.quantities.moments import Grad, GradVariance, SquaredGrad
+from fxgrad.quantities.norms import NormSample
+from fxgrad.quantities.products import GradDot, GradGram
+from fxgrad.quantities.projection import GradProjection
+from fxgrad.quantities.samples import GradSample
+
+__all__ = [
+    "GRAD",
+    "RESULT",
+    "ClippedGrad",
+    "Clipping",
+    "Delivery",
+    "Grad",
+    "GradDot",
+    "GradGram",
+    "GradProjection",
+    "GradSample",
+    "GradVariance",
+    "NormSample",
+    "Quantity",
+    "SquaredGrad",
+    "check_quantities",
+]
+
+
+def check_quantities(quantity: Quantity | Sequence[Quantity]) -> tuple[Quantity, ...]:
+    """The quantities asked for: at least one, none of them twice, and one at most that writes p.grad."""
+    found = (quantity,) if isinstance(quantity, Quantity) else tuple(quantity) if isinstance(quantity, Sequence) else ()
+    if not found or not all(isinstance(one, Quantity) for one in found):
+        raise OptionError(
+            f"quantity has to be a quantity such as fxgrad.GradSample(), or a list of them, not {quantity!r}"
+        )
+    if len({id(one) for one in found}) < len(found) or any(a == b for i, a in enumerate(found) for b in found[:i]):
+        raise OptionError("a quantity is asked for twice", advice="Leave one out.")
+    writers = [one for one in found if isinstance(one, Grad | ClippedGrad)]
+    if len(writers) > 1:
+        raise OptionError(
+            f"{' and '.join(str(one) for one in writers)} both write p.grad", advice="Ask for one of them."
+        )
+    return found

@@ -1,0 +1,84 @@
+"""What a quantity is: what a backward delivers, and how that is made of the per-sample gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxgrad.gradients import SampleGrads
+
+GRAD = "grad"  # the place of what is added to p.grad, as any gradient is
+RESULT = "result"  # the place of what belongs to no parameter alone: fxgrad.result(model, quantity)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One tensor that a backward delivers."""
+
+    place: str  # an attribute of the parameter, or `RESULT`
+    parameter: str | None  # whose it is; None for the model's
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Quantity(ABC):
+    """A quantity of the user's own subclasses this.
+
+    `deliveries` says what a backward delivers, `compute` makes it, in the same order, of every parameter's
+    gradients: `SampleGrads.dense` multiplies them out, `norms`, `weighted` and `dot` do not have to.
+
+    >>> import torch, fxgrad
+    >>> class Largest(fxgrad.Quantity):
+    ...     def deliveries(self, n, parameters):
+    ...         return [fxgrad.Delivery("largest", name, (n,), p.dtype, p.device) for name, p in parameters.items()]
+    ...     def compute(self, grads, n, given):
+    ...         return [g.dense().abs().flatten(1).amax(1) for g in grads]
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 2), quantity=Largest(), backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> model.weight.largest.tolist()
+    [1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+
+    adds: ClassVar[bool] = False  # whether the results of several forwards of one backward may be added
+    dense: ClassVar[bool] = False  # whether it multiplies every gradient out: then that is done use by use
+
+    @abstractmethod
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        """What a backward over n samples delivers, for these trainable parameters."""
+
+    @abstractmethod
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        """The deliveries, in order; ``grads`` has one entry for each parameter, ``given`` what `inputs` names."""
+
+    def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        """What it needs at each call besides the gradients: shapes and dtypes, in order."""
+        return []
+
+    def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors that `inputs` names, for one forward."""
+        return []
+
+    def check(self, options: Any) -> None:  # noqa: B027 - most have nothing to check
+        """Raise OptionError where it does not go with the other options."""
+
+    def arrived(self, results: Sequence[Tensor | None]) -> None:  # noqa: B027
+        """Look at what belongs to the model, before anything is stored: raising leaves everything as it was."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of norms: float32 for half types, else the parameter's own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def first(parameters: Mapping[str, Tensor]) -> Tensor:
+    """The parameter whose dtype and device results of the whole model have."""
+    return next(iter(parameters.values()))

@@ -1,0 +1,170 @@
+"""The sum of the samples' gradients, each scaled by a function of its own norm: DP-SGD's step in one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxgrad.errors import NonFinite, OptionError
+from fxgrad.gradients import SampleGrads
+from fxgrad.norms import root_sum_squares
+from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity, accumulating, first
+
+Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
+Groups = Literal["flat", "per_parameter"] | Sequence[Sequence[str]]
+EPSILON = 1e-6  # in min(1, C / (n + ε)), as DP-SGD's implementations have it
+
+
+class Clipping(NamedTuple):
+    """What `fxgrad.result` gives for `ClippedGrad`."""
+
+    norm_sample: Tensor  # [B], or [groups, B] where there are several groups
+    weight: Tensor  # of the same shape: what each sample's gradient was multiplied by
+    nonfinite: Tensor  # the number of samples whose gradient held Inf or NaN
+
+
+@dataclass(frozen=True)
+class ClippedGrad(Quantity):
+    """``p.grad += Σ_i c_i g_i`` with ``c_i = min(1, C / (n_i + 1e-6))``, in one backward (Abadi et al. 2016).
+
+    n_i is the norm of sample i's gradient over all parameters. The norms, the weights and the number of samples
+    whose gradient held Inf or NaN, which weigh 0, are `fxgrad.result(model, quantity)`, a `Clipping`. In floating
+    point c_i is taken from an upper bound of n_i, so that ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in exact
+    arithmetic, whatever cancels.
+
+    Args:
+        max_grad_norm: C, or one number for each group.
+        groups: "flat": one norm over all parameters; "per_parameter": each by itself; or lists of names, which
+            name every trainable parameter once.
+        weights: "clip"; "automatic": ``C / (n + gamma)`` (Bu et al. 2022); or a function of the norms ``[B]`` that
+            returns the weights ``[B]``, made of PyTorch ops. It gets upper bounds of the norms.
+        gamma: the stabiliser of "automatic".
+        sample_weight: whether calls of the model take ``sample_weight=``, a tensor ``[B]`` that multiplies the
+            weights: 0 for padding, which then counts for nothing, also where it holds NaN.
+        nonfinite: "zero", or "raise": then a gradient that holds Inf or NaN is an error, and p.grad stays as it is.
+
+    >>> import torch, fxgrad
+    >>> clipped = fxgrad.ClippedGrad(max_grad_norm=1.0)
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 2, bias=False), quantity=clipped, backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> round(float(model.weight.grad.norm()), 3)  # five equal gradients of norm 1
+    5.0
+    """
+
+    max_grad_norm: float | Sequence[float]
+    groups: Groups = "flat"
+    weights: Weights = "clip"
+    gamma: float = 0.01
+    sample_weight: bool = False
+    nonfinite: Literal["zero", "raise"] = "zero"
+
+    def __post_init__(self) -> None:
+        given = self.max_grad_norm
+        bounds = [given] if isinstance(given, int | float) else list(given)
+        if not bounds or any(isinstance(c, bool) or not c > 0 for c in bounds):
+            raise OptionError(f"max_grad_norm has to be positive, not {given!r}")
+        if isinstance(self.groups, str) and self.groups not in ("flat", "per_parameter"):
+            raise OptionError(f"groups has to be 'flat', 'per_parameter' or lists of names, not {self.groups!r}")
+        if not callable(self.weights) and self.weights not in ("clip", "automatic"):
+            raise OptionError(f"weights has to be 'clip', 'automatic' or a function, not {self.weights!r}")
+        if self.nonfinite not in ("zero", "raise"):
+            raise OptionError(f"nonfinite has to be 'zero' or 'raise', not {self.nonfinite!r}")
+
+    def check(self, options: Any) -> None:
+        if options.mixing != "error":
+            raise OptionError(
+                "ClippedGrad refuses mixing='allow': a sample's clipped part would not bound its influence",
+                advice="Use layers that treat samples alone, such as GroupNorm.",
+            )
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        one = first(parameters)
+        groups = self._groups(list(parameters))
+        shape = (n,) if len(groups) == 1 else (len(groups), n)
+        grads = [Delivery(GRAD, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+        reports = [Delivery(RESULT, None, shape, accumulating(one.dtype), one.device)] * 2
+        return [*grads, *reports, Delivery(RESULT, None, (), torch.float32, one.device)]
+
+    def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        one = first(parameters)
+        weight = Delivery("sample_weight", None, (n,), accumulating(one.dtype), one.device)
+        return [weight] if self.sample_weight else []
+
+    def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        if not self.sample_weight:
+            return []
+        one = first(parameters)
+        dtype = accumulating(one.dtype)
+        if forward.sample_weight is None:
+            return [one.detach().new_ones(forward.size, dtype=dtype)]
+        return [forward.sample_weight.detach().to(one.device, dtype)]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        names = [g.name for g in grads]
+        groups = self._groups(names)
+        dtype = grads[0].accumulating
+        norms = torch.stack([g.norms() for g in grads])  # [parameters, 2, n]
+        found = [root_sum_squares(norms[[names.index(name) for name in group]].flatten(1)) for group in groups]
+        by_group = torch.stack(found).view(len(groups), 2, n)
+        finite = by_group[:, 0].isfinite().all(0)
+        weight = torch.stack(
+            [self._weight(bound, c).to(dtype) for bound, c in zip(by_group[:, 1], self._bounds(groups), strict=True)]
+        )
+        weight = torch.where(finite, weight, 0)
+        if given:
+            finite = finite | (given[0] == 0)
+            weight = torch.where(given[0] == 0, 0, weight * given[0])
+        of = {name: i for i, group in enumerate(groups) for name in group}
+        summed = [g.weighted(weight[of[g.name]]) for g in grads]
+        shape = (n,) if len(groups) == 1 else (len(groups), n)
+        return [*summed, by_group[:, 0].to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum().float()]
+
+    def arrived(self, results: Sequence[Tensor | None]) -> None:
+        """Raise before anything is stored, where that is asked for."""
+        count = results[2]
+        if self.nonfinite == "raise" and count is not None and int(count):
+            raise NonFinite(
+                f"the gradients of {int(count)} samples hold Inf or NaN",
+                advice='Find them by their norms, or pass nonfinite="zero" to leave them out.',
+            )
+
+    def packed(self, results: Sequence[Tensor]) -> Clipping:
+        """What `fxgrad.result` returns."""
+        norms, weight, nonfinite = results
+        return Clipping(norms, weight, nonfinite.long())
+
+    def _weight(self, norms: Tensor, c: float) -> Tensor:
+        if callable(self.weights):
+            return self.weights(norms)
+        if self.weights == "automatic":
+            return c / (norms + self.gamma)
+        return (c / (norms + EPSILON)).clamp(max=1)
+
+    def _groups(self, names: Sequence[str]) -> list[list[str]]:
+        if self.groups == "flat":
+            return [list(names)]
+        if self.groups == "per_parameter":
+            return [[name] for name in names]
+        groups = [[name for name in group if name in names] for group in self.groups]
+        given = [name for group in groups for name in group]
+        if sorted(given) != sorted(names):
+            wrong = sorted(set(names) ^ set(given)) or sorted({name for name in given if given.count(name) > 1})
+            raise OptionError(
+                f"groups= has to name every trainable parameter once: {', '.join(wrong)}",
+                advice="Put each into one group, or freeze it.",
+            )
+        return groups
+
+    def _bounds(self, groups: Sequence[Sequence[str]]) -> list[float]:
+        given = self.max_grad_norm
+        bounds = [given] * len(groups) if isinstance(given, int | float) else list(given)
+        if len(bounds) != len(groups):
+            raise OptionError(f"max_grad_norm has {len(bounds)} numbers for {len(groups)} groups")
+        return bounds
+
+    def __str__(self) -> str:
+        return f"ClippedGrad({self.max_grad_norm})"

@@ -1,0 +1,76 @@
+"""Sums over the samples, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.gradients import SampleGrads
+from fxgrad.quantities.base import GRAD, Delivery, Quantity
+
+
+@dataclass(frozen=True)
+class Grad(Quantity):
+    """The ordinary gradient, added to ``p.grad``: for a place beside other quantities.
+
+    >>> import torch, fxgrad
+    >>> both = [fxgrad.Grad(), fxgrad.NormSample()]
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 2), quantity=both, backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> model.weight.grad[0].tolist(), tuple(model.weight.norm_sample.shape)
+    ([5.0, 5.0, 5.0], (5,))
+    """
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        return [Delivery(GRAD, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        return [g.weighted(g.like.new_ones(n, dtype=g.accumulating)) for g in grads]
+
+
+@dataclass(frozen=True)
+class SquaredGrad(Quantity):
+    """``p.squared_grad_sum = Σ_i g_i²``, element by element, ``[*p.shape]``.
+
+    >>> import torch, fxgrad
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 2), quantity=fxgrad.SquaredGrad(), backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> model.weight.squared_grad_sum[0].tolist()
+    [5.0, 5.0, 5.0]
+    """
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        return [
+            Delivery("squared_grad_sum", name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()
+        ]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        return [g.squared().to(g.dtype) for g in grads]
+
+
+@dataclass(frozen=True)
+class GradVariance(Quantity):
+    """``p.grad_variance``: the unbiased variance over the samples, element by element, ``[*p.shape]``; NaN at B = 1.
+
+    >>> import torch, fxgrad
+    >>> model = fxgrad.transform(torch.nn.Linear(1, 1), quantity=fxgrad.GradVariance(), backend="eager")
+    >>> model(torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
+    >>> model.weight.grad_variance.tolist()
+    [[1.0]]
+    """
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        return [Delivery("grad_variance", name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        return [_variance(g).to(g.dtype) for g in grads]
+
+
+def _variance(grads: SampleGrads) -> Tensor:
+    rows = grads.dense().to(grads.accumulating)
+    centred = rows - rows.mean(0)
+    return centred.square().sum(0) / torch.full((), rows.shape[0] - 1, dtype=rows.dtype, device=rows.device)

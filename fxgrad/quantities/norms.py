@@ -1,0 +1,46 @@
+"""Norms of the per-sample gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.gradients import SampleGrads
+from fxgrad.norms import root_sum_squares
+from fxgrad.quantities.base import RESULT, Delivery, Quantity, accumulating, first
+
+
+@dataclass(frozen=True)
+class NormSample(Quantity):
+    """The L2 norm of every sample's gradient: ``p.norm_sample`` ``[B]``, and ``fxgrad.result`` over all parameters.
+
+    No weight gradient is computed, neither per sample nor summed, where that can be avoided. In p's dtype,
+    float32 for half types.
+
+    >>> import torch, fxgrad
+    >>> norms = fxgrad.NormSample()
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 2), quantity=norms, backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> tuple(model.weight.norm_sample.shape), round(float(fxgrad.result(model, norms)[0]) ** 2)
+    ((5,), 8)
+    """
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        found = [
+            Delivery("norm_sample", name, (n,), accumulating(p.dtype), p.device) for name, p in parameters.items()
+        ]
+        one = first(parameters)
+        return [*found, Delivery(RESULT, None, (n,), accumulating(one.dtype), one.device)]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        norms = [g.norms()[0] for g in grads]
+        total = root_sum_squares(torch.stack(norms))
+        own = [norm.to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
+        return [*own, total.to(grads[0].accumulating)]
+
+    def __str__(self) -> str:
+        return "NormSample"

@@ -1,0 +1,111 @@
+"""Inner products of the per-sample gradients: with given directions, and with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxgrad.errors import OptionError
+from fxgrad.gradients import SampleGrads
+from fxgrad.quantities.base import RESULT, Delivery, Quantity, accumulating, first
+
+
+@dataclass(frozen=True, eq=False)
+class GradDot(Quantity):
+    """``<g_i, v>`` for given directions v: ``fxgrad.result(model, quantity)``, ``[B]``, or ``[B, K]`` for K of them.
+
+    The price is that of one more forward product per use, not that of the gradients.
+
+    Args:
+        vectors: for each parameter's name a tensor ``[*p.shape]``, or ``[K, *p.shape]`` for all of them.
+            Parameters without one count as zero. Changing a tensor in place changes the next call's directions.
+
+    >>> import torch, fxgrad
+    >>> layer = torch.nn.Linear(3, 2)
+    >>> dots = fxgrad.GradDot({"bias": torch.tensor([1.0, 2.0])})
+    >>> model = fxgrad.transform(layer, quantity=dots, backend="eager")
+    >>> model(torch.ones(2, 3)).sum().backward()
+    >>> fxgrad.result(model, dots).tolist()
+    [3.0, 3.0]
+    """
+
+    vectors: Mapping[str, Tensor]
+    adds: ClassVar[bool] = True
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        one = first(parameters)
+        several = self._several(parameters)
+        return [Delivery(RESULT, None, (n,) if several is None else (n, several), accumulating(one.dtype), one.device)]
+
+    def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        return [
+            Delivery("vector", name, tuple(self.vectors[name].shape), accumulating(p.dtype), p.device)
+            for name, p in parameters.items()
+            if name in self.vectors
+        ]
+
+    def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        unknown = sorted(self.vectors.keys() - forward.parameters.keys())
+        if unknown:
+            raise OptionError(f"there are vectors for what is no trainable parameter: {', '.join(unknown)}")
+        return [
+            self.vectors[name].detach().to(p.device, accumulating(p.dtype))
+            for name, p in parameters.items()
+            if name in self.vectors
+        ]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        left = iter(given)
+        total: Tensor | None = None
+        dtype = grads[0].accumulating
+        for g in grads:
+            if g.name not in self.vectors:
+                continue
+            vector = next(left)
+            one = vector.dim() == len(g.shape)
+            found = g.dot(vector) if one else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
+            total = found.to(dtype) if total is None else total + found.to(dtype)
+        return [grads[0].like.new_zeros(n, dtype=dtype) if total is None else total]
+
+    def _several(self, parameters: Mapping[str, Tensor]) -> int | None:
+        """How many directions there are; None for a single one."""
+        found: set[int | None] = set()
+        for name, p in parameters.items():
+            if name in self.vectors:
+                shape = tuple(self.vectors[name].shape)
+                if shape != tuple(p.shape) and shape[1:] != tuple(p.shape):
+                    raise OptionError(
+                        f"the vector for '{name}' has shape {list(shape)}, the parameter {list(p.shape)}",
+                        advice="Give it the parameter's shape, or [K, *shape] for K directions.",
+                    )
+                found.add(None if len(shape) == p.dim() else shape[0])
+        if len(found) > 1:
+            raise OptionError("the vectors do not agree on the number of directions")
+        return found.pop() if found else None
+
+
+@dataclass(frozen=True)
+class GradGram(Quantity):
+    """All inner products ``<g_i, g_j>``: ``fxgrad.result(model, quantity)``, ``[B, B]``.
+
+    >>> import torch, fxgrad
+    >>> gram = fxgrad.GradGram()
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 1, bias=False), quantity=gram, backend="eager")
+    >>> model(torch.eye(3)).sum().backward()
+    >>> fxgrad.result(model, gram).tolist()
+    [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        one = first(parameters)
+        return [Delivery(RESULT, None, (n, n), accumulating(one.dtype), one.device)]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        total = grads[0].gram()
+        for g in grads[1:]:
+            total = total + g.gram().to(total.dtype)
+        return [total]

@@ -1,0 +1,107 @@
+"""Weighted sums over samples, ``Σ_n c_n D_n``: for the price of an ordinary weight gradient.
+
+A sample of weight 0 counts for nothing, also where its gradient holds Inf or NaN (0 * NaN is NaN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def without(rows: Tensor, c: Tensor) -> Tensor:
+    """``rows`` with zeros where the weight is 0."""
+    none = (c == 0).view(-1, *[1] * (rows.dim() - 1))
+    if rows.device.type == "cpu" and not bool(none.any()):
+        return rows
+    return rows.masked_fill(none, 0)
+
+
+def weighted(rows: Tensor, c: Tensor) -> Tensor:
+    """``c_n rows_n``"""
+    return without(rows, c) * c.view(-1, *[1] * (rows.dim() - 1))
+
+
+@torch.library.custom_op("fxgrad::product_sum", mutates_args=())
+def product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
+    c = c.to(g.dtype)
+    if g.shape[2] <= x.shape[2]:
+        g, x = weighted(g, c), without(x, c)
+    else:
+        g, x = without(g, c), weighted(x, c)
+    if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
+        g, x = g.transpose(0, 1), x.transpose(0, 1)
+    return g.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+@product_sum.register_fake
+def _(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    return g.new_empty(g.shape[2], x.shape[2])
+
+
+@torch.library.custom_op("fxgrad::window_sum", mutates_args=())
+def window_sum(
+    g: Tensor,
+    input: Tensor,
+    c: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """A convolution's weight gradient with every sample's part weighted."""
+    c = c.to(g.dtype)
+    if g.numel() <= input.numel():
+        g, input = weighted(g, c), without(input, c)
+    else:
+        g, input = without(g, c), weighted(input, c)
+    operands = (g.flatten(0, 1), input.flatten(0, 1), g.new_empty(()).expand(tuple(kernel)), None)
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    grad: Tensor = torch.ops.aten.convolution_backward(*operands, *settings, (False, True, False))[1]
+    return grad.contiguous()
+
+
+@window_sum.register_fake
+def _(
+    g: Tensor,
+    input: Tensor,
+    c: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return g.new_empty(*kernel)
+
+
+@torch.library.custom_op("fxgrad::dense_sum", mutates_args=())
+def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c[n] rows[n]``"""
+    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    c = c.to(kind)
+    return (c @ without(rows, c).flatten(1).to(kind)).view(rows.shape[1:])
+
+
+@dense_sum.register_fake
+def _(rows: Tensor, c: Tensor) -> Tensor:
+    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    return rows.new_empty(rows.shape[1:], dtype=kind)
+
+
+def rows_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int | None) -> Tensor:
+    """``Σ_nk c[n] onehot(ids[n, k]) ⊗ g[n, k, d]`` as ``[classes, d]``."""
+    zero = (c == 0).view(-1, 1, 1)
+    g = torch.where(zero, 0, g) * c.to(g.dtype).view(-1, 1, 1)
+    out: Tensor = torch.ops.aten.embedding_dense_backward(
+        g, ids, classes, -1 if padding_idx is None else padding_idx, False
+    )
+    return out
