@@ -113,7 +113,7 @@ def _positional(model: nn.Module) -> list[str]:
     return [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
 
 
-def engine_of(model: nn.Module) -> Engine | None:
+def engine_of(model: Any) -> Engine | None:
     """The engine of a transformed model; None for any other."""
     return getattr(type(model), "_fxgrad_engine", None)
 
@@ -172,7 +172,7 @@ def zero_grad(model: nn.Module) -> None:
         engine.store.results.clear()
 
 
-def result(model: nn.Module, quantity: Quantity) -> Any:
+def result(model: nn.Module | Callable[..., Any], quantity: Quantity) -> Any:
     """What the last backward of a transformed model found of a quantity, over all parameters.
 
     `NormSample`: norms ``[B]``. `ClippedGrad`: a `Clipping`. `GradDot`: ``[B]`` or ``[B, K]``. `GradGram`:

@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.contractions import Way, hint, way_of
-from fxgrad.norms import frobenius, gamma, product_norms, rank_one_norms, row_norms, window_norms
+from fxgrad.norms import (
+    as_vectors,
+    bounded,
+    frobenius,
+    gamma,
+    product_norms,
+    product_rounding,
+    rank_one_norms,
+    row_norms,
+    window_norms,
+)
 from fxgrad.sums import dense_sum, product_sum, rows_sum, window_sum
 from fxgrad.terms import OneHot, Patches, Term
 
@@ -66,7 +76,7 @@ class SampleGrads:
             if table.rows() is not None and product.product() is not None:
                 return _norms_of_tied(table, product)
         rows = self.dense()
-        return _bounded(rows, sum((_rounding(part) for part in parts), rows.new_zeros(self.n, dtype=torch.float64)))
+        return bounded(rows, sum((_rounding(part) for part in parts), rows.new_zeros(self.n, dtype=torch.float64)))
 
     def weighted(self, c: Tensor) -> Tensor:
         """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype."""
@@ -103,7 +113,7 @@ class SampleGrads:
             assert pair is not None
             g, x = (side.squeeze(1).to(self.accumulating) for side in pair)
             return (g @ g.t()) * (x @ x.t())
-        rows = self.dense().to(self.accumulating).flatten(1)
+        rows = as_vectors(self.dense()).to(self.accumulating)
         return rows @ rows.t()
 
 
@@ -162,7 +172,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 def norms_of(part: Part) -> Tensor:
     """Norms and bounds of one part alone, ``[2, n]``."""
     if not isinstance(part, Term):
-        return _bounded(_dense(part), _rounding(part))
+        return bounded(_dense(part), _rounding(part))
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
@@ -179,12 +189,7 @@ def norms_of(part: Part) -> Tensor:
         g, patches = windows
         found = window_norms(g, patches.input, *patches.settings)
         return found
-    return _bounded(part.dense(), _rounding(part))
-
-
-def _bounded(rows: Tensor, rounding: Tensor) -> Tensor:
-    norms = frobenius(rows)
-    return torch.stack([norms, norms * (1 + 1e-12) + rounding])
+    return bounded(part.dense(), _rounding(part))
 
 
 def _rounding(part: Part) -> Tensor:
@@ -197,14 +202,18 @@ def _rounding(part: Part) -> Tensor:
         return part.rounding
     if not isinstance(part, Term):
         return part.new_zeros(part.shape[0], dtype=torch.float64)
+    pair = part.product()
+    if pair is not None and not any(side.is_complex() for side in pair):
+        return product_rounding(*pair)
     most, sizes = 1, None
-    for factor in part.factors:
+    inputs = part.equation.replace(" ", "").partition("->")[0].split(",")
+    for letters, factor in zip(inputs, part.factors, strict=True):
         if isinstance(factor, OneHot):
             most = max(most, hint(math.prod(factor.ids.shape[1:])))
             continue
         tensor = factor.input if isinstance(factor, Patches) else factor
         copies = math.prod(factor.kernel[2:]) if isinstance(factor, Patches) else 1
-        own = frobenius(tensor) * copies**0.5
+        own = frobenius(tensor if letters.startswith("n") else tensor.unsqueeze(0)) * copies**0.5
         sizes = own if sizes is None else sizes * own
         most = max(most, hint(math.prod(tensor.shape[1:])))
     assert sizes is not None
@@ -268,7 +277,7 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 def _dot(part: Part, vector: Tensor) -> Tensor:
     """The product with a tensor of the parameter's shape: the op's output with the tensor in W's place, times g."""
     if not isinstance(part, Term):
-        return (_dense(part) * vector).flatten(1).sum(1)
+        return as_vectors(_dense(part) * vector).sum(1)
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
@@ -290,4 +299,4 @@ def _dot(part: Part, vector: Tensor) -> Tensor:
         else:
             y = _CONVOLUTIONS[spatial](x, vector, None, *settings, patches.dilation, patches.groups)
         return (g.flatten(0, 1) * y).view(g.shape[0], -1).sum(1)
-    return (part.dense() * vector).flatten(1).sum(1)
+    return as_vectors(part.dense() * vector).sum(1)

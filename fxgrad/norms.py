@@ -13,6 +13,7 @@ again in float64, scaled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,12 +35,17 @@ def gamma(m: int, dtype: torch.dtype) -> float:
 def frobenius(rows: Tensor) -> Tensor:
     """‖rows_n‖ in float64, ``[n]``: no finite value over- or underflows on the way."""
     rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
-    flat = rows.flatten(1).double()
+    flat = as_vectors(rows).double()
     if rows.dtype != torch.float64 or flat.shape[1] == 0:
         return flat.square().sum(1).sqrt()
     scale = flat.abs().amax(1, keepdim=True)
     safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
     return (flat / safe).square().sum(1).sqrt() * safe.squeeze(1)
+
+
+def as_vectors(rows: Tensor) -> Tensor:
+    """``[n, *shape]`` as ``[n, elements]``, also of a 0-dim parameter's gradients ``[n]``."""
+    return rows.unsqueeze(-1).flatten(1)
 
 
 def root_sum_squares(norms: Tensor) -> Tensor:
@@ -94,20 +100,31 @@ def _quadratic(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _product_rows_norms(g: Tensor, x: Tensor) -> Tensor:
-    return with_rounding(g.mT @ x, g, x, g.shape[1])
+    return bounded(g.mT @ x, product_rounding(g, x))
 
 
-def with_rounding(rows: Tensor, g: Tensor, x: Tensor, positions: int, copies: int = 1) -> Tensor:
-    """Norms of ``rows``, each a sum over positions of products of g and x; x counts ``copies`` times."""
+def product_rounding(g: Tensor, x: Tensor) -> Tensor:
+    """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖."""
+    n, k = g.shape[:2]
+    lengths = (frobenius(g.flatten(0, 1)) * frobenius(x.flatten(0, 1))).view(n, k)
+    return gamma(k, g.dtype) * lengths.sum(1)
+
+
+def window_rounding(g: Tensor, input: Tensor, positions: int, copies: int) -> Tensor:
+    """The same of a convolution, whose input every window holds ``copies`` of at most."""
+    return frobenius(g) * frobenius(input) * (gamma(positions, g.dtype) * math.sqrt(copies))
+
+
+def bounded(rows: Tensor, rounding: Tensor) -> Tensor:
+    """Norms of gradients as they were computed, and bounds of what they were before rounding."""
     norms = frobenius(rows)
-    rounding = gamma(positions, rows.dtype) * copies**0.5 * frobenius(g) * frobenius(x)
     return torch.stack([norms, norms * (1 + 1e-12) + rounding])
 
 
 def _carefully(g: Tensor, x: Tensor) -> Tensor:
     """One sample in float64; what is finite in g's dtype has a finite norm here."""
     g, x = g.double(), x.double()
-    return with_rounding((g.mT @ x).unsqueeze(0), g.unsqueeze(0), x.unsqueeze(0), g.shape[0])
+    return _product_rows_norms(g.unsqueeze(0), x.unsqueeze(0))
 
 
 @torch.library.custom_op("fxgrad::window_norms", mutates_args=())
@@ -131,11 +148,11 @@ def window_norms(
 
     def of_rows(rows: slice) -> Tensor:
         grads = conv_rows(g[rows], input[rows], kernel, *settings)
-        return with_rounding(grads, g[rows], input[rows], positions, copies)
+        return bounded(grads, window_rounding(g[rows], input[rows], positions, copies))
 
     def carefully(row: int) -> Tensor:
         one, its = g[row : row + 1].double(), input[row : row + 1].double()
-        return with_rounding(conv_rows(one, its, kernel, *settings), one, its, positions, copies)
+        return bounded(conv_rows(one, its, kernel, *settings), window_rounding(one, its, positions, copies))
 
     return _by_blocks(len(g), size, of_rows, carefully, at_most=8)
 
@@ -179,7 +196,7 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
 
 
 def _by_owner(norms: Tensor, owners: Tensor, n: int) -> Tensor:
-    scale = norms.new_zeros(n).index_reduce_(0, owners, norms, "amax")
+    scale = norms.new_zeros(n).scatter_reduce_(0, owners, norms, "amax")
     safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
     squares = (norms / safe[owners]).square()
     return safe * norms.new_zeros(n).index_add_(0, owners, squares).sqrt()

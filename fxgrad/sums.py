@@ -88,7 +88,7 @@ def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]``"""
     kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     c = c.to(kind)
-    return (c @ without(rows, c).flatten(1).to(kind)).view(rows.shape[1:])
+    return (c @ without(rows, c).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
 
 
 @dense_sum.register_fake

@@ -111,9 +111,8 @@ class ClippedGrad(Quantity):
         found = [root_sum_squares(norms[[names.index(name) for name in group]].flatten(1)) for group in groups]
         by_group = torch.stack(found).view(len(groups), 2, n)
         finite = by_group[:, 0].isfinite().all(0)
-        weight = torch.stack(
-            [self._weight(bound, c).to(dtype) for bound, c in zip(by_group[:, 1], self._bounds(groups), strict=True)]
-        )
+        pairs = zip(by_group[:, 1], self._bounds(groups), strict=True)
+        weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])
         weight = torch.where(finite, weight, 0)
         if given:
             finite = finite | (given[0] == 0)
@@ -168,3 +167,9 @@ class ClippedGrad(Quantity):
 
     def __str__(self) -> str:
         return f"ClippedGrad({self.max_grad_norm})"
+
+
+def at_most(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights rounded down: near the smallest numbers of a dtype rounding is no small matter."""
+    rounded = weight.to(dtype)
+    return torch.where(rounded.to(weight.dtype) > weight, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)

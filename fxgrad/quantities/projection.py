@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxgrad.errors import OptionError
 from fxgrad.gradients import SampleGrads
+from fxgrad.norms import as_vectors
 from fxgrad.quantities.base import RESULT, Delivery, Quantity, accumulating, first
 
 BLOCK = 1 << 22  # entries of the projection that are made at once
@@ -49,7 +50,7 @@ class GradProjection(Quantity):
         dtype = grads[0].accumulating
         total = grads[0].like.new_zeros(n, self.dim, dtype=dtype)
         for g in grads:
-            rows = g.dense().to(dtype).flatten(1)
+            rows = as_vectors(g.dense()).to(dtype)
             total = total + projected(rows, self.dim, self.seed, zlib.crc32(g.name.encode()))
         return [total * self.dim**-0.5]
 

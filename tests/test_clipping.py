@@ -1,0 +1,430 @@
+"""ClippedGrad: the bound in floating point, groups, weights, padding, and the rules of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import fxgrad
+from fxgrad.errors import AlreadySet, GraphBreak, NonFinite, OptionError
+from fxgrad.gradients import norms_of
+from fxgrad.norms import product_norms, row_norms
+from fxgrad.quantities.clipping import at_most
+from fxgrad.terms import OneHot, Patches, Term
+from fxgrad.testing import default_loss, per_sample_grads, relative_error
+from tests.programs import quick_dynamo
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_dynamo():
+        yield
+
+
+def net(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device, torch.float64)
+
+
+def rows(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return per_sample_grads(model, default_loss, (x,))
+
+
+def norms(grads: dict[str, Tensor], *names: str) -> Tensor:
+    return torch.cat([g.flatten(1) for name, g in grads.items() if name in (names or grads)], 1).norm(dim=1)
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return relative_error({"": actual}, {"": expected}) <= 1e-10
+
+
+# The bound: ‖c g‖ <= C (1 + 1e-5) for c as applied and g in exact arithmetic.
+
+
+def cancelling(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions that take each other back, but for what rounding leaves."""
+    return torch.cat([g, -g], 1), torch.cat([x, x * (1 + 2**-20)], 1)
+
+
+SHAPES = {
+    "huge": lambda g, x: (g * 1e18, x * 1e18),
+    "tiny": lambda g, x: (g * 1e-22, x * 1e-22),
+    "denormal": lambda g, x: (g * 1e-40, x),
+    "huge times tiny": lambda g, x: (g * 1e25, x * 1e-25),
+    "cancelling": cancelling,
+    "one large": lambda g, x: (torch.cat([g[:, :1] * 1e6, g], 1), torch.cat([x[:, :1], x], 1)),
+    "equal": lambda g, x: (g[:, :1].expand_as(g).contiguous(), x[:, :1].expand_as(x).contiguous()),
+    "plain": lambda g, x: (g, x),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 33, 700])
+def test_the_bound_of_products(shape: str, gram: bool, k: int, device: torch.device) -> None:
+    torch.manual_seed(k)
+    g, x = SHAPES[shape](torch.randn(4, k, 9, device=device), torch.randn(4, k, 6, device=device))
+    exact = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+    found, bound = product_norms(g, x, gram)
+    assert bool((bound * (1 + 1e-9) >= exact).all())
+    if shape not in ("cancelling",):
+        assert bool((bound <= exact * (1 + 1e-3) + 1e-300).all()), (bound / exact).tolist()
+        assert bool(((found - exact).abs() <= 1e-3 * exact).all())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([1, 3, 40]),
+    st.floats(-36, 36),
+    st.floats(-36, 36),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_bound_over_all_scales(seed: int, k: int, a: float, b: float, back: bool, gram: bool) -> None:
+    torch.manual_seed(seed)
+    g, x = torch.randn(3, k, 5) * 10.0**a, torch.randn(3, k, 4) * 10.0**b
+    if back:
+        g, x = cancelling(g, x)
+    exact = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+    _, bound = product_norms(g, x, gram)
+    finite = g.isfinite().flatten(1).all(1) & x.isfinite().flatten(1).all(1)
+    for c in (1e-8, 1.0, 1e8):
+        weight = at_most((c / (bound + 1e-6)).clamp(max=1), torch.float32).double()
+        assert bool((weight * exact <= c * (1 + 1e-5))[finite].all())
+
+
+def test_the_bound_of_windows_and_rows(device: torch.device) -> None:
+    torch.manual_seed(0)
+    for scale in (1.0, 1e15, 1e-20):
+        x, g = (torch.randn(3, 1, 4, 9, 9, device=device) * scale for _ in range(2))
+        patches = Patches(x, (4, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+        exact = Term("nko...,nk...i->noi", g.double(), Patches(x.double(), (4, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1))
+        wanted = exact.dense().flatten(1).norm(dim=1)
+        found, bound = norms_of(Term("nko...,nk...i->noi", g, patches))
+        assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
+        ids = torch.randint(5, (3, 20), device=device)
+        h = torch.randn(3, 20, 6, device=device) * scale
+        wanted = Term("n...v,n...d->nvd", OneHot(ids, 5), h.double()).dense().flatten(1).norm(dim=1)
+        found, bound = row_norms(ids, h, 5, -1)
+        assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
+        assert bool(((found - wanted).abs() <= 1e-5 * wanted).all())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_the_bound_of_a_whole_model(scale: float, device: torch.device) -> None:
+    """What reaches p.grad from one sample is never longer than C."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device)
+    x = torch.randn(6, 7, 4, device=device)
+    clipped = fxgrad.ClippedGrad(0.1)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    for i in range(len(x)):
+        (transformed(x[i : i + 1]) * scale).sum().backward()
+        total = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
+        assert float(total) <= 0.1 * (1 + 1e-5)
+        fxgrad.zero_grad(transformed)
+
+
+# Groups and weights
+
+
+def test_per_parameter(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    clipped = fxgrad.ClippedGrad(0.3, groups="per_parameter")
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    default_loss(transformed(x)).backward()
+    for name, p in model.named_parameters():
+        c = (0.3 / (norms(expected, name) + 1e-6)).clamp(max=1)
+        assert p.grad is not None and close(p.grad, torch.einsum("n,n...->...", c, expected[name]))
+    assert fxgrad.result(transformed, clipped).norm_sample.shape == (4, 5)
+
+
+def test_groups_by_name(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    groups = [["0.weight", "2.bias"], ["0.bias", "2.weight"]]
+    clipped = fxgrad.ClippedGrad([0.3, 0.2], groups=groups)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    default_loss(transformed(x)).backward()
+    found = dict(model.named_parameters())
+    for group, bound in zip(groups, (0.3, 0.2), strict=True):
+        c = (bound / (norms(expected, *group) + 1e-6)).clamp(max=1)
+        for name in group:
+            grad = found[name].grad
+            assert grad is not None and close(grad, torch.einsum("n,n...->...", c, expected[name]))
+
+
+def test_automatic_and_a_function(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    length = norms(expected)
+    every: list[tuple[Any, Tensor]] = [
+        ("automatic", 0.7 / (length + 0.01)),
+        (lambda n: torch.exp(-n), torch.exp(-length)),
+    ]
+    for how, c in every:
+        transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(0.7, weights=how), backend="aot_eager")
+        default_loss(transformed(x)).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None and close(p.grad, torch.einsum("n,n...->...", c, expected[name]))
+        fxgrad.zero_grad(transformed)
+
+
+# Padding and what is not finite
+
+
+def test_sample_weight_leaves_padding_out(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.0], device=device)
+    padded = x.clone()
+    padded[2], padded[4] = float("nan"), float("inf")
+    clipped = fxgrad.ClippedGrad(0.3, sample_weight=True)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="aot_eager")
+    default_loss(transformed(padded, sample_weight=weight)).backward()
+    c = (0.3 / (norms(expected) + 1e-6)).clamp(max=1) * weight
+    for name, p in model.named_parameters():
+        assert p.grad is not None and close(p.grad, torch.einsum("n,n...->...", c, expected[name]))
+    assert int(fxgrad.result(transformed, clipped).nonfinite) == 0
+    fxgrad.zero_grad(transformed)
+    default_loss(transformed(x)).backward()
+    c = (0.3 / (norms(expected) + 1e-6)).clamp(max=1)
+    weight_grad = dict(model.named_parameters())["0.weight"].grad
+    assert weight_grad is not None and close(weight_grad, torch.einsum("n,n...->...", c, expected["0.weight"]))
+
+
+@pytest.mark.parametrize("weight", [torch.ones(4), torch.tensor([1.0, 1, -1, 1, 1]), [1.0] * 5], ids=str)
+def test_sample_weight_is_checked(weight: Any, device: torch.device) -> None:
+    model = net(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(0.3, sample_weight=True), backend="eager")
+    with pytest.raises(OptionError, match="sample_weight has to be"):
+        transformed(torch.randn(5, 3, device=device, dtype=torch.float64), sample_weight=weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_weighs_nothing_and_is_counted(dtype: torch.dtype, device: torch.device) -> None:
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 2)).to(device, dtype)
+    x = torch.randn(5, 2, 4, device=device, dtype=dtype)
+    expected = per_sample_grads(model, default_loss, (x,))
+    x[1, 0, 0], x[3] = float("inf"), float("nan")
+    clipped = fxgrad.ClippedGrad(0.3)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    default_loss(transformed(x)).backward()
+    report = fxgrad.result(transformed, clipped)
+    assert int(report.nonfinite) == 2 and report.weight[[1, 3]].tolist() == [0, 0]
+    c = (0.3 / (norms(expected) + 1e-6)).clamp(max=1)
+    c[[1, 3]] = 0
+    for name, p in model.named_parameters():
+        wanted = torch.einsum("n,n...->...", c, expected[name])
+        tolerance = 1e-10 if dtype is torch.float64 else 1e-4
+        assert p.grad is not None and relative_error({"": p.grad}, {"": wanted}) <= tolerance
+
+
+def test_raising_leaves_everything_as_it_was(device: torch.device) -> None:
+    model = net(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(0.3, nonfinite="raise"), backend="eager")
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    default_loss(transformed(x)).backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    x[1] = float("nan")
+    with pytest.raises(NonFinite, match="the gradients of 1 samples hold Inf or NaN"):
+        default_loss(transformed(x)).backward()
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True) if p.grad is not None)
+
+
+# State
+
+
+def test_the_sum_is_added_to_what_p_grad_holds(device: torch.device) -> None:
+    model = net(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(0.3), backend="eager")
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    default_loss(transformed(x)).backward()
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    default_loss(transformed(x)).backward()
+    assert all(close(p.grad, 2 * b) for p, b in zip(model.parameters(), once, strict=True) if p.grad is not None)
+
+
+@pytest.mark.parametrize("quantity", [fxgrad.ClippedGrad(1.0), fxgrad.NormSample(), fxgrad.SquaredGrad(),
+                                      fxgrad.GradVariance(), fxgrad.GradGram()], ids=str)  # fmt: skip
+def test_two_forwards_in_one_backward_do_not_add_up(quantity: Any, device: torch.device) -> None:
+    model = net(device)
+    transformed = fxgrad.transform(model, quantity=quantity, backend="eager")
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    for first, second in ((x, x), (x, x[:2])):
+        loss = default_loss(transformed(first)) + default_loss(transformed(second))
+        with pytest.raises(AlreadySet, match="two forwards of the model meet in one backward"):
+            loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+        fxgrad.zero_grad(transformed)
+    default_loss(transformed(x)).backward()
+
+
+@pytest.mark.parametrize("quantity", [fxgrad.GradDot({"0.bias": torch.ones(4)}), fxgrad.GradProjection(3)], ids=str)
+def test_linear_quantities_add_up(quantity: Any, device: torch.device) -> None:
+    model = net(device)
+    transformed = fxgrad.transform(model, quantity=quantity, backend="eager")
+    x = torch.randn(2, 5, 3, device=device, dtype=torch.float64)
+    each = []
+    for part in x:
+        default_loss(transformed(part)).backward()
+        each.append(fxgrad.result(transformed, quantity).clone())
+        fxgrad.zero_grad(transformed)
+    (default_loss(transformed(x[0])) + default_loss(transformed(x[1]))).backward()
+    assert close(fxgrad.result(transformed, quantity), each[0] + each[1])
+
+
+def test_norms_are_set_once(device: torch.device) -> None:
+    model = net(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.NormSample(), backend="eager")
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    default_loss(transformed(x)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(AlreadySet, match=r"a forward while norm_sample of '0\.weight' is still set"):
+        transformed(x)
+    transformed.zero_grad()
+    default_loss(transformed(x)).backward()
+
+
+@pytest.mark.parametrize(
+    ("reduction", "scale"), [("mean", 5.0), (2.0, 2.0)], ids=["mean", "number"]
+)
+def test_loss_reduction(reduction: Any, scale: float, device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    clipped = fxgrad.ClippedGrad(0.3)
+    transformed = fxgrad.transform(model, quantity=clipped, loss_reduction=reduction, backend="eager")
+    (default_loss(transformed(x)) / scale).backward()
+    assert close(fxgrad.result(transformed, clipped).norm_sample, norms(expected))
+
+
+def test_one_backward_through_torch_compile(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    clipped = fxgrad.ClippedGrad(0.3)
+    options: dict[str, Any] = {"quantity": clipped, "backend": "eager"}
+    compiled = torch.compile(model, backend="fxgrad", options=options)
+    default_loss(compiled(x)).backward()
+    c = (0.3 / (norms(expected) + 1e-6)).clamp(max=1)
+    for name, p in model.named_parameters():
+        assert p.grad is not None and close(p.grad, torch.einsum("n,n...->...", c, expected[name]))
+    assert close(fxgrad.result(compiled, clipped).norm_sample, norms(expected))
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        torch._dynamo.graph_break()
+        out: Tensor = self.b(h)
+        return out
+
+
+def test_a_graph_break_is_refused(device: torch.device) -> None:
+    x = torch.randn(5, 3, device=device)
+    with pytest.raises(OptionError, match=r"ClippedGrad\(1.0\) needs the whole model as one graph"):
+        fxgrad.transform(Broken(), quantity=fxgrad.ClippedGrad(1.0), fullgraph=False)
+    options: dict[str, Any] = {"quantity": fxgrad.ClippedGrad(1.0), "backend": "eager"}
+    compiled = torch.compile(Broken().to(device), backend="fxgrad", options=options)
+    with pytest.raises(BackendCompilerFailed, match="needs the whole model as one graph"):
+        compiled(x)
+    model = Broken().to(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+    with pytest.raises(GraphBreak, match="does not capture as one graph"):
+        transformed(x)
+
+
+def wrong(function: Any) -> Any:
+    return pytest.param(function, id=function.__name__)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: fxgrad.ClippedGrad(0.0), "max_grad_norm has to be positive"),
+        (lambda: fxgrad.ClippedGrad([]), "max_grad_norm has to be positive"),
+        (lambda: fxgrad.ClippedGrad(1.0, groups="layer"), "groups has to be"),
+        (lambda: fxgrad.ClippedGrad(1.0, weights="none"), "weights has to be"),  # type: ignore[arg-type]
+        (lambda: fxgrad.ClippedGrad(1.0, nonfinite="keep"), "nonfinite has to be"),  # type: ignore[arg-type]
+        (lambda: fxgrad.GradProjection(0), "dim has to be a positive int"),
+        (lambda: fxgrad.transform(nn.Linear(2, 2), quantity=[]), "quantity has to be a quantity"),
+        (lambda: fxgrad.transform(nn.Linear(2, 2), quantity=3), "quantity has to be a quantity"),  # type: ignore[arg-type]
+        (
+            lambda: fxgrad.transform(nn.Linear(2, 2), quantity=[fxgrad.Grad(), fxgrad.ClippedGrad(1.0)]),
+            r"Grad and ClippedGrad\(1.0\) both write p.grad",
+        ),
+        (
+            lambda: fxgrad.transform(nn.Linear(2, 2), quantity=[fxgrad.NormSample(), fxgrad.NormSample()]),
+            "asked for twice",
+        ),
+        (
+            lambda: fxgrad.transform(nn.Linear(2, 2), quantity=fxgrad.ClippedGrad(1.0), mixing="allow"),
+            "refuses mixing='allow'",
+        ),
+    ],
+)
+def test_options_are_checked(make: Any, sentence: str) -> None:
+    with pytest.raises(OptionError, match=sentence):
+        make()
+
+
+def test_groups_have_to_cover(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    for groups in ([["0.weight"]], [["0.weight", "0.bias", "2.weight", "2.bias"], ["0.bias"]]):
+        transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0, groups=groups), backend="eager")
+        with pytest.raises(OptionError, match="groups= has to name every trainable parameter once"):
+            transformed(x)
+
+
+def test_results_have_to_be_asked_for(device: torch.device) -> None:
+    model = net(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.NormSample(), backend="eager")
+    with pytest.raises(OptionError, match="no backward has run"):
+        fxgrad.result(transformed, fxgrad.NormSample())
+    with pytest.raises(OptionError, match="not transformed for GradGram"):
+        fxgrad.result(transformed, fxgrad.GradGram())
+    with pytest.raises(OptionError, match="takes a transformed model"):
+        fxgrad.result(model, fxgrad.NormSample())
+
+
+def test_projections_depend_on_names_and_places_alone(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    projection = fxgrad.GradProjection(64, seed=1)
+    transformed = fxgrad.transform(model, quantity=projection, backend="eager")
+
+    def projected(x: Tensor) -> Tensor:
+        default_loss(transformed(x)).backward()
+        found: Tensor = fxgrad.result(transformed, projection)
+        fxgrad.zero_grad(transformed)
+        return found
+
+    whole = projected(x)
+    assert close(whole[1:3], projected(x[1:3]))
+    assert not close(whole, whole.roll(1, 0))
+    wide = fxgrad.GradProjection(4096, seed=1)
+    transformed = fxgrad.transform(model, quantity=wide, backend="eager")
+    default_loss(transformed(x)).backward()
+    ratio = fxgrad.result(transformed, wide).norm(dim=1) / norms(rows(model, x))
+    assert bool(((ratio - 1).abs() < 0.1).all())  # Johnson and Lindenstrauss
