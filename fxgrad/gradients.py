@@ -26,7 +26,7 @@ from fxgrad.norms import (
     row_norms,
     window_norms,
 )
-from fxgrad.sums import dense_sum, product_sum, rows_sum, window_sum
+from fxgrad.sums import SMALL, dense_sum, product_sum, rank_one_sum, rows_sum, small_sum, window_sum
 from fxgrad.terms import OneHot, Patches, Term
 
 
@@ -187,7 +187,7 @@ def norms_of(part: Part) -> Tensor:
         return found
     if windows is not None:
         g, patches = windows
-        found = window_norms(g, patches.input, *patches.settings)
+        found = window_norms(g, patches.input, *patches.settings, way_of(part) is Way.GRAM)
         return found
     return bounded(part.dense(), _rounding(part))
 
@@ -253,11 +253,13 @@ def _norms_of_tied(table: Term, product: Term) -> Tensor:
 
 def _weighted(part: Part, c: Tensor) -> Tensor:
     if not isinstance(part, Term):
-        found: Tensor = dense_sum(_dense(part), c)
-        return found
+        return _dense_sum(_dense(part), c)
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
-        found = product_sum(*product, c)
+        if way_of(part) is Way.RANK_ONE:
+            g, x = product
+            return rank_one_sum(g.squeeze(1), x.squeeze(1), c)
+        found: Tensor = product_sum(*product, c)
         return found
     if table is not None:
         rows, g = table
@@ -266,7 +268,13 @@ def _weighted(part: Part, c: Tensor) -> Tensor:
         g, patches = windows
         found = window_sum(g, patches.input, c, *patches.settings)
         return found
-    found = dense_sum(part.dense(), c)
+    return _dense_sum(part.dense(), c)
+
+
+def _dense_sum(rows: Tensor, c: Tensor) -> Tensor:
+    if math.prod(hint(size) for size in rows.shape[1:]) <= SMALL:
+        return small_sum(rows, c)
+    found: Tensor = dense_sum(rows, c)
     return found
 
 

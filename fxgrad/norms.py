@@ -1,7 +1,7 @@
 """Norms of per-sample gradients, without building them, and a bound on what rounding may have hidden.
 
     product    D_n = Σ_k g_nk ⊗ x_nk     Gram: ‖D_n‖² = Σ_kl (g_k·g_l)(x_k·x_l), or D itself, a few samples at a time
-    windows    D_n of a convolution, by its native kernel, a few samples at a time
+    windows    D_n of a convolution, by its native kernel, a few samples at a time; or its windows' Gram matrix
     rows       D_n of a table: sort the ids, add up rows of one id, square
 
 Every operator returns ``[2, n]`` in float64: the norms, and upper bounds that hold for the gradients in exact
@@ -13,10 +13,12 @@ again in float64, scaled.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.kernels import conv_rows
@@ -77,26 +79,52 @@ def _(g: Tensor, x: Tensor, gram: bool) -> Tensor:
 
 
 def _gram_norms(g: Tensor, x: Tensor) -> Tensor:
-    by_g, by_x = g @ g.mT, x @ x.mT
-    length_g, length_x = (_lengths(gram) for gram in (by_g, by_x))
+    """‖D_n‖² = Σ_kl (g_k·g_l)(x_k·x_l); of a long sequence's symmetric matrices, the lower left quarter is left out."""
+    n, k = g.shape[:2]
+    if k % 2 or k < 32:
+        square, slack = _met(g @ g.mT, x @ x.mT, g.shape[2], x.shape[2])
+        return _from_squares(square, slack)
+    halves = [side.reshape(n, 2, k // 2, -1) for side in (g, x)]
+    by_g, by_x = (half.flatten(0, 1) @ half.flatten(0, 1).mT for half in halves)
+    of_g, of_x = (_own_lengths(gram)[0].view(n, 2, k // 2, 1) for gram in (by_g, by_x))
+    own = _met(by_g, by_x, g.shape[2], x.shape[2])
+    by_g, by_x = (half[:, 0] @ half[:, 1].mT for half in halves)
+    across = (of_g[:, 0], of_g[:, 1]), (of_x[:, 0], of_x[:, 1])
+    other = _met(by_g, by_x, g.shape[2], x.shape[2], *across)
+    return _from_squares(*(one.view(n, 2).sum(1) + 2 * two for one, two in zip(own, other, strict=True)))
+
+
+Lengths = tuple[Tensor, Tensor]  # ‖g_k‖ of the rows of a Gram matrix and of its columns, [n, k, 1]
+
+
+def _met(
+    by_g: Tensor, by_x: Tensor, o: int, i: int, of_g: Lengths | None = None, of_x: Lengths | None = None
+) -> tuple[Tensor, Tensor]:
+    """Σ_kl of the products of two Gram matrices, of vectors of o and i elements, and how far rounding may be off."""
+    of_g, of_x = of_g or _own_lengths(by_g), of_x or _own_lengths(by_x)
     products = by_g * by_x
     square = products.sum((1, 2), dtype=torch.float64)
     slack = (
-        gamma(g.shape[2], g.dtype) * _quadratic(by_x.abs_(), length_g)
-        + gamma(x.shape[2], x.dtype) * _quadratic(by_g.abs_(), length_x)
-        + gamma(1, g.dtype) * products.abs_().sum((1, 2), dtype=torch.float64)
+        gamma(o, by_g.dtype) * _quadratic(of_g[0], by_x.abs_(), of_g[1])
+        + gamma(i, by_x.dtype) * _quadratic(of_x[0], by_g.abs_(), of_x[1])
+        + gamma(1, by_g.dtype) * products.abs_().sum((1, 2), dtype=torch.float64)
     )
-    bound = (square.clamp(min=0) + 1.01 * slack).sqrt() * (1 + 1e-12)
-    return torch.stack([square.clamp(min=0).sqrt(), bound])
+    return square, 1.01 * slack
 
 
-def _lengths(gram: Tensor) -> Tensor:
-    return gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().unsqueeze(2)
+def _own_lengths(gram: Tensor) -> Lengths:
+    lengths = gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().unsqueeze(2)
+    return lengths, lengths
 
 
-def _quadratic(matrix: Tensor, vector: Tensor) -> Tensor:
-    """vᵀ M v for each sample."""
-    return ((matrix @ vector) * vector).sum((1, 2), dtype=torch.float64)
+def _quadratic(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+    """leftᵀ M right for each sample."""
+    return ((matrix @ right) * left).sum((1, 2), dtype=torch.float64)
+
+
+def _from_squares(square: Tensor, slack: Tensor) -> Tensor:
+    square = square.clamp(min=0)
+    return torch.stack([square.sqrt(), (square + slack).sqrt() * (1 + 1e-12)])
 
 
 def _product_rows_norms(g: Tensor, x: Tensor) -> Tensor:
@@ -138,6 +166,7 @@ def window_norms(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
+    gram: bool,
 ) -> Tensor:
     """The norms of a convolution's per-sample weight gradients, and their bounds."""
     g, input = _computable(g), _computable(input)
@@ -154,7 +183,50 @@ def window_norms(
         one, its = g[row : row + 1].double(), input[row : row + 1].double()
         return bounded(conv_rows(one, its, kernel, *settings), window_rounding(one, its, positions, copies))
 
-    return _by_blocks(len(g), size, of_rows, carefully, at_most=8)
+    if not gram:
+        return _by_blocks(len(g), size, of_rows, carefully, at_most=8)
+
+    def by_gram(rows: slice) -> Tensor:
+        by_g = _pixels(g[rows]).mT @ _pixels(g[rows])
+        by_x = window_gram(input[rows].flatten(0, 1), g.shape[3:], kernel[2:], stride, padding, dilation)
+        return _from_squares(*_met(by_g, by_x, g.shape[2], input.shape[2] * copies))
+
+    pixels = math.prod(n + 2 * p for n, p in zip(input.shape[3:], padding, strict=True))
+    return _by_blocks(len(g), pixels * pixels * g.element_size(), by_gram, carefully)
+
+
+def _pixels(rows: Tensor) -> Tensor:
+    """``[n, 1, channels, *space]`` as ``[n, channels, pixels]``."""
+    return rows.flatten(0, 1).flatten(2)
+
+
+def window_gram(
+    input: Tensor,
+    out: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The products of all windows of ``[n, channels, *space]`` with each other: ``[n, windows, windows]``.
+
+    ``<patch_k, patch_l> = Σ_shift <pixel_(k + shift), pixel_(l + shift)>``: the pixels' Gram matrix, added up over
+    the shifts inside the kernel. No patch is ever built (Rochette et al. 2019 build them).
+    """
+    input = F.pad(input, [side for p in reversed(list(padding)) for side in (p, p)])
+    sizes = tuple(input.shape[2:])
+    flat = input.flatten(2)
+    pixels = (flat.mT @ flat).view(len(input), *sizes, *sizes)
+    total: Tensor | None = None
+    for shift in itertools.product(*(range(size) for size in kernel)):
+        cut = tuple(
+            slice(s * d, s * d + (o - 1) * step + 1, step)
+            for s, d, o, step in zip(shift, dilation, out, stride, strict=True)
+        )
+        part = pixels[(slice(None), *cut, *cut)]
+        total = part.clone(memory_format=torch.contiguous_format) if total is None else total.add_(part)
+    assert total is not None
+    return total.view(len(input), math.prod(out), math.prod(out))
 
 
 @window_norms.register_fake
@@ -168,6 +240,7 @@ def _(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
+    gram: bool,
 ) -> Tensor:
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)
 

@@ -63,6 +63,7 @@ class Store:
         self.policy, self.quantities = policy, tuple(quantities)
         self.current = _Current()
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
+        self.asked: dict[Any, list[list[Delivery]]] = {}
         self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
 
     @contextlib.contextmanager
@@ -112,8 +113,17 @@ class Store:
 
     def _places(self, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
         """The attributes of parameters that are set."""
-        every = (d.place for q in self.quantities for d in q.deliveries(1, parameters))
+        every = (d.place for deliveries in self.deliveries(1, parameters) for d in deliveries)
         return tuple(place for place in dict.fromkeys(every) if place not in (GRAD, RESULT))
+
+    def deliveries(self, n: int, parameters: Mapping[str, Tensor]) -> list[list[Delivery]]:
+        """What each quantity delivers; remembered, since every step asks for the same."""
+        key = (n, *((name, p.shape, p.dtype, p.device) for name, p in parameters.items()))
+        if key not in self.asked:
+            if len(self.asked) >= 64:
+                self.asked.clear()
+            self.asked[key] = [quantity.deliveries(n, parameters) for quantity in self.quantities]
+        return self.asked[key]
 
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
@@ -168,9 +178,9 @@ class Store:
     def _end_backward(self, forward: Forward) -> None:
         """Zeros where no gradient reached."""
         task = forward.task()
-        for place, quantity in enumerate(self.quantities):
+        for place, deliveries in enumerate(self.deliveries(forward.size, forward.parameters)):
             missing = []
-            for delivery in quantity.deliveries(forward.size, forward.parameters):
+            for delivery in deliveries:
                 if delivery.place == RESULT:
                     missing.append(torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device))
                     continue
@@ -191,8 +201,8 @@ class Store:
         by_name: dict[str, Tensor | None] = {}
         forward.delivered = forward.task()
         stored: list[tuple[int, Quantity, list[Delivery], list[Tensor | None]]] = []
-        for place, quantity in enumerate(self.quantities):
-            deliveries = quantity.deliveries(forward.size, parameters)
+        every = self.deliveries(forward.size, parameters)
+        for place, (quantity, deliveries) in enumerate(zip(self.quantities, every, strict=True)):
             stored.append((place, quantity, deliveries, left[: len(deliveries)]))
             del left[: len(deliveries)]
         for _, quantity, deliveries, found in stored:
@@ -258,8 +268,8 @@ class Ghosts(torch.autograd.Function):
         given = dict(zip(names, parameters, strict=True))
         return tuple(
             torch.empty((), dtype=d.dtype, device=d.device).expand(d.shape)
-            for quantity in store.quantities
-            for d in quantity.deliveries(n, given)
+            for deliveries in store.deliveries(n, given)
+            for d in deliveries
         )
 
     @staticmethod

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
+
 
 def without(rows: Tensor, c: Tensor) -> Tensor:
     """``rows`` with zeros where the weight is 0."""
@@ -81,6 +83,19 @@ def _(
     groups: int,
 ) -> Tensor:
     return g.new_empty(*kernel)
+
+
+def small_sum(rows: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c[n] rows[n]`` of small rows, as ops that fuse with others."""
+    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    c = c.to(kind).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(c == 0, 0, rows.to(kind) * c).sum(0)
+
+
+def rank_one_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c[n] g[n, o] x[n, i]`` as ``[o, i]``."""
+    c = c.to(g.dtype).unsqueeze(1)
+    return torch.where(c == 0, 0, g * c).t() @ torch.where(c == 0, 0, x)
 
 
 @torch.library.custom_op("fxgrad::dense_sum", mutates_args=())

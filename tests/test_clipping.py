@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -15,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxgrad
 from fxgrad.errors import AlreadySet, GraphBreak, NonFinite, OptionError
 from fxgrad.gradients import norms_of
-from fxgrad.norms import product_norms, row_norms
+from fxgrad.norms import product_norms, row_norms, window_gram, window_norms
 from fxgrad.quantities.clipping import at_most
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
@@ -112,12 +113,35 @@ def test_the_bound_of_windows_and_rows(device: torch.device) -> None:
         wanted = exact.dense().flatten(1).norm(dim=1)
         found, bound = norms_of(Term("nko...,nk...i->noi", g, patches))
         assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
+        found, bound = window_norms(g, x, *patches.settings, True)
+        assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
+        assert bool(((found - wanted).abs() <= 1e-4 * wanted).all())
         ids = torch.randint(5, (3, 20), device=device)
         h = torch.randn(3, 20, 6, device=device) * scale
         wanted = Term("n...v,n...d->nvd", OneHot(ids, 5), h.double()).dense().flatten(1).norm(dim=1)
         found, bound = row_norms(ids, h, 5, -1)
         assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
         assert bool(((found - wanted).abs() <= 1e-5 * wanted).all())
+
+
+@pytest.mark.parametrize(
+    ("space", "kernel", "stride", "padding", "dilation"),
+    [
+        ((7,), (3,), (2,), (1,), (2,)),
+        ((6, 5), (3, 2), (1, 2), (1, 0), (1, 2)),
+        ((4, 4, 5), (2, 2, 3), (1, 1, 2), (0, 1, 1), (1, 1, 1)),
+    ],
+    ids=["1d", "2d", "3d"],
+)
+def test_the_windows_products(space: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
+    """Against the windows themselves, read by a convolution whose kernels pick one element each."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, *space, dtype=torch.float64)
+    picks = torch.eye(3 * torch.Size(kernel).numel(), dtype=torch.float64).view(-1, 3, *kernel)
+    conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(space)]
+    windows = conv(x, picks, None, stride, padding, dilation)
+    flat = windows.flatten(2)
+    assert close(window_gram(x, windows.shape[2:], kernel, stride, padding, dilation), flat.mT @ flat)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
