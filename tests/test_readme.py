@@ -22,7 +22,7 @@ MISTAKES = [
 
 
 def test_the_programs_run() -> None:
-    assert len(PROGRAMS) == 5
+    assert len(PROGRAMS) == 6
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for program in PROGRAMS:
         exec(compile(program, "README.md", "exec"), namespace)
