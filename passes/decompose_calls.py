@@ -138,17 +138,17 @@ def _lost(body: fx.GraphModule, node: fx.Node) -> bool:
 def _leave_facts(node: fx.Node, copy: fx.Node, inner: fx.Node) -> None:
     """What the earlier passes would have found out about a node of the body."""
     fake = inner.meta.get("val")
-    copy.meta = {"fake": fake, "traced": _any_traced(node.meta["traced"]) and _flows(fake, copy)}
+    arrives = any(_any_traced(arg.meta["traced"]) for arg in copy.all_input_nodes)
+    copy.meta = {"fake": fake, "traced": _flows(fake, arrives and _any_traced(node.meta["traced"]))}
     place_beside(node, copy)
     if copy.op == "call_function":
         copy.meta["call"] = bind(copy)
 
 
-def _flows(fake: Any, node: fx.Node) -> Any:
+def _flows(fake: Any, arrives: bool) -> Any:
     """A gradient flows on wherever it flows in; traced values say nothing about it themselves."""
     if isinstance(fake, tuple | list):
-        return [_flows(item, node) for item in fake]
-    arrives = any(_any_traced(arg.meta["traced"]) for arg in node.all_input_nodes)
+        return [_flows(item, arrives) for item in fake]
     return isinstance(fake, Tensor) and fake.is_floating_point() and arrives
 
 

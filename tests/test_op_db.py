@@ -42,18 +42,10 @@ ONE_SIZE = "it works for one number of samples only"
 
 REFUSED: dict[str, dict[str, int]] = {
     # the samples' own kernels, or their dot products
-    "nn.functional.conv1d": {"its weight holds samples": 6},
-    "nn.functional.conv2d": {"its weight holds samples": 14},
     "nn.functional.conv3d": {
-        "its weight holds samples": 16,
         "it gets its samples on another dimension than #": 20,  # 1x1x1 kernels, which treat positions alone
     },
-    "nn.functional.conv_transpose1d": {"its weight holds samples": 4},
-    "nn.functional.conv_transpose2d": {"its weight holds samples": 4},
-    "nn.functional.conv_transpose3d": {"its weight holds samples": 4},
-    "matmul": {"it sums over the sample dimension": 2},
-    "__rmatmul__": {"it sums over the sample dimension": 2},
-    "inner": {"it sums over the sample dimension": 3},
+    "inner": {"inner brings a parameter into a value that mixes samples": 1},
     # a query's positions, or a value's features, as samples
     "nn.functional.scaled_dot_product_attention": {"it attends over the sample dimension": 19},
     # implementations in C++ that turn a symbolic size into a number
@@ -61,9 +53,6 @@ REFUSED: dict[str, dict[str, int]] = {
     "kron": {ONE_SIZE: 4},
     # a parameter read at the samples' own positions
     "take_along_dim": {ONE_SIZE: 3, "its operands hold the samples in different orders": 2},
-    # tensors without elements
-    "stack": {"it moves the samples to where they cannot be followed": 12},
-    "cat": {"it moves the samples to where they cannot be followed": 2},
     # a channel's positions as samples
     "nn.functional.batch_norm": {"it gets its samples on another dimension than #": 3},
 }
