@@ -23,6 +23,7 @@ from fxgrad.compiler import compile_graph
 from fxgrad.context import last_own_line
 from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
 from fxgrad.options import Options
+from fxgrad.quantities import Quantity
 from fxgrad.recurrent.modules import recurrent_modules
 from fxgrad.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.store import Forward, Store, Unseen, watch
@@ -91,7 +92,8 @@ class Engine:
         given: dict[int, Tensor] = {}
         args, kwargs = with_indices(args, given), with_indices(kwargs, given)
         batch = self.roles.find(args, kwargs)
-        check_sample_weight(weight, batch.size)
+        size = check_groups(self.options.quantities, batch.size)
+        check_sample_weight(weight, size)
         forward = Forward(batch.size, parameters, weight)
         with self.store.during(forward):
             if batch.size == 0:
@@ -185,6 +187,18 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
                 f"parameter '{name}' is {kind}: it has no per-sample gradient here",
                 advice="Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
             )
+
+
+def check_groups(quantities: Sequence[Quantity], size: int) -> int:
+    """How many samples the rows of a batch are, for the quantity that takes weights."""
+    for quantity in quantities:
+        if size % quantity.group_size:
+            raise BatchSizeError(
+                f"{size} rows cannot be groups of {quantity.group_size}, as {quantity} has them",
+                advice="Fill the batch up, or leave out the last rows.",
+            )
+    weighted = [quantity for quantity in quantities if getattr(quantity, "sample_weight", False)]
+    return weighted[0].units(size) if weighted else size
 
 
 def check_sample_weight(weight: Any, size: int) -> None:

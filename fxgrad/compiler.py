@@ -116,8 +116,8 @@ def _inner_inputs(
     parameters = {name: values[i] for name, i in zip(names, trainable, strict=True)}
     mode = values[trainable[0]].fake_mode
     with mode:
-        ghosts = [_empty(d).requires_grad_() for q in options.quantities for d in q.deliveries(n, parameters)]
-        given = [_full(d) for q in options.quantities for d in q.inputs(n, parameters)]
+        ghosts = [_empty(d).requires_grad_() for q in options.quantities for d in q.deliveries(q.units(n), parameters)]
+        given = [_full(d) for q in options.quantities for d in q.inputs(q.units(n), parameters)]
         for i in trainable:
             values[i] = values[i].detach()
     return values + ghosts + given

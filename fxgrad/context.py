@@ -58,11 +58,13 @@ class Context:
 
     def deliveries(self, n: Any) -> list[Delivery]:
         """What the backward of a batch of n delivers, all quantities in turn."""
-        return [delivery for quantity in self.quantities for delivery in quantity.deliveries(n, self._metas())]
+        metas = self._metas()
+        return [one for quantity in self.quantities for one in quantity.deliveries(quantity.units(n), metas)]
 
     def given(self, n: Any) -> list[Delivery]:
         """What the quantities are given at each call."""
-        return [delivery for quantity in self.quantities for delivery in quantity.inputs(n, self._metas())]
+        metas = self._metas()
+        return [one for quantity in self.quantities for one in quantity.inputs(quantity.units(n), metas)]
 
     def counts_given(self) -> list[int]:
         """How many tensors each quantity is given."""

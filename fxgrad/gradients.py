@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,13 @@ class SampleGrads:
         if not self.parts:
             return self.like.new_zeros(self.n, *self.shape, dtype=self.dtype)
         return summed(self.parts).reshape(self.n, *self.shape)
+
+    def grouped(self, size: int) -> SampleGrads:
+        """The same with ``size`` consecutive samples as one."""
+        if size == 1:
+            return self
+        parts = [_grouped(part, size) for part in self.parts]
+        return replace(self, n=self.n // size, parts=parts)
 
     def norms(self) -> Tensor:
         """``[2, n]`` in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
@@ -167,6 +174,27 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     if dense is not None:
         found.append(dense)
     return found
+
+
+def _grouped(part: Part, size: int) -> Part:
+    """A part with ``size`` consecutive samples as one: their positions, one behind another."""
+
+    def joined(rows: Tensor) -> Tensor:
+        return rows.reshape(rows.shape[0] // size, size * rows.shape[1], *rows.shape[2:])
+
+    if isinstance(part, Term):
+        product, table, windows = part.product(), part.rows(), part.windows()
+        if product is not None:
+            return Term(part.equation, *(joined(side) for side in product))
+        if table is not None:
+            ids, g = table
+            return Term(part.equation, replace(ids, ids=joined(ids.ids)), joined(g))
+        if windows is not None:
+            g, patches = windows
+            return Term(part.equation, joined(g), replace(patches, input=joined(patches.input)))
+    rows, rounding = _dense(part), _rounding(part)
+    summed_rows = rows.reshape(rows.shape[0] // size, size, *rows.shape[1:]).sum(1)
+    return Kept(summed_rows, rounding.reshape(-1, size).sum(1))
 
 
 def norms_of(part: Part) -> Tensor:

@@ -29,6 +29,8 @@ class Options:
         """Raise where options do not go together."""
         for quantity in self.quantities:
             quantity.check(self)
+            if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
+                raise OptionError(f"group_size has to be a positive int, not {quantity.group_size!r}")
             if not self.fullgraph and not quantity.adds:
                 raise OptionError(
                     f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",

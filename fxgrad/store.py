@@ -122,7 +122,7 @@ class Store:
         if key not in self.asked:
             if len(self.asked) >= 64:
                 self.asked.clear()
-            self.asked[key] = [quantity.deliveries(n, parameters) for quantity in self.quantities]
+            self.asked[key] = [quantity.deliveries(quantity.units(n), parameters) for quantity in self.quantities]
         return self.asked[key]
 
     def begin_backward(self, forward: Forward) -> None:
@@ -166,12 +166,13 @@ class Store:
 
     def _check_sizes(self, forward: Forward) -> None:
         """Results of one backward, or of several under "sum", are added: they need the same samples."""
-        for parameter in forward.parameters.values():
-            found = getattr(parameter, "grad_sample", None)
+        every = self.deliveries(forward.size, forward.parameters)
+        for delivery in (one for deliveries in every for one in deliveries if one.place == "grad_sample"):
+            found = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
             adds = self.policy == "sum" or _task_of(found) == forward.task()
-            if isinstance(found, Tensor) and adds and len(found) != forward.size:
+            if isinstance(found, Tensor) and adds and len(found) != delivery.shape[0]:
                 raise AlreadySet(
-                    f"gradients of {len(found)} and of {forward.size} samples cannot be added",
+                    f"gradients of {len(found)} and of {delivery.shape[0]} samples cannot be added",
                     advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
                 )
 

@@ -109,14 +109,15 @@ class Tape:
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
         """What the quantities make of all that was written down, in the order of their deliveries."""
-        grads = [
+        rows = [
             SampleGrads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []))
             for key, own in enumerate(self.likes)
         ]
         found: list[Tensor] = []
         left = list(given)
         for quantity, wanted in zip(self.quantities, self.given, strict=True):
-            found += quantity.compute(grads, n, left[:wanted])
+            grads = [own.grouped(quantity.group_size) for own in rows]
+            found += quantity.compute(grads, quantity.units(n), left[:wanted])
             del left[:wanted]
         return found
 

@@ -217,3 +217,29 @@ def test_batch_sizes(device: torch.device) -> None:
             )
             assert relative_error({name: p.grad}, {name: wanted}) <= 1e-10
         fxgrad.zero_grad(transformed)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@every_family
+def test_groups_of_rows(name: str, backend: str, device: torch.device) -> None:
+    """Three rows are one sample: the sum of their gradients is clipped, and every result has B / 3 rows."""
+    model, x = family(name, device)
+    x = torch.cat([x, x[:1]] if x.is_floating_point() else [x, x[:1].flip(1)])
+    expected = {n: g.unflatten(0, (2, 3)).sum(1) for n, g in per_sample_grads(model, default_loss, (x,)).items()}
+    norms = flat(expected).norm(dim=1)
+    c = float(norms.mean())
+    clipped, samples = fxgrad.ClippedGrad(c, group_size=3), fxgrad.GradSample(group_size=3)
+    quantities: list[Any] = [clipped] if backend == "eager" else [clipped, samples, fxgrad.NormSample()]
+    transformed = fxgrad.transform(model, quantity=quantities, backend=backend)
+    default_loss(transformed(x)).backward()
+    sums = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(sums, weighted(weights(norms, c), expected)) <= 1e-10
+    report = fxgrad.result(transformed, clipped)
+    assert relative_error({"": report.norm_sample}, {"": norms}) <= 1e-10
+    if samples in quantities:
+        found = {n: p.grad_sample for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+        assert relative_error(found, expected) <= 1e-10
+        assert all(len(p.norm_sample) == 6 for p in model.parameters())  # type: ignore[attr-defined]
+    fxgrad.zero_grad(transformed)
+    with pytest.raises(fxgrad.errors.BatchSizeError, match="5 rows cannot be groups of 3"):
+        transformed(x[:5])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +27,12 @@ class Delivery:
     device: torch.device
 
 
+@dataclass(frozen=True, eq=False)
 class Quantity(ABC):
     """A quantity of the user's own subclasses this.
+
+    ``group_size=K`` makes K consecutive rows of a batch one sample: augmentations of one image, or one user's data.
+    Its gradient is the sum of theirs, and every result has B / K rows.
 
     `deliveries` says what a backward delivers, `compute` makes it, in the same order, of every parameter's
     gradients: `SampleGrads.dense` multiplies them out, `norms`, `weighted` and `dot` do not have to.
@@ -45,8 +49,14 @@ class Quantity(ABC):
     [1.0, 1.0, 1.0, 1.0, 1.0]
     """
 
+    group_size: int = field(default=1, kw_only=True)  # consecutive rows that count as one sample
+
     adds: ClassVar[bool] = False  # whether the results of several forwards of one backward may be added
     dense: ClassVar[bool] = False  # whether it multiplies every gradient out: then that is done use by use
+
+    def units(self, n: Any) -> Any:
+        """How many samples n rows are."""
+        return n if self.group_size == 1 else n // self.group_size
 
     @abstractmethod
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:

@@ -100,7 +100,7 @@ class ClippedGrad(Quantity):
         one = first(parameters)
         dtype = accumulating(one.dtype)
         if forward.sample_weight is None:
-            return [one.detach().new_ones(forward.size, dtype=dtype)]
+            return [one.detach().new_ones(self.units(forward.size), dtype=dtype)]
         return [forward.sample_weight.detach().to(one.device, dtype)]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
