@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxgrad.context import Context
 from fxgrad.passes.attach_taps import attach_taps
@@ -94,7 +95,10 @@ def _analyse(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A new graph with the same nodes, names and facts."""
+    """A new graph with the same nodes, names and facts.
+
+    Its Python code is not written before somebody runs it, which of the graphs between passes nobody does.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(gm.graph, copies)
@@ -103,4 +107,4 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     for copy in copies.values():
         if "call" in copy.meta:
             copy.meta["call"] = copy.meta["call"].moved(copies)
-    return fx.GraphModule(gm, graph, type(gm).__name__)
+    return _LazyGraphModule(gm, graph, type(gm).__name__)

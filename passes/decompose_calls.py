@@ -104,8 +104,8 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
         return node.target(*args, **kwargs)
 
     values = [arg.meta["fake"] for arg in operands]
-    for table in (None, torch._decomp.core_aten_decompositions()):
-        body = _traced(call, values, table, ctx, derives=op_name(node.target) == _TORCH_FUNC)
+    for table in (None, torch._decomp.core_aten_decompositions):
+        body = _traced(call, values, table and table(), ctx, derives=op_name(node.target) == _TORCH_FUNC)
         if body is not None and not any(_foreign(inner) or _lost(body, inner) for inner in body.graph.nodes):
             body.meta["operands"] = operands
             return body
