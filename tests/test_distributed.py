@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -56,14 +56,19 @@ class TestTwoProcesses:
             close(torch.cat([rows for rows, _ in halves]), rows)
             assert all(grad is None or not grad.any() for _, grad in halves)  # DDP makes zeros of None
 
-    @pytest.mark.parametrize("case", ["private mean", "private sum"])
+    def test_clipped_sums_are_averaged_over_the_processes(self, found: Any, alone: Any) -> None:
+        for name, whole in alone["clipped"].items():
+            for each in found:
+                close(each["clipped"][name], whole / WORLD)
+
+    @pytest.mark.parametrize("case", ["private mean", "private sum", "one backward mean", "one backward sum"])
     def test_a_private_step_is_that_of_the_whole_batch(self, found: Any, alone: Any, case: str) -> None:
         for each in found:
             same_parameters(each[case], alone[case])
             assert each[case]["optimizer"] == f"Distributed{alone[case]['optimizer']}"
             assert each[case]["history"] == alone[case]["history"] == [(0.0, 1 / STEPS, STEPS)]
 
-    @pytest.mark.parametrize("case", ["private noise"])
+    @pytest.mark.parametrize("case", ["private noise", "one backward noise"])
     def test_noise_is_added_once(self, found: Any, alone: Any, case: str) -> None:
         """The first process draws what one process alone would."""
         for each in found:
@@ -115,10 +120,10 @@ class TestRefused:
                 warnings.simplefilter("ignore")  # one process is no shard, and there is no GPU
                 return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
 
-        with pytest.raises(OptionError, match="FSDP.* is not supported yet"):
+        with pytest.raises(OptionError, match=r"FSDP.* is not supported yet"):
             fxgrad.transform(sharded(model()))
         around = sharded(fxgrad.transform(model(), backend="eager"))
-        with pytest.raises(OptionError, match="FSDP.* is not supported yet"):
+        with pytest.raises(OptionError, match=r"FSDP.* is not supported yet"):
             around(data()[:BATCH])
 
     def test_fully_shard_and_dtensor(self) -> None:
@@ -133,9 +138,10 @@ class TestRefused:
         fully_shard(view, mesh=mesh)
         with pytest.raises(OptionError, match=r"parameter '0.weight' is a DTensor: sharded models"):
             view(data()[:BATCH])
-        with pytest.raises(OptionError, match="FSDP.* is not supported yet"):
-            fxgrad.transform(fully_shard(model(), mesh=mesh))
+        with pytest.raises(OptionError, match=r"FSDP.* is not supported yet"):
+            fxgrad.transform(cast(nn.Module, fully_shard(model(), mesh=mesh)))
         spread = model()
-        spread[0].weight = nn.Parameter(distribute_tensor(spread[0].get_parameter("weight").detach(), mesh, [Replicate()]))
+        weight = spread[0].get_parameter("weight").detach()
+        spread[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
         with pytest.raises(OptionError, match=r"parameter '0.weight' is a DTensor"):
             fxgrad.transform(spread)

@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
 from opacus.layers import DPLSTM
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPPerLayerOptimizer
+from opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+)
+from opacus.schedulers import ExponentialGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
@@ -157,7 +163,11 @@ def without(arguments: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name != key}
 
 
-def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def is_long(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     return max((ours[name] - p).abs().max().item() for name, p in theirs.items())
 
@@ -173,12 +183,19 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
         dict(ADAPTIVE, batch=16),
         dict(poisson_sampling=False, accumulated=2),
         dict(backend="aot_eager"),
+        dict(one_backward=True),
+        dict(one_backward=True, loss_reduction="sum", max_grad_norm=0.02),
+        dict(one_backward=True, batch=1),
+        dict(one_backward=True, physical=3),
+        dict(one_backward=True, poisson_sampling=False, accumulated=2),
     ],
-    ids=["flat", "sum", "with empty batches", "virtual steps", "per layer", "adaptive", "accumulated", "aot_eager"],
+    ids=lambda arguments: ", ".join(f"{name}={value}" for name, value in arguments.items() if not is_long(value)),
 )
 def test_the_parameters_after_twenty_steps_are_those_of_opacus_hooks(arguments: dict[str, Any]) -> None:
     ours, sizes, engine = trained(fxgrads, words(), **arguments)
-    theirs, their_sizes, their_engine = trained(hooks, words(), **without(arguments, "backend"))
+    for ours_alone in ("backend", "one_backward"):
+        arguments = without(arguments, ours_alone)
+    theirs, their_sizes, their_engine = trained(hooks, words(), **arguments)
     assert sizes == their_sizes
     assert (0 in sizes) == (arguments.get("batch") == 1)
     if "physical" in arguments:
@@ -223,6 +240,99 @@ def make(model: nn.Module, **arguments: Any) -> tuple[Any, Any, Any]:
     arguments = dict(noise_multiplier=1.0, max_grad_norm=1.0, data_loader=DataLoader(data(), 8)) | arguments
     arguments.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
     return fxgrads(PrivacyEngine(accountant="rdp"), model, **arguments)
+
+
+class TestOneBackward:
+    def test_no_gradient_per_sample_is_kept_and_the_norms_are_told(self) -> None:
+        model = words()
+        made, optimizer, _ = make(model, one_backward=True, max_grad_norm=0.1)
+        assert isinstance(optimizer, DPOptimizerFastGradientClipping)
+        made(torch.randn(7, 5, 3)).mean().backward()
+        assert made.first.weight.grad_sample is None and made.first.weight.grad.shape == (6, 3)
+        assert fxgrad.result(made, fxgrad.ClippedGrad(max_grad_norm=0.1)).norm_sample.shape == (7,)
+
+    def test_a_forgotten_zero_grad_counts_nothing_twice(self) -> None:
+        """Opacus's virtual steps leave p.grad as it is: the next backward would add to it."""
+        model, other = words(), words()
+        x = torch.randn(6, 5, 3)
+        made, optimizer, _ = make(model, one_backward=True, noise_multiplier=0.0, max_grad_norm=0.1)
+        for i, part in enumerate(x.split(3)):
+            optimizer.signal_skip_step(i == 0)
+            made(part).square().sum().div(3).backward()
+            optimizer.step()
+        whole, optimizer, _ = make(other, one_backward=True, noise_multiplier=0.0, max_grad_norm=0.1)
+        whole(x).square().sum().div(6).backward()
+        optimizer.step()
+        assert largest_difference(dict(model.named_parameters()), dict(other.named_parameters())) <= TOLERANCE
+
+    def test_noise_is_that_of_opacus(self) -> None:
+        """The same generator gives the same noise."""
+        models = {one_backward: words() for one_backward in (True, False)}
+        for one_backward, model in models.items():
+            generator = torch.Generator().manual_seed(5)
+            made, optimizer, _ = make(model, one_backward=one_backward, noise_generator=generator)
+            made(data()[:8][0]).square().sum().div(8).backward()
+            optimizer.step()
+        first, second = (dict(model.named_parameters()) for model in models.values())
+        assert largest_difference(first, second) <= TOLERANCE
+        assert largest_difference(first, dict(words().named_parameters())) > 1e-2
+
+    def test_two_backwards_for_one_step_under_poisson_sampling(self) -> None:
+        made, optimizer, _ = make(words(), one_backward=True)
+        for _ in range(2):
+            made(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(AlreadySet, match=r"2 backwards have added to p.grad since the last step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
+
+    @pytest.mark.parametrize("before", [0, 1])
+    def test_a_backward_that_did_not_clip(self, before: int) -> None:
+        model = words()
+        made, optimizer, _ = make(model, one_backward=True, poisson_sampling=False)
+        for _ in range(before):
+            made(torch.randn(7, 5, 3)).mean().backward()
+        model(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(OptionError, match=r"a backward that did not clip has added to p.grad"):
+            optimizer.step()
+
+    def test_a_norm_that_is_changed_behind_the_backward_s_back(self) -> None:
+        made, optimizer, _ = make(words(), one_backward=True)
+        ExponentialGradClip(optimizer, gamma=0.5).step()
+        made(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(OptionError, match=r"max_grad_norm is 0.5 and the backward clips to 1.0"):
+            optimizer.step()
+
+    @pytest.mark.parametrize("arguments", [ADAPTIVE, dict(clipping="per_layer", max_grad_norm=[1.0] * 6)])
+    def test_other_clipping(self, arguments: dict[str, Any]) -> None:
+        with pytest.raises(OptionError, match="one_backward=True clips by one norm over all parameters"):
+            make(words(), one_backward=True, **arguments)
+
+    @pytest.mark.parametrize(
+        "quantity",
+        [
+            fxgrad.GradSample(),
+            fxgrad.ClippedGrad(max_grad_norm=2.0),
+            fxgrad.ClippedGrad(max_grad_norm=1.0, weights=lambda n: 1 / n),
+            fxgrad.ClippedGrad(max_grad_norm=1.0, sample_weight=True),
+            fxgrad.ClippedGrad(max_grad_norm=1.0, groups="per_parameter"),
+        ],
+        ids=str,
+    )
+    def test_a_model_transformed_for_something_else(self, quantity: Any) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=quantity)
+        with pytest.raises(OptionError, match="and Opacus's optimizer needs ClippedGrad"):
+            make(view, one_backward=True)
+
+    @pytest.mark.parametrize("weights", ["clip", "automatic"])
+    def test_a_model_transformed_for_it(self, weights: Any) -> None:
+        quantities = [fxgrad.NormSample(), fxgrad.ClippedGrad(max_grad_norm=1.0, weights=weights)]
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=quantities, backend="eager")
+        made, optimizer, _ = make(view, one_backward=True)
+        assert made is view
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
 
 
 def test_a_privacy_budget_decides_about_the_noise() -> None:
@@ -311,6 +421,11 @@ class TestRefusals:
     def test_a_reduction_that_opacus_does_not_know(self, given: Any) -> None:
         with pytest.raises(OptionError, match="loss_reduction has to be 'mean' or 'sum'"):
             make(words(), loss_reduction=given)
+
+    def test_a_model_transformed_for_another_quantity(self) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=fxgrad.ClippedGrad(max_grad_norm=1.0))
+        with pytest.raises(OptionError, match=r"computes ClippedGrad.*needs GradSample"):
+            make(view)
 
     def test_a_model_that_may_mix_samples(self) -> None:
         view = fxgrad.transform(words(), loss_reduction="mean", mixing="allow")

@@ -43,6 +43,13 @@ def grad_sample(x: Tensor, around: Callable[[Any], Any]) -> Found:
     return {name: (p.grad_sample, p.grad) for name, p in plain.named_parameters()}  # type: ignore[attr-defined]
 
 
+def clipped(x: Tensor, around: Callable[[Any], Any]) -> Found:
+    plain = model()
+    view = fxgrad.transform(plain, quantity=fxgrad.ClippedGrad(max_grad_norm=MAX_GRAD_NORM), backend="eager")
+    loss(around(view)(x)).backward()
+    return {name: p.grad for name, p in plain.named_parameters()}
+
+
 def private(
     batches: list[Tensor], around: Callable[[Any], Any], reduction: str, noise: float = 0.0, **arguments: Any
 ) -> Found:
@@ -84,6 +91,10 @@ def every_case(rank: int | None) -> Found:
     opacus: Callable[[Any], Any] = DifferentiallyPrivateDistributedDataParallel if rank is not None else ddp
     return {
         "grad_sample": grad_sample(batches[0], ddp),
+        "clipped": clipped(batches[0], ddp),
+        "one backward mean": private(batches, ddp, "mean", one_backward=True),
+        "one backward sum": private(batches, opacus, "sum", one_backward=True),
+        "one backward noise": private(batches, ddp, "mean", noise=1.0, one_backward=True),
         "private mean": private(batches, ddp, "mean"),
         "private sum": private(batches, opacus, "sum"),
         "private noise": private(batches, opacus, "mean", noise=1.0),

@@ -1,48 +1,29 @@
-"""Differentially private training: fxgrad's gradients under Opacus's optimizers, loaders and accountants.
-
-Opacus's mode "no_op" leaves the gradients to somebody else: it validates the model, samples the batches, clips
-``p.grad_sample``, adds noise and counts what privacy it costs. This module puts fxgrad into the empty place, and
-refuses what would make the two disagree without a word.
-
-Importing it needs Opacus (``pip install "fxgrad[opacus]"``); nothing else of fxgrad does.
-"""
+"""`make_private`: what Opacus prepares for training, with fxgrad where Opacus has its hooks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import opacus
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.optimizers import DPOptimizer
 from torch import nn, optim
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture import Engine
-from fxgrad.errors import MissingPackage, OptionError
+from fxgrad.errors import OptionError
+from fxgrad.opacus.one_backward import one_backward as with_one_backward
+from fxgrad.opacus.validating import validating
 from fxgrad.options import Inner, loss_scale
-from fxgrad.quantities import GradSample
-
-try:
-    import opacus
-    from opacus.accountants.utils import get_noise_multiplier
-    from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-    from opacus.optimizers import DPOptimizer
-    from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
-    from opacus.validators.module_validator import ModuleValidator
-except ImportError as error:
-    raise MissingPackage(
-        "fxgrad.opacus needs Opacus, which is not installed",
-        where=f"{type(error).__name__}: {error}",
-        advice='Install it: pip install "fxgrad[opacus]".',
-    ) from error
+from fxgrad.quantities import ClippedGrad, GradSample, Quantity
 
 M = TypeVar("M", bound=nn.Module)
 
 WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
-COVERED = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
-"""Layers that Opacus would have replaced by its own: fxgrad takes them as they are."""
 
 
 def make_private(
@@ -56,6 +37,8 @@ def make_private(
     loss_reduction: str = "mean",
     criterion: nn.Module | None = None,
     poisson_sampling: bool = True,
+    clipping: str = "flat",
+    one_backward: bool = False,
     backend: str | Inner = "inductor",
     **arguments: Any,
 ) -> tuple[M, DPOptimizer, DataLoader[Any]]:
@@ -87,12 +70,15 @@ def make_private(
         criterion: the loss, if it is a module: its ``reduction`` is compared with loss_reduction.
         poisson_sampling: whether to replace the loader by one that draws each sample on its own. Two batches for one
             step are then refused, as Opacus does; without it they add up (and the accountant counts them).
+        clipping: "flat", one norm over all parameters; "per_layer"; or "adaptive", with arguments of its own.
+        one_backward: whether the backward itself clips, by `fxgrad.ClippedGrad`: no per-sample gradient is kept, and
+            p.grad holds the clipped sum when the optimizer gets it. For flat clipping. `fxgrad.result` gives the norms.
         backend: the compiler behind, as in `fxgrad.transform`; for a module that is not transformed yet.
-        arguments: the rest of Opacus's: clipping ("flat", "per_layer", "adaptive", with its own), noise_generator,
-            rand_on_empty.
+        arguments: the rest of Opacus's: noise_generator, rand_on_empty, what adaptive clipping needs.
 
     Returns:
-        The transformed model (or its wrapper), Opacus's optimizer, and the loader to train with.
+        The transformed model (or its wrapper), Opacus's optimizer (a `OneBackwardOptimizer` where asked for), and the
+        loader to train with.
 
     Raises:
         OptionError: loss_reduction, criterion, and the options of a transformed module do not agree, or a
@@ -116,10 +102,13 @@ def make_private(
     True
     """
     _check_reduction(loss_reduction, criterion)
-    accumulate = "error" if poisson_sampling else "append"
+    quantity: Quantity = GradSample()
+    if one_backward:
+        quantity = _clipped(clipping, max_grad_norm)
+    accumulate = "error" if poisson_sampling or one_backward else "append"
     plain, wrapper = _unwrapped(module)
-    view = _transformed(plain, loss_reduction, accumulate, backend)
-    with _validating(engine):
+    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend)
+    with validating(engine):
         _, private, loader = engine.make_private(
             module=_original(module),
             optimizer=optimizer,
@@ -128,10 +117,13 @@ def make_private(
             max_grad_norm=max_grad_norm,
             loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
+            clipping=clipping,
             grad_sample_mode="no_op",
             wrap_model=False,
             **arguments,
         )
+    if one_backward:
+        private = with_one_backward(private, transformed, poisson_sampling)
     if wrapper is None:
         return view, private, loader
     wrapper.module = view
@@ -176,58 +168,6 @@ def make_private_with_epsilon(
     return make_private(engine, data_loader=data_loader, noise_multiplier=noise_multiplier, **arguments)
 
 
-def validate(module: nn.Module) -> None:
-    """Opacus's validator, which lets the layers pass that fxgrad takes as they are.
-
-    These are nn.RNN, nn.LSTM, nn.GRU and nn.MultiheadAttention, and BatchNorm in eval mode. A norm layer in training
-    mode is looked at even if nothing of it is trainable: its running statistics are made of the samples, too.
-
-    Raises:
-        opacus.validators.errors.UnsupportedModuleError: with every reason.
-
-    >>> validate(nn.LSTM(3, 4))
-    >>> validate(nn.BatchNorm1d(3, affine=False))
-    Traceback (most recent call last):
-        ...
-    opacus.validators.errors.UnsupportedModuleError: ...
-    """
-    found = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
-    for name, part in module.named_modules():
-        kind = _class_of(part)
-        if kind in COVERED or kind not in ModuleValidator.VALIDATORS or not _matters(part):
-            continue
-        reasons = ModuleValidator.VALIDATORS[kind](part)
-        found += [type(reason)(f"{kind.__name__} '{name}': {reason}") for reason in reasons]
-    if found:
-        raise UnsupportedModuleError(found)
-
-
-def _matters(part: nn.Module) -> bool:
-    if isinstance(part, _NormBase) and part.training:
-        return True
-    return not isinstance(part, _BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
-
-
-def _class_of(part: nn.Module) -> type[nn.Module]:
-    """The user's own class also where the module is transformed."""
-    transformed = engine_of(part)
-    return type(part if transformed is None else transformed.model)
-
-
-@contextlib.contextmanager
-def _validating(engine: opacus.PrivacyEngine) -> Iterator[None]:
-    """Let this engine validate as `validate` does, for as long as it lasts."""
-
-    def own(*, module: nn.Module, optimizer: Any, data_loader: Any) -> None:
-        validate(module)
-
-    engine.validate = own  # in front of the class's method
-    try:
-        yield
-    finally:
-        del engine.validate
-
-
 def _unwrapped(module: nn.Module) -> tuple[Any, nn.Module | None]:
     """The model, and what distributes it."""
     return (module.module, module) if isinstance(module, WRAPPERS) else (module, None)
@@ -238,13 +178,27 @@ def _original(module: nn.Module) -> nn.Module:
     return module if transformed is None else transformed.model
 
 
-def _transformed(model: Any, loss_reduction: str, accumulate: Any, backend: str | Inner) -> Any:
+def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGrad:
+    if clipping != "flat" or not isinstance(max_grad_norm, int | float):
+        raise OptionError(
+            f"one_backward=True clips by one norm over all parameters, not clipping={clipping!r}",
+            advice="Leave out one_backward=True, or pass clipping='flat' and one number as max_grad_norm.",
+        )
+    return ClippedGrad(max_grad_norm=float(max_grad_norm))
+
+
+def _transformed(
+    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner
+) -> tuple[Any, Engine]:
     """The model as fxgrad's: transformed here, or found to be transformed in the same sense."""
+    if engine_of(model) is None:
+        model = transform(
+            model, quantity=quantity, loss_reduction=loss_reduction, accumulate=accumulate, backend=backend
+        )
     engine = engine_of(model)
-    if engine is None:
-        return transform(model, loss_reduction=loss_reduction, accumulate=accumulate, backend=backend)
-    _check_options(engine, loss_reduction, accumulate)
-    return model
+    assert engine is not None
+    _check_options(engine, quantity, loss_reduction, accumulate)
+    return model, engine
 
 
 def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
@@ -262,7 +216,7 @@ def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
         )
 
 
-def _check_options(engine: Engine, loss_reduction: str, accumulate: str) -> None:
+def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accumulate: str) -> None:
     """A model transformed before: everything on which the clipping rests has to be as here."""
     options = engine.options
     if options.loss_scale != loss_scale(loss_reduction):
@@ -276,13 +230,21 @@ def _check_options(engine: Engine, loss_reduction: str, accumulate: str) -> None
             "the model is transformed with mixing='allow': clipping rows does not bound what one sample changes",
             advice="Transform it without mixing=.",
         )
-    if not isinstance(options.quantity, GradSample):
+    if not any(_serves(found, quantity) for found in options.quantities):
         raise OptionError(
-            f"the model computes {options.quantity}, and Opacus's optimizer clips grad_sample",
-            advice="Transform it with quantity=fxgrad.GradSample().",
+            f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs {quantity}",
+            advice="Transform it for that, or leave one_backward as it fits.",
         )
     if engine.store.policy not in ("error", accumulate):
         raise OptionError(
             f"the model is transformed with accumulate={engine.store.policy!r}: rows would not belong to one batch",
             advice=f"Transform it with accumulate={accumulate!r}.",
         )
+
+
+def _serves(found: Quantity, wanted: Quantity) -> bool:
+    """Whether clipping rests on it as well: weights of the user's own may be of any size."""
+    if isinstance(found, ClippedGrad) and isinstance(wanted, ClippedGrad):
+        bounded = found.weights in ("clip", "automatic") and not found.sample_weight and found.groups == "flat"
+        return bounded and found.max_grad_norm == wanted.max_grad_norm
+    return type(found) is type(wanted)
