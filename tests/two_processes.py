@@ -39,14 +39,16 @@ def loss(y: Tensor, reduction: str = "sum") -> Tensor:
 
 def grad_sample(x: Tensor, around: Callable[[Any], Any]) -> Found:
     plain = model()
-    loss(around(fxgrad.transform(plain, backend="eager"))(x)).backward()
+    net = around(fxgrad.transform(plain, backend="eager"))
+    loss(net(x)).backward()
     return {name: (p.grad_sample, p.grad) for name, p in plain.named_parameters()}  # type: ignore[attr-defined]
 
 
 def clipped(x: Tensor, around: Callable[[Any], Any]) -> Found:
     plain = model()
-    view = fxgrad.transform(plain, quantity=fxgrad.ClippedGrad(max_grad_norm=MAX_GRAD_NORM), backend="eager")
-    loss(around(view)(x)).backward()
+    quantity = fxgrad.ClippedGrad(max_grad_norm=MAX_GRAD_NORM)
+    net = around(fxgrad.transform(plain, quantity=quantity, backend="eager"))  # DDP's hooks live as long as it does
+    loss(net(x)).backward()
     return {name: p.grad for name, p in plain.named_parameters()}
 
 
