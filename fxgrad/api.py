@@ -12,6 +12,7 @@ from torch import nn
 from fxgrad.batch import Roles
 from fxgrad.capture import Engine, check_parameters
 from fxgrad.context import Mixing
+from fxgrad.distributed import check_distribution, replicated
 from fxgrad.errors import OptionError
 from fxgrad.options import Inner, Options, inner_compiler, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
@@ -102,7 +103,9 @@ def _check_model(model: Any) -> None:
             "the model is compiled in place by model.compile()",
             advice="Transform it without compiling: fxgrad compiles it.",
         )
-    check_parameters({name: p for name, p in model.named_parameters() if p.requires_grad})
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check_distribution(model, trainable)
+    check_parameters(trainable)
     if engine_of(model) is not None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
 
@@ -136,6 +139,9 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
             engine.model.zero_grad(set_to_none)
             clear(engine.model.parameters())
             engine.store.results.clear()
+
+        def _replicate_for_data_parallel(self) -> Any:
+            raise replicated()
 
         def __reduce__(self) -> Any:
             return _rebuild, (engine.model, arguments)

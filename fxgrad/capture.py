@@ -21,6 +21,7 @@ from fxgrad.batch import PACKED_SIZES, Batch, Roles, dynamic_dim
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.compiler import compile_graph
 from fxgrad.context import last_own_line
+from fxgrad.distributed import check_whole
 from fxgrad.errors import BatchSizeError, FxgradError, GraphBreak, OptionError
 from fxgrad.options import Options
 from fxgrad.quantities import Quantity
@@ -85,8 +86,10 @@ class Engine:
         if not parameters:
             self._sample_weight(kwargs)
             return original(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        check_whole(self.model, parameters, leaves)
         check_parameters(parameters)
-        check_reverse_mode([*parameters.values(), *tree_leaves((args, kwargs))])
+        check_reverse_mode([*parameters.values(), *leaves])
         self.store.check_clear(parameters, torch._C._current_graph_task_id(), "a forward")
         weight = self._sample_weight(kwargs)
         given: dict[int, Tensor] = {}

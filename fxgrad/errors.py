@@ -81,3 +81,7 @@ class RuleError(FxgradError):
 
 class OptionError(FxgradError):
     """An option of the public interface has a value it cannot take."""
+
+
+class MissingPackage(FxgradError, ImportError):  # type: ignore[misc]  # both have a path
+    """A part of fxgrad needs a package that is not installed."""

@@ -1,0 +1,68 @@
+"""What distributes a model: DistributedDataParallel goes around a transformed one, all else is refused by name.
+
+Every process of DistributedDataParallel has a whole model and its own samples, so per-sample gradients need
+nothing from the others, and what is added to p.grad is averaged over the processes as any gradient is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxgrad.errors import OptionError
+
+MANAGED = "_is_fsdp_managed_module"  # what FullyShardedDataParallel leaves on the modules inside of it
+AROUND = "Transform the model itself, and put the transformed one into DistributedDataParallel."
+
+
+def check_distribution(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse what splits a model or its parameters: the passes would not see whole ones."""
+    sharded = _classes("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
+    for name, part in model.named_modules():
+        where = f"in {type(part).__name__} '{name}'" if name else ""
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise OptionError(
+                "DistributedDataParallel goes around a transformed model, not into it", where=where, advice=AROUND
+            )
+        if isinstance(part, nn.DataParallel):
+            raise replicated(where)
+        if isinstance(part, sharded) or part.__dict__.get(MANAGED):
+            raise OptionError(
+                "FullyShardedDataParallel (FSDP) is not supported yet: a parameter has no place for per-sample "
+                "gradients while it is in pieces",
+                where=where,
+                advice=AROUND,
+            )
+    check_whole(model, parameters, [])
+
+
+def check_whole(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Iterable[Any]) -> None:
+    """The same at each call, where something may have been put around the model since: it has to be quick."""
+    split = _classes("torch.distributed.tensor", "DTensor")
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter and isinstance(parameter.data, split):
+            raise OptionError(
+                f"parameter '{name}' is a DTensor: sharded models and tensor parallelism are not supported yet",
+                advice=AROUND,
+            )
+        if not parameter.is_leaf or name.endswith("_flat_param"):  # FSDP puts views, or one flat parameter, in place
+            check_distribution(model, {})
+    if split and any(isinstance(value, split) for value in inputs):
+        raise OptionError("an input is a DTensor: sharded inputs are not supported yet", advice=AROUND)
+
+
+def replicated(where: str = "") -> OptionError:
+    return OptionError(
+        "nn.DataParallel is not supported: it runs copies of the model, whose parameters are not the model's",
+        where=where,
+        advice=AROUND,
+    )
+
+
+def _classes(module: str, *names: str) -> tuple[type, ...]:
+    """Classes of a part of PyTorch that nobody imported have no instances."""
+    found = sys.modules.get(module)
+    return tuple(getattr(found, name) for name in names if hasattr(found, name))

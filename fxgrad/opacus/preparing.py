@@ -1,0 +1,250 @@
+"""`make_private`: what Opacus prepares for training, with fxgrad where Opacus has its hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import opacus
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.optimizers import DPOptimizer
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from fxgrad.api import engine_of, transform
+from fxgrad.capture import Engine
+from fxgrad.errors import OptionError
+from fxgrad.opacus.one_backward import one_backward as with_one_backward
+from fxgrad.opacus.validating import validating
+from fxgrad.options import Inner, loss_scale
+from fxgrad.quantities import ClippedGrad, GradSample, Quantity
+
+M = TypeVar("M", bound=nn.Module)
+
+WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
+
+
+def make_private(
+    engine: opacus.PrivacyEngine,
+    *,
+    module: M,
+    optimizer: optim.Optimizer,
+    data_loader: DataLoader[Any],
+    noise_multiplier: float,
+    max_grad_norm: float | Sequence[float],
+    loss_reduction: str = "mean",
+    criterion: nn.Module | None = None,
+    poisson_sampling: bool = True,
+    clipping: str = "flat",
+    one_backward: bool = False,
+    backend: str | Inner = "inductor",
+    **arguments: Any,
+) -> tuple[M, DPOptimizer, DataLoader[Any]]:
+    """Opacus's ``engine.make_private``, with per-sample gradients by fxgrad: no hooks, no wrapped model.
+
+    Train with what it returns, as with Opacus::
+
+        model, optimizer, loader = fxgrad.opacus.make_private(PrivacyEngine(), module=model, ...)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()     # p.grad_sample: [B, *p.shape]
+            optimizer.step()                            # clips each row, adds noise, counts the step
+
+    The step is Opacus's own: ``p.grad`` becomes ``(Σ_i min(1, C / (|g_i| + 1e-6)) g_i + σ C N(0, 1)) / E`` with E
+    the expected batch size, or without ``/ E`` where ``loss_reduction="sum"``; g_i is the gradient of sample i's own
+    loss over all parameters of the optimizer, in p's units. Batches may be empty, and may be split with Opacus's
+    ``BatchMemoryManager``.
+
+    Args:
+        engine: an ``opacus.PrivacyEngine``; its accountant is told of every step.
+        module: the model, in training mode; or one that `fxgrad.transform` made, with options of its own, or either
+            of them in DistributedDataParallel or in Opacus's class of that name, whose model is then replaced.
+        optimizer: any optimizer over parameters of the model.
+        data_loader: what Poisson sampling takes its dataset and mean batch size from.
+        noise_multiplier: σ, the noise's standard deviation over max_grad_norm.
+        max_grad_norm: C; for ``clipping="per_layer"`` a list, one number for each parameter.
+        loss_reduction: "mean" or "sum": what the loss you call backward on does with the samples. Both sides learn it
+            from here: were they told apart, gradients would be wrong by the batch size and nothing would say so.
+        criterion: the loss, if it is a module: its ``reduction`` is compared with loss_reduction.
+        poisson_sampling: whether to replace the loader by one that draws each sample on its own. Two batches for one
+            step are then refused, as Opacus does; without it they add up (and the accountant counts them).
+        clipping: "flat", one norm over all parameters; "per_layer"; or "adaptive", with arguments of its own.
+        one_backward: whether the backward itself clips, by `fxgrad.ClippedGrad`: no per-sample gradient is kept, and
+            p.grad holds the clipped sum when the optimizer gets it. For flat clipping. `fxgrad.result` gives the norms.
+        backend: the compiler behind, as in `fxgrad.transform`; for a module that is not transformed yet.
+        arguments: the rest of Opacus's: noise_generator, rand_on_empty, what adaptive clipping needs.
+
+    Returns:
+        The transformed model (or its wrapper), Opacus's optimizer (a `OneBackwardOptimizer` where asked for), and the
+        loader to train with.
+
+    Raises:
+        OptionError: loss_reduction, criterion, and the options of a transformed module do not agree, or a
+            transformed module allows samples to mix.
+        opacus.validators.errors.UnsupportedModuleError: Opacus's validator refuses the model (`validate`).
+
+    Source: Abadi et al., Deep Learning with Differential Privacy (2016), https://arxiv.org/abs/1607.00133.
+
+    >>> import torch, warnings
+    >>> warnings.simplefilter("ignore")                     # Opacus reminds of its secure random numbers
+    >>> data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randint(2, (32,)))
+    >>> model, engine = nn.Linear(3, 2), opacus.PrivacyEngine(accountant="rdp")
+    >>> model, optimizer, loader = make_private(
+    ...     engine, module=model, optimizer=optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, 8),
+    ...     noise_multiplier=1.0, max_grad_norm=1.0, backend="eager")
+    >>> for x, y in loader:
+    ...     optimizer.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    >>> engine.get_epsilon(delta=1e-3) > 0
+    True
+    """
+    _check_reduction(loss_reduction, criterion)
+    quantity: Quantity = GradSample()
+    if one_backward:
+        quantity = _clipped(clipping, max_grad_norm)
+    accumulate = "error" if poisson_sampling or one_backward else "append"
+    plain, wrapper = _unwrapped(module)
+    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend)
+    with validating(engine):
+        _, private, loader = engine.make_private(
+            module=_original(module),
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            grad_sample_mode="no_op",
+            wrap_model=False,
+            **arguments,
+        )
+    if one_backward:
+        private = with_one_backward(private, transformed, poisson_sampling)
+    if wrapper is None:
+        return view, private, loader
+    wrapper.module = view
+    return module, private, loader
+
+
+def make_private_with_epsilon(
+    engine: opacus.PrivacyEngine,
+    *,
+    data_loader: DataLoader[Any],
+    target_epsilon: float,
+    target_delta: float,
+    epochs: float,
+    **arguments: Any,
+) -> tuple[Any, DPOptimizer, DataLoader[Any]]:
+    """`make_private` with as much noise as keeps ``epochs`` epochs within ``(target_epsilon, target_delta)``.
+
+    Args:
+        engine, data_loader, arguments: as in `make_private`, all but noise_multiplier.
+        target_epsilon, target_delta: the privacy budget (pure numbers).
+        epochs: how many passes over the loader it has to last for.
+
+    Returns, raises: as `make_private`; ValueError where no noise is enough.
+
+    >>> import torch, warnings
+    >>> warnings.simplefilter("ignore")
+    >>> data = torch.utils.data.TensorDataset(torch.randn(32, 3))
+    >>> model, engine = nn.Linear(3, 2), opacus.PrivacyEngine(accountant="rdp")
+    >>> model, optimizer, loader = make_private_with_epsilon(
+    ...     engine, module=model, optimizer=optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, 8),
+    ...     target_epsilon=2.0, target_delta=1e-3, epochs=3, max_grad_norm=1.0)
+    >>> round(optimizer.noise_multiplier, 1)
+    1.8
+    """
+    noise_multiplier = get_noise_multiplier(
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        sample_rate=1 / len(data_loader),
+        epochs=epochs,
+        accountant=engine.accountant.mechanism(),
+    )
+    return make_private(engine, data_loader=data_loader, noise_multiplier=noise_multiplier, **arguments)
+
+
+def _unwrapped(module: nn.Module) -> tuple[Any, nn.Module | None]:
+    """The model, and what distributes it."""
+    return (module.module, module) if isinstance(module, WRAPPERS) else (module, None)
+
+
+def _original(module: nn.Module) -> nn.Module:
+    transformed = engine_of(module)
+    return module if transformed is None else transformed.model
+
+
+def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGrad:
+    if clipping != "flat" or not isinstance(max_grad_norm, int | float):
+        raise OptionError(
+            f"one_backward=True clips by one norm over all parameters, not clipping={clipping!r}",
+            advice="Leave out one_backward=True, or pass clipping='flat' and one number as max_grad_norm.",
+        )
+    return ClippedGrad(max_grad_norm=float(max_grad_norm))
+
+
+def _transformed(
+    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner
+) -> tuple[Any, Engine]:
+    """The model as fxgrad's: transformed here, or found to be transformed in the same sense."""
+    if engine_of(model) is None:
+        model = transform(
+            model, quantity=quantity, loss_reduction=loss_reduction, accumulate=accumulate, backend=backend
+        )
+    engine = engine_of(model)
+    assert engine is not None
+    _check_options(engine, quantity, loss_reduction, accumulate)
+    return model, engine
+
+
+def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
+    if loss_reduction not in ("mean", "sum"):
+        raise OptionError(
+            f"loss_reduction has to be 'mean' or 'sum' for Opacus, not {loss_reduction!r}",
+            advice="Say what the loss you call backward on does with the samples.",
+        )
+    reduction = getattr(criterion, "reduction", loss_reduction)
+    if reduction != loss_reduction:
+        raise OptionError(
+            f"the criterion's reduction is {reduction!r} and loss_reduction is {loss_reduction!r}: "
+            "gradients would be wrong by the batch size",
+            advice=f"Pass loss_reduction={reduction!r}, or a criterion with reduction={loss_reduction!r}.",
+        )
+
+
+def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accumulate: str) -> None:
+    """A model transformed before: everything on which the clipping rests has to be as here."""
+    options = engine.options
+    if options.loss_scale != loss_scale(loss_reduction):
+        raise OptionError(
+            f"the model is transformed for another loss than loss_reduction={loss_reduction!r}: "
+            "gradients would be wrong by the batch size",
+            advice=f"Transform it with loss_reduction={loss_reduction!r}, or pass the one it was transformed with.",
+        )
+    if options.mixing != "error":
+        raise OptionError(
+            "the model is transformed with mixing='allow': clipping rows does not bound what one sample changes",
+            advice="Transform it without mixing=.",
+        )
+    if not any(_serves(found, quantity) for found in options.quantities):
+        raise OptionError(
+            f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs {quantity}",
+            advice="Transform it for that, or leave one_backward as it fits.",
+        )
+    if engine.store.policy not in ("error", accumulate):
+        raise OptionError(
+            f"the model is transformed with accumulate={engine.store.policy!r}: rows would not belong to one batch",
+            advice=f"Transform it with accumulate={accumulate!r}.",
+        )
+
+
+def _serves(found: Quantity, wanted: Quantity) -> bool:
+    """Whether clipping rests on it as well: weights of the user's own may be of any size."""
+    if isinstance(found, ClippedGrad) and isinstance(wanted, ClippedGrad):
+        bounded = found.weights in ("clip", "automatic") and not found.sample_weight and found.groups == "flat"
+        return bounded and found.max_grad_norm == wanted.max_grad_norm
+    return type(found) is type(wanted)

@@ -1,0 +1,476 @@
+"""Under Opacus's optimizers, loaders and accountants: the same parameters as with its hooks, or a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus import PrivacyEngine
+from opacus.layers import DPLSTM
+from opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+)
+from opacus.schedulers import ExponentialGradClip
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.validators.errors import UnsupportedModuleError
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxgrad
+import fxgrad.opacus as private
+from fxgrad.errors import AlreadySet, MixedSamples, OptionError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),  # Opacus's own hooks
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Dynamo looks at it
+]
+
+STEPS, TOLERANCE = 20, 1e-5
+ADAPTIVE = dict(
+    clipping="adaptive",
+    max_grad_norm=0.5,
+    target_unclipped_quantile=0.5,
+    clipbound_learning_rate=0.2,
+    max_clipbound=1e2,
+    min_clipbound=1e-2,
+    unclipped_num_std=1.0,
+)
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def data(n: int = 64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(n, 5, 3, generator=generator), torch.randint(4, (n,), generator=generator))
+
+
+class Words(nn.Module):
+    """Layers whose parameters are used at every position, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.norm(self.first(x))).mean(1))
+        return out
+
+
+class Recurrent(nn.Module):
+    lstm: Any
+    attention: Any
+
+    def __init__(self, lstm: Any, attention: Any) -> None:
+        super().__init__()
+        self.lstm, self.attention, self.last = lstm, attention, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.lstm(x)
+        out: Tensor = self.last(self.attention(h, h, h)[0].mean(1))
+        return out
+
+
+class WrittenOut(nn.Module):
+    """nn.MultiheadAttention in linear layers; Opacus's own is another function where the batch comes first."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.heads, size = attention.num_heads, attention.embed_dim
+        self.inputs = nn.ModuleList(nn.Linear(size, size) for _ in range(3))
+        self.out = nn.Linear(size, size)
+        self.out.load_state_dict(attention.out_proj.state_dict())
+        with torch.no_grad():
+            for i, part in enumerate(self.inputs):
+                part.get_parameter("weight").copy_(attention.in_proj_weight.chunk(3)[i])
+                part.get_parameter("bias").copy_(attention.in_proj_bias.chunk(3)[i])
+
+    def together(self) -> list[Tensor]:
+        """In the order of nn.MultiheadAttention's parameters."""
+        parts: list[Any] = [*self.inputs]
+        weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+        return [weight, bias, self.out.weight, self.out.bias]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor]:
+        values = (part(x).unflatten(-1, (self.heads, -1)) for part, x in zip(self.inputs, inputs, strict=True))
+        found = F.scaled_dot_product_attention(*(value.transpose(1, 2) for value in values))
+        return (self.out(found.transpose(1, 2).flatten(-2)),)
+
+
+def words(seed: int = 0) -> Words:
+    torch.manual_seed(seed)
+    return Words()
+
+
+def fxgrads(engine: PrivacyEngine, model: nn.Module, **arguments: Any) -> tuple[Any, Any, Any]:
+    arguments.setdefault("backend", "eager")
+    return private.make_private(engine, module=model, **arguments)
+
+
+def hooks(engine: PrivacyEngine, model: nn.Module, **arguments: Any) -> tuple[Any, Any, Any]:
+    made: tuple[Any, Any, Any] = engine.make_private(module=model, **arguments)
+    return made
+
+
+def trained(
+    make: Callable[..., tuple[Any, Any, Any]],
+    model: nn.Module,
+    *,
+    batch: int = 8,
+    physical: int | None = None,
+    accumulated: int = 1,
+    **arguments: Any,
+) -> tuple[dict[str, Tensor], list[int], PrivacyEngine]:
+    """The parameters after STEPS steps without noise, the sizes of the batches, and what counted them."""
+    arguments = dict[str, Any](noise_multiplier=0.0, max_grad_norm=0.2, loss_reduction="mean") | arguments
+    engine = PrivacyEngine(accountant="rdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    loader = DataLoader(data(), batch_size=batch, generator=torch.Generator().manual_seed(2))
+    model, optimizer, loader = make(engine, model, optimizer=optimizer, data_loader=loader, **arguments)
+    torch.manual_seed(3)  # the noise of what adaptive clipping counts
+    sizes: list[int] = []
+    while len(engine.accountant) == 0 or engine.accountant.history[-1][2] < STEPS:
+        with physical_batches(loader, optimizer, physical) as batches:
+            for x, y in batches:
+                F.cross_entropy(model(x), y, reduction=arguments["loss_reduction"]).backward()
+                sizes.append(len(x))
+                if len(sizes) % accumulated == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if len(engine.accountant) and engine.accountant.history[-1][2] == STEPS:
+                    break
+    names = {name.removeprefix("_module."): p.detach() for name, p in model.named_parameters()}
+    return names, sizes, engine
+
+
+def physical_batches(loader: Any, optimizer: Any, physical: int | None) -> Any:
+    if physical is None:
+        return contextlib.nullcontext(loader)
+    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer)
+
+
+def without(arguments: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != key}
+
+
+def is_long(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - p).abs().max().item() for name, p in theirs.items())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(),
+        dict(loss_reduction="sum", max_grad_norm=0.02),
+        dict(batch=1),
+        dict(physical=3),
+        dict(clipping="per_layer", max_grad_norm=[0.1, 0.05, 0.2, 0.1, 0.2, 0.1]),
+        dict(ADAPTIVE, batch=16),
+        dict(poisson_sampling=False, accumulated=2),
+        dict(backend="aot_eager"),
+        dict(one_backward=True),
+        dict(one_backward=True, loss_reduction="sum", max_grad_norm=0.02),
+        dict(one_backward=True, batch=1),
+        dict(one_backward=True, physical=3),
+        dict(one_backward=True, poisson_sampling=False, accumulated=2),
+    ],
+    ids=lambda arguments: ", ".join(f"{name}={value}" for name, value in arguments.items() if not is_long(value)),
+)
+def test_the_parameters_after_twenty_steps_are_those_of_opacus_hooks(arguments: dict[str, Any]) -> None:
+    ours, sizes, engine = trained(fxgrads, words(), **arguments)
+    for ours_alone in ("backend", "one_backward"):
+        arguments = without(arguments, ours_alone)
+    theirs, their_sizes, their_engine = trained(hooks, words(), **arguments)
+    assert sizes == their_sizes
+    assert (0 in sizes) == (arguments.get("batch") == 1)
+    if "physical" in arguments:
+        assert max(sizes) == 3 and len(sizes) > STEPS
+    assert engine.accountant.history == their_engine.accountant.history
+    assert largest_difference(ours, dict(words().named_parameters())) > 1e-2
+    assert largest_difference(ours, theirs) <= TOLERANCE
+
+
+def test_recurrent_layers_and_attention_are_taken_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = Recurrent(nn.LSTM(3, 4, batch_first=True), nn.MultiheadAttention(4, 2, batch_first=True))
+    replaced = Recurrent(DPLSTM(3, 4, batch_first=True), WrittenOut(model.attention))
+    replaced.lstm.load_state_dict(model.lstm.state_dict())
+    replaced.last.load_state_dict(model.last.state_dict())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ours, _, _ = trained(fxgrads, model)
+    trained(hooks, replaced)
+    assert largest_difference(ours, before) > 1e-2
+    for part, theirs in (model.lstm, replaced.lstm), (model.last, replaced.last):
+        assert largest_difference(part.state_dict(), theirs.state_dict()) <= TOLERANCE
+    for p, theirs in zip(model.attention.parameters(), replaced.attention.together(), strict=True):
+        assert (p - theirs).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("clipping", [DPOptimizer, DPPerLayerOptimizer, AdaClipDPOptimizer])
+def test_the_optimizers_are_opacus_own(clipping: type) -> None:
+    kinds: dict[type, dict[str, Any]] = {
+        DPPerLayerOptimizer: dict(clipping="per_layer", max_grad_norm=[1.0] * 6),
+        AdaClipDPOptimizer: ADAPTIVE,
+    }
+    model: Any = words()
+    made, optimizer, _ = make(model, **kinds.get(clipping, {}))
+    assert type(optimizer) is clipping
+    assert isinstance(made, Words) and made.first is model.first
+    made(torch.randn(7, 5, 3)).sum().backward()
+    assert made.first.weight.grad_sample.shape == (7, 6, 3)
+    assert made.first.weight.grad is None
+
+
+def make(model: nn.Module, **arguments: Any) -> tuple[Any, Any, Any]:
+    arguments = dict(noise_multiplier=1.0, max_grad_norm=1.0, data_loader=DataLoader(data(), 8)) | arguments
+    arguments.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    return fxgrads(PrivacyEngine(accountant="rdp"), model, **arguments)
+
+
+class TestOneBackward:
+    def test_no_gradient_per_sample_is_kept_and_the_norms_are_told(self) -> None:
+        model = words()
+        made, optimizer, _ = make(model, one_backward=True, max_grad_norm=0.1)
+        assert isinstance(optimizer, DPOptimizerFastGradientClipping)
+        made(torch.randn(7, 5, 3)).mean().backward()
+        assert made.first.weight.grad_sample is None and made.first.weight.grad.shape == (6, 3)
+        assert fxgrad.result(made, fxgrad.ClippedGrad(max_grad_norm=0.1)).norm_sample.shape == (7,)
+
+    def test_a_forgotten_zero_grad_counts_nothing_twice(self) -> None:
+        """Opacus's virtual steps leave p.grad as it is: the next backward would add to it."""
+        model, other = words(), words()
+        x = torch.randn(6, 5, 3)
+        made, optimizer, _ = make(model, one_backward=True, noise_multiplier=0.0, max_grad_norm=0.1)
+        for i, part in enumerate(x.split(3)):
+            optimizer.signal_skip_step(i == 0)
+            made(part).square().sum().div(3).backward()
+            optimizer.step()
+        whole, optimizer, _ = make(other, one_backward=True, noise_multiplier=0.0, max_grad_norm=0.1)
+        whole(x).square().sum().div(6).backward()
+        optimizer.step()
+        assert largest_difference(dict(model.named_parameters()), dict(other.named_parameters())) <= TOLERANCE
+
+    def test_noise_is_that_of_opacus(self) -> None:
+        """The same generator gives the same noise."""
+        models = {one_backward: words() for one_backward in (True, False)}
+        for one_backward, model in models.items():
+            generator = torch.Generator().manual_seed(5)
+            made, optimizer, _ = make(model, one_backward=one_backward, noise_generator=generator)
+            made(data()[:8][0]).square().sum().div(8).backward()
+            optimizer.step()
+        first, second = (dict(model.named_parameters()) for model in models.values())
+        assert largest_difference(first, second) <= TOLERANCE
+        assert largest_difference(first, dict(words().named_parameters())) > 1e-2
+
+    def test_two_backwards_for_one_step_under_poisson_sampling(self) -> None:
+        made, optimizer, _ = make(words(), one_backward=True)
+        for _ in range(2):
+            made(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(AlreadySet, match=r"2 backwards have added to p.grad since the last step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
+
+    @pytest.mark.parametrize("before", [0, 1])
+    def test_a_backward_that_did_not_clip(self, before: int) -> None:
+        model = words()
+        made, optimizer, _ = make(model, one_backward=True, poisson_sampling=False)
+        for _ in range(before):
+            made(torch.randn(7, 5, 3)).mean().backward()
+        model(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(OptionError, match=r"a backward that did not clip has added to p.grad"):
+            optimizer.step()
+
+    def test_a_norm_that_is_changed_behind_the_backward_s_back(self) -> None:
+        made, optimizer, _ = make(words(), one_backward=True)
+        ExponentialGradClip(optimizer, gamma=0.5).step()
+        made(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(OptionError, match=r"max_grad_norm is 0.5 and the backward clips to 1.0"):
+            optimizer.step()
+
+    @pytest.mark.parametrize("arguments", [ADAPTIVE, dict(clipping="per_layer", max_grad_norm=[1.0] * 6)])
+    def test_other_clipping(self, arguments: dict[str, Any]) -> None:
+        with pytest.raises(OptionError, match="one_backward=True clips by one norm over all parameters"):
+            make(words(), one_backward=True, **arguments)
+
+    @pytest.mark.parametrize(
+        "quantity",
+        [
+            fxgrad.GradSample(),
+            fxgrad.ClippedGrad(max_grad_norm=2.0),
+            fxgrad.ClippedGrad(max_grad_norm=1.0, weights=lambda n: 1 / n),
+            fxgrad.ClippedGrad(max_grad_norm=1.0, sample_weight=True),
+            fxgrad.ClippedGrad(max_grad_norm=1.0, groups="per_parameter"),
+        ],
+        ids=str,
+    )
+    def test_a_model_transformed_for_something_else(self, quantity: Any) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=quantity)
+        with pytest.raises(OptionError, match="and Opacus's optimizer needs ClippedGrad"):
+            make(view, one_backward=True)
+
+    @pytest.mark.parametrize("weights", ["clip", "automatic"])
+    def test_a_model_transformed_for_it(self, weights: Any) -> None:
+        quantities = [fxgrad.NormSample(), fxgrad.ClippedGrad(max_grad_norm=1.0, weights=weights)]
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=quantities, backend="eager")
+        made, optimizer, _ = make(view, one_backward=True)
+        assert made is view
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
+
+
+def test_a_privacy_budget_decides_about_the_noise() -> None:
+    model, engine = words(), PrivacyEngine(accountant="rdp")
+    budget = dict(target_epsilon=5.0, target_delta=1e-3, epochs=1, max_grad_norm=1.0)
+    made, optimizer, loader = private.make_private_with_epsilon(
+        engine,
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data(), 8),
+        backend="eager",
+        **budget,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(made(x), y).backward()
+        optimizer.step()
+    assert optimizer.noise_multiplier > 0.5
+    assert 4.0 < engine.get_epsilon(1e-3) <= 5.0
+
+
+class TestValidator:
+    @pytest.mark.parametrize("layer", [nn.RNN(3, 4), nn.LSTM(3, 4), nn.GRU(3, 4), nn.MultiheadAttention(4, 2)], ids=str)
+    def test_what_fxgrad_takes_passes(self, layer: nn.Module) -> None:
+        private.validate(nn.Sequential(layer))
+        private.validate(layer)
+
+    @pytest.mark.parametrize("norm", [nn.BatchNorm1d(5), nn.BatchNorm1d(5, affine=False), nn.SyncBatchNorm(5)], ids=str)
+    def test_batch_norm_in_training_mode_is_refused(self, norm: nn.Module) -> None:
+        with pytest.raises(UnsupportedModuleError, match=r"BatchNorm.*'1'.*cannot support training"):
+            make(nn.Sequential(nn.Linear(3, 3), norm))
+
+    def test_nothing_trainable_is_no_excuse_for_batch_statistics(self) -> None:
+        with pytest.raises(UnsupportedModuleError, match="BatchNorm1d '1'"):
+            make(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(5).requires_grad_(False)))
+
+    def test_batch_norm_with_fixed_statistics_trains_until_they_are_not(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(5))
+        model[1].eval()
+        made, optimizer, _ = make(model)
+        made(torch.randn(7, 5, 3)).sum().backward()
+        assert made[1].weight.grad_sample.shape == (7, 5)
+        optimizer.zero_grad()
+        model.train()
+        with pytest.raises(MixedSamples, match="batch_norm in training mode"):
+            made(torch.randn(7, 5, 3))
+
+    def test_running_statistics_of_instance_norm_are_refused(self) -> None:
+        with pytest.raises(UnsupportedModuleError, match="tracking running stats"):
+            make(nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(5, track_running_stats=True)))
+
+    def test_eval_mode_is_refused(self) -> None:
+        with pytest.raises(UnsupportedModuleError, match="training mode"):
+            make(words().eval())
+
+    def test_the_engine_is_left_as_it_was(self) -> None:
+        engine = PrivacyEngine(accountant="rdp")
+        model = nn.Sequential(nn.LSTM(3, 4))
+        arguments: dict[str, Any] = dict(
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data(), 8),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        fxgrads(engine, model, **arguments)
+        with pytest.raises(UnsupportedModuleError):
+            engine.make_private(module=model, **arguments)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("transformed, given", [("sum", "mean"), ("mean", "sum"), (8, "mean")])
+    def test_a_model_transformed_for_another_loss(self, transformed: Any, given: str) -> None:
+        model = words()
+        view = fxgrad.transform(model, loss_reduction=transformed)
+        with pytest.raises(OptionError, match=f"another loss than loss_reduction='{given}'.*\n  Transform it with"):
+            make(view, loss_reduction=given)
+
+    @pytest.mark.parametrize("given", ["mean", "sum"])
+    def test_a_criterion_of_another_reduction(self, given: str) -> None:
+        other = {"mean": "sum", "sum": "mean"}[given]
+        with pytest.raises(OptionError, match=f"reduction is '{other}' and loss_reduction is '{given}'"):
+            make(words(), loss_reduction=given, criterion=nn.CrossEntropyLoss(reduction=other))
+        make(words(), loss_reduction=given, criterion=nn.CrossEntropyLoss(reduction=given))
+
+    @pytest.mark.parametrize("given", ["none", 8, None])
+    def test_a_reduction_that_opacus_does_not_know(self, given: Any) -> None:
+        with pytest.raises(OptionError, match="loss_reduction has to be 'mean' or 'sum'"):
+            make(words(), loss_reduction=given)
+
+    def test_a_model_transformed_for_another_quantity(self) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=fxgrad.ClippedGrad(max_grad_norm=1.0))
+        with pytest.raises(OptionError, match=r"computes ClippedGrad.*needs GradSample"):
+            make(view)
+
+    def test_a_model_that_may_mix_samples(self) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", mixing="allow")
+        with pytest.raises(OptionError, match="mixing='allow': clipping rows does not bound"):
+            make(view)
+
+    @pytest.mark.parametrize("policy, poisson", [("sum", False), ("overwrite", True), ("append", True)])
+    def test_rows_that_are_not_one_sample_s(self, policy: Any, poisson: bool) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", accumulate=policy)
+        with pytest.raises(OptionError, match=f"accumulate='{policy}'"):
+            make(view, poisson_sampling=poisson)
+
+    def test_a_transformed_model_keeps_its_options(self) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", backend="eager", in_dims=(1,))
+        made, _, _ = make(view)
+        assert made is view
+
+    def test_two_batches_for_one_step_under_poisson_sampling(self) -> None:
+        made, _, _ = make(words())
+        made(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(AlreadySet, match="a forward while grad_sample"):
+            made(torch.randn(7, 5, 3))
+
+    def test_a_step_without_zero_grad(self) -> None:
+        made, optimizer, _ = make(words(), poisson_sampling=False)
+        for _ in range(2):
+            made(torch.randn(7, 5, 3)).mean().backward()
+            if _ == 0:
+                optimizer.step()
+        with pytest.raises(ValueError, match="haven't been cleared"):
+            optimizer.step()
+
+
+def test_opacus_is_imported_when_asked_for_and_its_absence_is_explained() -> None:
+    program = """
+        import sys
+        import fxgrad
+        print("opacus" in sys.modules)
+        sys.modules["opacus"] = None
+        try:
+            import fxgrad.opacus
+        except ImportError as error:
+            print(type(error).__name__, isinstance(error, fxgrad.FxgradError), error, sep="|")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("False\nMissingPackage|True|fxgrad.opacus needs Opacus, which is not installed\n")
+    assert 'Install it: pip install "fxgrad[opacus]".' in said

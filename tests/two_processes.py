@@ -1,0 +1,117 @@
+"""One of two processes of DistributedDataParallel: `python -m tests.two_processes RANK FOLDER`.
+
+They meet in FOLDER, and each leaves what it found there, for tests/test_distributed.py to compare with one process.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxgrad
+
+WORLD, BATCH, STEPS, MAX_GRAD_NORM = 2, 8, 3, 0.3
+Found = dict[str, Any]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def data() -> Tensor:
+    return torch.randn(STEPS * BATCH, 3, generator=torch.Generator().manual_seed(1))
+
+
+def loss(y: Tensor, reduction: str = "sum") -> Tensor:
+    each = y.square().sum(1)
+    return each.sum() if reduction == "sum" else each.mean()
+
+
+def grad_sample(x: Tensor, around: Callable[[Any], Any]) -> Found:
+    plain = model()
+    net = around(fxgrad.transform(plain, backend="eager"))
+    loss(net(x)).backward()
+    return {name: (p.grad_sample, p.grad) for name, p in plain.named_parameters()}  # type: ignore[attr-defined]
+
+
+def clipped(x: Tensor, around: Callable[[Any], Any]) -> Found:
+    plain = model()
+    quantity = fxgrad.ClippedGrad(max_grad_norm=MAX_GRAD_NORM)
+    net = around(fxgrad.transform(plain, quantity=quantity, backend="eager"))  # DDP's hooks live as long as it does
+    loss(net(x)).backward()
+    return {name: p.grad for name, p in plain.named_parameters()}
+
+
+def private(
+    batches: list[Tensor], around: Callable[[Any], Any], reduction: str, noise: float = 0.0, **arguments: Any
+) -> Found:
+    """The parameters after a few private steps, and what they cost."""
+    from opacus import PrivacyEngine
+
+    import fxgrad.opacus
+
+    plain = model()
+    engine = PrivacyEngine(accountant="rdp")
+    net, optimizer, _ = fxgrad.opacus.make_private(
+        engine,
+        module=around(plain),
+        optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(data()), BATCH),
+        noise_multiplier=noise,
+        noise_generator=torch.Generator().manual_seed(4),
+        max_grad_norm=MAX_GRAD_NORM,
+        loss_reduction=reduction,
+        poisson_sampling=False,
+        backend="eager",
+        **arguments,
+    )
+    for x in batches:
+        optimizer.zero_grad()
+        loss(net(x), reduction).backward()
+        optimizer.step()
+    return dict(plain.state_dict()) | {"history": engine.accountant.history, "optimizer": type(optimizer).__name__}
+
+
+def every_case(rank: int | None) -> Found:
+    """What process `rank` finds on its half of each batch; None: one process alone, on all of them."""
+    from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+
+    batches = list(data().split(BATCH))
+    if rank is not None:
+        batches = [x.chunk(WORLD)[rank] for x in batches]
+    ddp: Callable[[Any], Any] = DistributedDataParallel if rank is not None else lambda net: net
+    opacus: Callable[[Any], Any] = DifferentiallyPrivateDistributedDataParallel if rank is not None else ddp
+    return {
+        "grad_sample": grad_sample(batches[0], ddp),
+        "clipped": clipped(batches[0], ddp),
+        "one backward mean": private(batches, ddp, "mean", one_backward=True),
+        "one backward sum": private(batches, opacus, "sum", one_backward=True),
+        "one backward noise": private(batches, ddp, "mean", noise=1.0, one_backward=True),
+        "private mean": private(batches, ddp, "mean"),
+        "private sum": private(batches, opacus, "sum"),
+        "private noise": private(batches, opacus, "mean", noise=1.0),
+    }
+
+
+def main(rank: int, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder / 'meet'}", rank=rank, world_size=WORLD)
+    found = every_case(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
