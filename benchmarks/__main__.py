@@ -37,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="the compiler of plain and fxgrad")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, help="samples, in place of each model's own number")
     parser.add_argument("--json", type=Path, help="where everything that was measured is kept")
     parser.add_argument("--plot", type=Path, help="where to draw the ratios")
     parser.add_argument("--table", type=Path, help="where to write a table in Markdown")
@@ -64,7 +65,7 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
     asked = (arguments.device, arguments.backend, arguments.rounds, arguments.seed, tuple(arguments.quantities))
     if arguments.rounds:
         results.rates = rates_alone(Options(*asked))
-    options = Options(*asked, results.rates)
+    options = Options(*asked, results.rates, arguments.batch)
     for records in compare_all(options, models, arguments.peers):
         results.add(records)
         results.save(arguments.json)

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from benchmarks.measure import Comparison, describe, first_step
 from benchmarks.models import MODELS
 from benchmarks.results import FXGRAD, PLAIN, CompileRecord, Record
 from benchmarks.roofline import Rates, measure_rates
-from benchmarks.tasks import Quantity, make_task
+from benchmarks.tasks import Quantity, Task, make_task
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ class Options:
     seed: int
     quantities: tuple[Quantity, ...]
     rates: Rates | None = None
+    batch: int | None = None  # in place of each model's own
 
 
 def compare_all(options: Options, models: Sequence[str], peers: Sequence[str]) -> Iterator[list[Record]]:
@@ -75,8 +76,7 @@ def in_fresh_process(run: Callable[..., T], options: Options, *what: Any) -> T:
 
 
 def run_compare(options: Options, model: str, peer: str) -> list[Record]:
-    use_full_precision()
-    task = make_task(model, MODELS[model], options.device, options.backend, options.seed)
+    task = prepare(options, model)
     return list(Comparison(task, peer, options.rounds, options.seed, options.rates).compare(options.quantities))
 
 
@@ -86,12 +86,18 @@ def run_rates(options: Options) -> Rates:
 
 
 def run_first_step(options: Options, model: str, peer: str, quantity: Quantity) -> CompileRecord | None:
-    use_full_precision()
     try:
-        return first_step(make_task(model, MODELS[model], options.device, options.backend), peer, quantity)
+        return first_step(prepare(options, model), peer, quantity)
     except Exception as reason:
         tqdm.write(f"{model} {peer} {quantity}: {describe(reason)}")
         return None
+
+
+def prepare(options: Options, model: str) -> Task:
+    """The named model's task, as asked for."""
+    use_full_precision()
+    spec = MODELS[model] if options.batch is None else replace(MODELS[model], batch=options.batch)
+    return make_task(model, spec, options.device, options.backend, options.seed)
 
 
 def use_full_precision() -> None:

@@ -61,7 +61,7 @@ def test_fxgrad_is_right_on_a_small_batch(name: str) -> None:
     assert record.error is not None and record.error < reference.TOLERANCE
 
 
-@pytest.mark.parametrize("peer", ["vmap", "microbatch"])
+@pytest.mark.parametrize("peer", [FXGRAD, "vmap", "microbatch"])
 def test_every_quantity_is_checked_against_the_loop(task: tasks.Task, peer: str) -> None:
     records = list(Comparison(task, peer, rounds=0).compare())
 
