@@ -64,13 +64,12 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
     models = find_models(arguments.models)
     asked = (arguments.device, arguments.backend, arguments.rounds, arguments.seed, tuple(arguments.quantities))
     if arguments.rounds:
-        results.rates = rates_alone(Options(*asked))
+        results.rates = rates_alone(Options(*asked)).best(results.rates)
     options = Options(*asked, results.rates, arguments.batch)
-    for records in compare_all(options, models, arguments.peers):
-        results.add(records)
+    for record in compare_all(options, models, arguments.peers):
+        results.add(record)
         results.save(arguments.json)
-        for record in records:
-            tqdm.write(format_line(record))
+        tqdm.write(format_line(record))
     for record in compile_all(options, models, arguments.compiles):
         results.compiles.append(record)
         results.save(arguments.json)

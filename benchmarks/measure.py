@@ -6,7 +6,8 @@ import importlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import torch
 from torch._dynamo.utils import counters
@@ -18,7 +19,7 @@ from benchmarks.peers.engine import Engine
 from benchmarks.reference import TOLERANCE, Reference
 from benchmarks.results import CONTROL, FXGRAD, PLAIN, CompileRecord, Interval, Record
 from benchmarks.roofline import Rates, count_work, floor_ratio
-from benchmarks.tasks import QUANTITIES, Quantity, Task
+from benchmarks.tasks import Quantity, Task
 
 MEMORY_ALLOWANCE = 1.1  # times B * |P| * itemsize, above the plain step's peak
 FEWEST_ROUNDS = 25
@@ -34,20 +35,22 @@ class Comparison:
         self.reference = Reference(task)
         self.work = count_work(task) if rates else None
 
-    def compare(self, quantities: Sequence[Quantity] = QUANTITIES) -> Iterator[Record]:
-        """A record for each quantity; a peer that fails is reported, not dropped."""
-        engines = {PLAIN: ours.plain(self.task)} if self.rounds else {}
-        for engine in engines.values():
-            warm_up(self.task, engine)
-        for quantity in quantities:
-            try:
-                measure = self._measure if self.rounds else self._check
-                yield measure(quantity, dict(engines))
-            except Exception as reason:
-                yield Record(self.task.name, self.peer, quantity, failed=describe(reason))
-            gc.collect()
+    def compare(self, quantity: Quantity) -> Record:
+        """The record of one quantity; a peer that fails is reported, not dropped."""
+        gc.collect()  # what an earlier quantity held
+        try:
+            return self._measure(quantity) if self.rounds else self._check(quantity)
+        except Exception as reason:
+            return Record(self.task.name, self.peer, quantity, failed=describe(reason))
 
-    def _check(self, quantity: Quantity, engines: dict[str, Engine]) -> Record:
+    @cached_property
+    def plain(self) -> Engine:
+        """The plain step, warm; one for all quantities."""
+        engine = ours.plain(self.task)
+        warm_up(self.task, engine)
+        return engine
+
+    def _check(self, quantity: Quantity) -> Record:
         """Whether the results are right, without a time."""
         engine, seconds, graphs = self._first_step(quantity)
         error = self._error(quantity, engine)
@@ -55,8 +58,8 @@ class Comparison:
             self.task.name, self.peer, quantity, error=error, first_step_seconds=seconds, graphs=graphs
         )
 
-    def _measure(self, quantity: Quantity, engines: dict[str, Engine]) -> Record:
-        task, peer = self.task, self.peer
+    def _measure(self, quantity: Quantity) -> Record:
+        task, peer, engines = self.task, self.peer, {PLAIN: self.plain}
         engines[peer], first_step_seconds, graphs = self._first_step(quantity)
         warm_up(task, engines[peer])
         fxgrad_failed = self._add_fxgrad(quantity, engines)

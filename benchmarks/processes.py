@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -34,20 +35,24 @@ class Options:
     batch: int | None = None  # in place of each model's own
 
 
-def compare_all(options: Options, models: Sequence[str], peers: Sequence[str]) -> Iterator[list[Record]]:
+def compare_all(options: Options, models: Sequence[str], peers: Sequence[str]) -> Iterator[Record]:
     """The records of one model and peer after another."""
     pairs = [(model, peer) for model in models for peer in peers]
     for model, peer in tqdm(pairs, desc="model and peer"):
-        yield compare_alone(options, model, peer)
+        yield from compare_alone(options, model, peer)
 
 
-def compare_alone(options: Options, model: str, peer: str) -> list[Record]:
-    """A process that dies is a failure of the peer."""
-    try:
-        return in_fresh_process(run_compare, options, model, peer)
-    except BrokenProcessPool:
-        reason = "the process died (out of memory?)"
-        return [Record(model, peer, quantity, failed=reason) for quantity in options.quantities]
+def compare_alone(options: Options, model: str, peer: str) -> Iterator[Record]:
+    """One process for all quantities; when it dies that is a failure of the peer, and the next ones get another."""
+    left = list(options.quantities)
+    while left:
+        with fresh_process() as pool:
+            try:
+                while left:
+                    yield pool.submit(run_compare, options, model, peer, left[0]).result()
+                    left.pop(0)
+            except BrokenProcessPool:
+                yield Record(model, peer, left.pop(0), failed="the process died (out of memory?)")
 
 
 def rates_alone(options: Options) -> Rates:
@@ -70,14 +75,23 @@ def compile_all(options: Options, models: Sequence[str], repetitions: int) -> It
 
 
 def in_fresh_process(run: Callable[..., T], options: Options, *what: Any) -> T:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no line for every profile
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+    with fresh_process() as pool:
         return pool.submit(run, options, *what).result()
 
 
-def run_compare(options: Options, model: str, peer: str) -> list[Record]:
-    task = prepare(options, model)
-    return list(Comparison(task, peer, options.rounds, options.seed, options.rates).compare(options.quantities))
+def fresh_process() -> ProcessPoolExecutor:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no line for every profile
+    return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+
+
+def run_compare(options: Options, model: str, peer: str, quantity: Quantity) -> Record:
+    return comparison(options, model, peer).compare(quantity)
+
+
+@lru_cache(maxsize=1)
+def comparison(options: Options, model: str, peer: str) -> Comparison:
+    """This process's one comparison, kept from one quantity to the next."""
+    return Comparison(prepare(options, model), peer, options.rounds, options.seed, options.rates)
 
 
 def run_rates(options: Options) -> Rates:

@@ -109,7 +109,8 @@ def format_rates(results: Results) -> str:
     if results.rates is None:
         return "no rates measured"
     flops, stored = results.rates.flops_per_second, results.rates.stored_bytes_per_second
-    return f"matmul {flops / 1e9:.0f} Gflop/s, stores {stored / 1e9:.1f} GB/s, {results.machine}"
+    machine = ", ".join(f"{name} {value}" for name, value in results.machine.items())
+    return f"matmul {flops / 1e9:.0f} Gflop/s, stores {stored / 1e9:.1f} GB/s; {machine}"
 
 
 def format_markdown(results: Results) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.models import MODELS
+from benchmarks.peers import PEERS
 from benchmarks.roofline import Rates
+from benchmarks.tasks import QUANTITIES
 
 # The plain step runs twice in each round; the second against the first is the A/A control.
 PLAIN, CONTROL, FXGRAD = "plain", "plain again", "fxgrad"
@@ -76,11 +78,10 @@ class Results:
     records: list[Record] = field(default_factory=list)
     compiles: list[CompileRecord] = field(default_factory=list)
 
-    def add(self, records: Iterable[Record]) -> None:
-        """Keep these, in place of older ones of the same model, peer and quantity."""
-        for new in records:
-            key = (new.model, new.peer, new.quantity)
-            self.records = [r for r in self.records if (r.model, r.peer, r.quantity) != key] + [new]
+    def add(self, record: Record) -> None:
+        """Keep this one, in place of an older one, in the suite's order."""
+        kept = {(r.model, r.peer, r.quantity): r for r in [*self.records, record]}
+        self.records = sorted(kept.values(), key=_place)
 
     def save(self, path: Path | None) -> None:
         if path is not None:
@@ -106,8 +107,23 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
     }
+
+
+def _processor() -> str:
+    """The CPU's name where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _place(record: Record) -> tuple[int, ...]:
+    """By model, then by peer, then by quantity; what the suite does not have comes first."""
+    orders: list[list[str]] = [list(MODELS), list(PEERS), list(QUANTITIES)]
+    names = (record.model, record.peer, record.quantity)
+    return tuple(order.index(name) if name in order else -1 for order, name in zip(orders, names, strict=True))
 
 
 def _record(entry: dict[str, Any]) -> Record:

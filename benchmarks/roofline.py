@@ -5,6 +5,8 @@ large matrices, plus writing B * |P| numbers. N cannot take less than the step w
 may need none of them), C not less than the whole step.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,13 @@ class Rates:
 
     flops_per_second: float
     stored_bytes_per_second: float
+
+    def best(self, other: Rates | None) -> Rates:
+        """The larger of each: what else runs on a machine only lowers them."""
+        if other is None:
+            return self
+        flops = max(self.flops_per_second, other.flops_per_second)
+        return Rates(flops, max(self.stored_bytes_per_second, other.stored_bytes_per_second))
 
 
 @dataclass(frozen=True)
