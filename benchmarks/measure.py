@@ -112,7 +112,7 @@ class Comparison:
         return None
 
     def _error(self, quantity: Quantity, engine: Engine) -> float:
-        error = self.reference.error(quantity, engine.results())
+        error = self.reference.error(quantity, engine.results(), engine.weights() if engine.weights else None)
         if not error <= TOLERANCE:
             raise AssertionError(f"wrong by {error:.1e}")
         return error

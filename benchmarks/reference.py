@@ -11,6 +11,7 @@ from benchmarks.peers.engine import EPSILON, NORMS, Results
 from benchmarks.tasks import Quantity, Task, Training
 
 TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 1e-3
 
 
 class Reference:
@@ -25,15 +26,20 @@ class Reference:
         self.training = Training(model, task.losses)
         self.params = dict(model.named_parameters())
 
-    def error(self, quantity: Quantity, results: Results) -> float:
-        """The largest difference; raises where results are missing, misshapen or not finite."""
+    def error(self, quantity: Quantity, results: Results, weights: Tensor | None = None) -> float:
+        """The largest difference; raises where results are missing, misshapen or not finite.
+
+        fxgrad clips by upper bounds of the norms and tells its weights: these may be too small by WEIGHT_TOLERANCE,
+        and C is compared with the sum that they make.
+        """
         if quantity == "N":
             _check(results, {NORMS: self.norms.shape})
             return float((results[NORMS].to(self.norms) - self.norms).abs().max() / self.norms.max())
         if quantity == "C":
             _check(results, {name: p.shape for name, p in self.params.items()})
-            difference = {name: _largest(results[name].to(b) - b) for name, b in self.clipped.items()}
-            return _relative(difference, {name: _largest(b) for name, b in self.clipped.items()})
+            truth = self.clipped if weights is None else self._weighted(weights)
+            difference = {name: _largest(results[name].to(b) - b) for name, b in truth.items()}
+            return _relative(difference, {name: _largest(b) for name, b in truth.items()})
         return self._grads_error(results)
 
     def _grads_error(self, results: Results) -> float:
@@ -45,6 +51,17 @@ class Reference:
                 difference[name] = max(difference[name], _largest(results[name][i].to(b) - b))
                 size[name] = max(size[name], _largest(b))
         return _relative(difference, size)
+
+    def _weighted(self, weights: Tensor) -> Results:
+        """Σ_i w_i g_i, where the weights are no larger than those of clipping, and hardly smaller."""
+        relative = weights.double() / (self.task.max_grad_norm / (self.norms + EPSILON)).clamp(max=1)
+        if not (relative.min() >= 1 - WEIGHT_TOLERANCE and relative.max() <= 1 + TOLERANCE):
+            raise AssertionError(f"clips by {float(relative.min()):.5f} to {float(relative.max()):.5f} of the weights")
+        sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        for weight, grads in zip(weights.double(), self._grads(), strict=True):
+            for name, g in grads.items():
+                sums[name] += weight * g
+        return {name: total.detach() for name, total in sums.items()}
 
     @cached_property
     def norms(self) -> Tensor:

@@ -34,6 +34,7 @@ class Engine:
     clear: Callable[[], None]
     results: Callable[[], Results]
     peak: Callable[[], int] | None = None  # bytes, where the memory is not torch's
+    weights: Callable[[], Tensor] | None = None  # [B]: what C multiplied each sample's gradient by, where it tells
 
 
 def copies(task: Task) -> tuple[nn.Module, Tensor, Tensor]:

@@ -53,7 +53,11 @@ def fxgrad(task: Task, quantity: Quantity) -> Engine:
         attribute = "grad_sample" if quantity == "G" else "grad"
         return {name: getattr(p, attribute) for name, p in params.items()}
 
-    return Engine(step, clear, results)
+    def weights() -> torch.Tensor:
+        weight: torch.Tensor = library.result(training, kind).weight
+        return weight
+
+    return Engine(step, clear, results, weights=weights if quantity == "C" else None)
 
 
 def pass_seconds() -> float | None:
