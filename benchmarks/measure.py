@@ -1,124 +1,142 @@
-"""Times in paired rounds, peak memory, compile time, and the check that the results are right."""
+"""One peer on one model: times in paired rounds, peak memory, compile time, and the check of the results."""
 
-import copy
+import contextlib
 import gc
 import importlib
 import random
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from benchmarks.models import Task, loss
-from benchmarks.peers import PEERS, Engine, fxgrad_pass_seconds, plain
+from benchmarks.memory import peak_bytes
+from benchmarks.peers import PEERS, ours
+from benchmarks.peers.engine import Engine
+from benchmarks.reference import TOLERANCE, Reference
+from benchmarks.results import CONTROL, FXGRAD, PLAIN, CompileRecord, Interval, Record
+from benchmarks.roofline import Rates, count_work, floor_ratio
+from benchmarks.tasks import Quantity, Task
 
-TOLERANCE = 1e-4
 MEMORY_ALLOWANCE = 1.1  # times B * |P| * itemsize, above the plain step's peak
-CONTROL_RANGE = (0.97, 1.03)
 FEWEST_ROUNDS = 25
+LONG_ROUND = 1.0  # seconds; above it there are fewer rounds
 BOOTSTRAP_SAMPLES = 4000
 
-# The plain step runs twice in each round; the second against the first is the A/A control.
-PLAIN, CONTROL, FXGRAD = "plain", "plain again", "fxgrad"
 
+class Comparison:
+    """One peer beside the plain step and fxgrad, in this process."""
 
-@dataclass(frozen=True)
-class Interval:
-    """A median with its 95 % bootstrap interval."""
+    def __init__(self, task: Task, peer: str, rounds: int, seed: int = 0, rates: Rates | None = None) -> None:
+        self.task, self.peer, self.rounds, self.seed, self.rates = task, peer, rounds, seed, rates
+        self.reference = Reference(task)
+        self.work = count_work(task) if rates else None
 
-    median: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Record:
-    """What was measured of one peer on one model, or why it failed."""
-
-    model: str
-    peer: str
-    failed: str | None = None
-    rounds: int = 0
-    milliseconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    ratio: Interval | None = None  # peer / plain
-    control: Interval | None = None  # plain / plain
-    fxgrad_ratio: Interval | None = None  # fxgrad / peer, paired in the same rounds
-    fxgrad_failed: str | None = None
-    error: float | None = None  # largest difference from the loop over samples
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    allowed_bytes: int = 0
-
-    @property
-    def control_valid(self) -> bool:
-        """Whether the plain step took as long as itself: else this machine was too noisy."""
-        low, high = CONTROL_RANGE
-        return self.control is not None and low <= self.control.median <= high
-
-
-@dataclass(frozen=True)
-class CompileRecord:
-    """The first step of a fresh process: its seconds, fxgrad's share and the number of graphs."""
-
-    seconds: float
-    pass_seconds: float | None
-    graphs: int
-
-
-def compare(task: Task, peer: str, rounds: int, seed: int = 0) -> Record:
-    """Measure one peer against the plain step, and fxgrad against both, in this process."""
-    engines = {PLAIN: plain(task)}
-    warm_up(task, engines[PLAIN])
-    try:
-        engines[peer] = _checked_engine(task, peer)
-    except Exception as reason:  # a peer that fails is reported, not dropped
-        return Record(task.name, peer, failed=_describe(reason))
-    fxgrad_failed = None
-    if peer != FXGRAD:
+    def compare(self, quantity: Quantity) -> Record:
+        """The record of one quantity; a peer that fails is reported, not dropped."""
+        gc.collect()  # what an earlier quantity held
         try:
-            engines[FXGRAD] = _checked_engine(task, FXGRAD)
+            return self._measure(quantity) if self.rounds else self._check(quantity)
         except Exception as reason:
-            fxgrad_failed = _describe(reason)
-    times = time_rounds(task, engines | {CONTROL: engines[PLAIN]}, rounds, peer, seed)
-    error = largest_error(task, engines[peer].grads())
-    if error > TOLERANCE:
-        return Record(task.name, peer, failed=f"wrong by {error:.1e} after the rounds")
-    peaks = {name: peak_bytes(task, engine) for name, engine in engines.items()}
-    against = peer if FXGRAD in engines and peer != FXGRAD else None
-    return Record(
-        task.name,
-        peer,
-        rounds=len(times[PLAIN]),
-        milliseconds={name: _quartiles(values) for name, values in times.items()},
-        ratio=median_ratio(times[peer], times[PLAIN]),
-        control=median_ratio(times[CONTROL], times[PLAIN]),
-        fxgrad_ratio=median_ratio(times[FXGRAD], times[against]) if against else None,
-        fxgrad_failed=fxgrad_failed,
-        error=error,
-        peak_bytes=peaks,
-        allowed_bytes=peaks[PLAIN] + int(MEMORY_ALLOWANCE * task.grad_sample_bytes),
-    )
+            return Record(self.task.name, self.peer, quantity, failed=describe(reason))
+
+    @cached_property
+    def plain(self) -> Engine:
+        """The plain step, warm; one for all quantities."""
+        engine = ours.plain(self.task)
+        warm_up(self.task, engine)
+        return engine
+
+    def _check(self, quantity: Quantity) -> Record:
+        """Whether the results are right, without a time."""
+        engine, seconds, graphs = self._first_step(quantity)
+        error = self._error(quantity, engine)
+        return Record(
+            self.task.name, self.peer, quantity, error=error, first_step_seconds=seconds, graphs=graphs
+        )
+
+    def _measure(self, quantity: Quantity) -> Record:
+        task, peer, engines = self.task, self.peer, {PLAIN: self.plain}
+        engines[peer], first_step_seconds, graphs = self._first_step(quantity)
+        warm_up(task, engines[peer])
+        fxgrad_failed = self._add_fxgrad(quantity, engines)
+        controlled = engines | {CONTROL: engines[PLAIN]}
+        times = time_rounds(task, controlled, self.rounds, f"{peer} {quantity}", self.seed)
+        error = self._error(quantity, engines[peer])  # of the last step that was timed
+        if FXGRAD in engines and peer != FXGRAD:
+            try:
+                self._error(quantity, engines[FXGRAD])
+            except AssertionError as reason:
+                fxgrad_failed = describe(reason)
+        peaks = {name: peak_bytes(task, engine) for name, engine in engines.items()}
+        paired = peer != FXGRAD and fxgrad_failed is None
+        allowance = int(MEMORY_ALLOWANCE * task.grad_sample_bytes) if quantity == "G" else 0
+        return Record(
+            task.name,
+            peer,
+            quantity,
+            rounds=len(times[PLAIN]),
+            milliseconds={name: _quartiles(values) for name, values in times.items()},
+            ratio=median_ratio(times[peer], times[PLAIN]),
+            control=median_ratio(times[CONTROL], times[PLAIN]),
+            fxgrad_ratio=median_ratio(times[FXGRAD], times[peer]) if paired else None,
+            fxgrad_failed=fxgrad_failed,
+            error=error,
+            peak_bytes=peaks,
+            allowed_bytes=peaks[PLAIN] + allowance,
+            first_step_seconds=first_step_seconds,
+            graphs=graphs,
+            floor=self._floor(quantity, statistics.median(times[PLAIN])),
+        )
+
+    def _first_step(self, quantity: Quantity) -> tuple[Engine, float, int]:
+        """The peer's engine after one step, that step's seconds, and the graphs it compiled."""
+        before = counters["stats"]["unique_graphs"]
+        engine = PEERS[self.peer](self.task, quantity)
+        seconds = timed(self.task, engine.step)
+        return engine, seconds, counters["stats"]["unique_graphs"] - before
+
+    def _add_fxgrad(self, quantity: Quantity, engines: dict[str, Engine]) -> str | None:
+        """Put fxgrad beside another peer; its error where it fails."""
+        if self.peer == FXGRAD:
+            return None
+        try:
+            engine = PEERS[FXGRAD](self.task, quantity)
+            warm_up(self.task, engine)
+        except Exception as reason:
+            return describe(reason)
+        engines[FXGRAD] = engine
+        return None
+
+    def _error(self, quantity: Quantity, engine: Engine) -> float:
+        error = self.reference.error(quantity, engine.results(), engine.weights() if engine.weights else None)
+        if not error <= TOLERANCE:
+            raise AssertionError(f"wrong by {error:.1e}")
+        return error
+
+    def _floor(self, quantity: Quantity, plain_seconds: float) -> float | None:
+        if self.rates is None:
+            return None
+        return floor_ratio(self.task, quantity, self.work, self.rates, plain_seconds)
 
 
-def first_step(task: Task, peer: str) -> CompileRecord:
+def first_step(task: Task, peer: str, quantity: Quantity) -> CompileRecord:
     """Time the first step, compilation included; meant for a fresh process without caches."""
     importlib.import_module("torch._inductor.compile_fx")  # imports are not compile time
-    engine = plain(task) if peer == PLAIN else PEERS[peer](task)
-    seconds = _timed(task, engine.step)
-    pass_seconds = fxgrad_pass_seconds() if peer == FXGRAD else None
-    return CompileRecord(seconds, pass_seconds, counters["stats"]["unique_graphs"])
+    engine = ours.plain(task) if peer == PLAIN else PEERS[peer](task, quantity)
+    seconds = timed(task, engine.step)
+    pass_seconds = ours.pass_seconds() if peer == FXGRAD else None
+    return CompileRecord(task.name, peer, quantity, seconds, pass_seconds, counters["stats"]["unique_graphs"])
 
 
 def warm_up(task: Task, engine: Engine, limit: int = 20) -> None:
     """Step until three steps take as long as the three before them, within 5 %."""
     times: list[float] = []
     while len(times) < limit:
-        times.append(_timed(task, engine.step))
+        times.append(timed(task, engine.step))
         before, after = times[-6:-3], times[-3:]
         if before and statistics.median(after) > 0.95 * statistics.median(before):
             return
@@ -130,19 +148,28 @@ def time_rounds(
     """Seconds of each engine in each round; a round runs every engine once, in random order."""
     rng = random.Random(seed)
     times: dict[str, list[float]] = {name: [] for name in engines}
-    round_seconds = sum(_timed(task, engine.step) for engine in engines.values())
-    if round_seconds > 1:
-        rounds = min(rounds, max(FEWEST_ROUNDS, round(rounds / round_seconds)))
-    gc.collect()
-    gc.freeze()  # what lives now need not be looked at between the rounds
-    gc.disable()
-    for _ in tqdm(range(rounds), desc=f"{task.name} {label}", leave=False):
-        gc.collect()
-        for name in rng.sample(list(engines), len(engines)):
-            times[name].append(_timed(task, engines[name].step))
-    gc.enable()
-    gc.unfreeze()
+    round_seconds = sum(timed(task, engine.step) for engine in engines.values())
+    if round_seconds > LONG_ROUND:
+        rounds = min(rounds, max(FEWEST_ROUNDS, round(rounds * LONG_ROUND / round_seconds)))
+    with _no_collection():
+        for _ in tqdm(range(rounds), desc=f"{task.name} {label}", leave=False):
+            gc.collect()
+            for name in rng.sample(list(engines), len(engines)):
+                times[name].append(timed(task, engines[name].step))
     return times
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection of Python's own choosing; what lives now is not looked at by ours either."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def median_ratio(numerator: list[float], denominator: list[float]) -> Interval:
@@ -155,62 +182,8 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> Interval:
     return Interval(float(ratios.quantile(0.5)), float(low), float(high))
 
 
-def largest_error(task: Task, grads: dict[str, Tensor]) -> float:
-    """The largest difference from a float64 loop over single samples.
-
-    Per parameter: max |a - b| / max(max |b|, 1e-3 of the largest |b| over all parameters).
-    """
-    model = copy.deepcopy(task.model).double()
-    params = dict(model.named_parameters())
-    if grads.keys() != params.keys():
-        raise AssertionError(f"no gradient for {sorted(params.keys() ^ grads.keys())}")
-    if bad := [name for name in params if not grads[name].isfinite().all()]:
-        raise AssertionError(f"gradients of {bad} are not finite")
-    difference, size = dict.fromkeys(params, 0.0), dict.fromkeys(params, 0.0)
-    for i in range(len(task.x)):
-        sample_loss = loss(model(task.x[i : i + 1].double()), task.y[i : i + 1])
-        sample_grads = torch.autograd.grad(sample_loss, list(params.values()))
-        for name, b in zip(params, sample_grads, strict=True):
-            if grads[name].shape != (len(task.x), *b.shape):
-                raise AssertionError(f"{name}: shape {tuple(grads[name].shape)}")
-            distance = float((grads[name][i] - b).abs().max())
-            difference[name] = max(difference[name], distance)
-            size[name] = max(size[name], float(b.abs().max()))
-    floor = 1e-3 * max(size.values())
-    return max(difference[name] / max(size[name], floor) for name in params)
-
-
-def peak_bytes(task: Task, engine: Engine) -> int:
-    """The most the allocator held at once during one warm step, above what it held before."""
-    engine.clear()
-    gc.collect()
-    if task.x.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        engine.step()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        engine.step()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-def _checked_engine(task: Task, peer: str) -> Engine:
-    """The peer's engine, warm, after its gradients were found right."""
-    engine = PEERS[peer](task)
-    engine.step()
-    error = largest_error(task, engine.grads())
-    if not error <= TOLERANCE:
-        raise AssertionError(f"wrong by {error:.1e}")
-    warm_up(task, engine)
-    return engine
-
-
-def _timed(task: Task, step: Callable[[], None]) -> float:
+def timed(task: Task, step: Callable[[], None]) -> float:
+    """Seconds of one step, the device's work included."""
     _synchronize(task)
     start = time.perf_counter()
     step()
@@ -228,6 +201,7 @@ def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _describe(reason: Exception) -> str:
+def describe(reason: Exception) -> str:
+    """An error as one line."""
     lines = str(reason).strip().splitlines() or [""]
     return f"{type(reason).__name__}: {lines[0]}"[:200]

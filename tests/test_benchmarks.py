@@ -1,52 +1,148 @@
-"""The harness of the benchmarks runs on a toy model, and rejects wrong gradients."""
+"""The suite of the benchmarks: its models build, its harness measures, and rejects what is wrong."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import peers
-from benchmarks.measure import FXGRAD, PLAIN, compare, median_ratio
-from benchmarks.models import Task, perceptron
-from benchmarks.report import find_gates, format_gates, format_table
+from benchmarks import peers, plot, reference, report, results, roofline, tasks
+from benchmarks.measure import Comparison, median_ratio
+from benchmarks.models import MODELS, find_models
+from benchmarks.models.perceptrons import perceptron
+from benchmarks.peers import engine, functional
+from benchmarks.results import FXGRAD, PLAIN, Record, Results
+
+PARAMETERS = {
+    "c02-mnist": 26_010,
+    "c03-cifar-64": 605_226,
+    "c06-simple": 1_199_882,
+    "c09-ffn50": 49 * 90_300 + 3_010,
+    "c14-lstm-16": 2 * (4 * 256 * 256 + 4 * 256),
+}
 
 
-@pytest.fixture
-def task() -> Task:
+@pytest.fixture(scope="module")
+def task() -> tasks.Task:
     torch.manual_seed(0)
     x, y = torch.randn(4, 5), torch.randint(10, (4,))
-    return Task("toy", perceptron(5, 7, 10), x, y, backend="aot_eager")
+    return tasks.Task("toy", perceptron(5, 7, 10), x, y, tasks.class_losses, backend="aot_eager")
 
 
-def test_compare_measures_fxgrad_on_a_toy_model(task: Task) -> None:
-    record = compare(task, FXGRAD, rounds=2)
+@pytest.fixture(scope="module")
+def record(task: tasks.Task) -> Record:
+    rates = roofline.Rates(1e11, 1e10)
+    return Comparison(task, FXGRAD, rounds=2, rates=rates).compare("G")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("-64") or name == "c03-cifar-64"])
+def test_every_model_has_a_loss_for_each_sample(name: str) -> None:
+    spec = MODELS[name]
+    model = spec.build()
+    x, y = spec.data(2)
+    with torch.no_grad():
+        losses = spec.losses(model(x[:1]), y[:1])
+
+    assert losses.shape == (1,)
+    assert losses.isfinite().all()
+    assert spec.cannot.keys() <= peers.PEERS.keys()
+    if name in PARAMETERS:
+        assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["c02-mnist", "c04-embedding", "c14-lstm-16", "c16-depthwise"]
+)
+def test_fxgrad_is_right_on_a_small_batch(name: str) -> None:
+    task = tasks.make_task(name, replace(MODELS[name], batch=2), "cpu", backend="eager")
+    record = Comparison(task, FXGRAD, rounds=0).compare("G")
 
     assert record.failed is None
+    assert record.error is not None and record.error < reference.TOLERANCE
+
+
+@pytest.mark.parametrize("peer", [FXGRAD, "vmap", "microbatch"])
+def test_every_quantity_is_checked_against_the_loop(task: tasks.Task, peer: str) -> None:
+    comparison = Comparison(task, peer, rounds=0)
+
+    for quantity in tasks.QUANTITIES:
+        assert comparison.compare(quantity).failed is None
+
+
+@pytest.mark.parametrize("quantity", tasks.QUANTITIES)
+@pytest.mark.parametrize("wrong_by", [1e-3, float("nan")])
+def test_a_wrong_peer_is_reported_as_failed(
+    task: tasks.Task, monkeypatch: pytest.MonkeyPatch, wrong_by: float, quantity: tasks.Quantity
+) -> None:
+    def wrong(task: tasks.Task, quantity: tasks.Quantity) -> engine.Engine:
+        right = functional.vmap(task, quantity)
+        return replace(right, results=lambda: {name: r * (1 + wrong_by) for name, r in right.results().items()})
+
+    monkeypatch.setitem(peers.PEERS, "wrong", wrong)
+    record = Comparison(task, "wrong", rounds=0).compare(quantity)
+
+    assert record.failed is not None
+    assert record.error is None
+    assert "FAILED" in report.format_table([record])
+
+
+def test_a_peer_without_a_quantity_is_reported_as_failed(task: tasks.Task) -> None:
+    pytest.importorskip("opacus")
+    record = Comparison(task, "opacus_ghost", rounds=0).compare("G")
+
+    assert record.failed == "CannotError: ghost clipping computes no per-sample gradients"
+
+
+def test_fxgrad_is_measured_on_a_toy_model(task: tasks.Task, record: Record) -> None:
+    assert record.failed is None
     assert record.rounds == 2
+    assert record.graphs == 1
     assert record.ratio is not None
     assert record.ratio.low <= record.ratio.median <= record.ratio.high
     assert record.error is not None and record.error < 1e-5
     assert record.peak_bytes[FXGRAD] >= task.grad_sample_bytes
     assert record.peak_bytes[PLAIN] < task.grad_sample_bytes
-    assert "toy" in format_table([record])
-    assert "peak <= plain" in format_gates(find_gates([record], {}))
+    assert record.floor is not None and record.floor > 0
 
 
-@pytest.mark.parametrize("wrong_by", [1e-3, float("nan")])
-def test_compare_reports_a_wrong_peer_as_failed(
-    task: Task, monkeypatch: pytest.MonkeyPatch, wrong_by: float
-) -> None:
-    def wrong(task: Task) -> peers.Engine:
-        engine = peers.vmap(task)
+def test_results_are_kept_shown_and_drawn(record: Record, tmp_path: Path) -> None:
+    failed = Record("toy", "opacus_ghost", "G", failed="no such thing")
+    kept = Results(results.describe_machine(), roofline.Rates(1e11, 1e10))
+    for one in (record, failed, record):
+        kept.add(one)
+    kept.save(tmp_path / "results.json")
+    again = results.load(tmp_path / "results.json")
 
-        def grads() -> dict[str, torch.Tensor]:
-            return {name: g * (1 + wrong_by) for name, g in engine.grads().items()}
+    assert again == kept
+    assert len(again.records) == 2
+    assert "toy" in report.format_table(again.records)
+    assert "peak <= plain" in report.format_gates(report.find_gates(again))
+    assert "| failed |" in report.format_markdown(again)
+    assert "100 Gflop/s" in report.format_rates(again)
+    plot.draw(again, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
-        return peers.Engine(engine.step, engine.clear, grads)
 
-    monkeypatch.setitem(peers.PEERS, "wrong", wrong)
-    record = compare(task, "wrong", rounds=2)
+def test_models_are_found_by_how_they_begin() -> None:
+    assert find_models(["c01", "CNN-6"]) == ["CNN-6", "c01-ffnn", "c01-logistic"]
+    with pytest.raises(ValueError, match="no model 'c99'"):
+        find_models(["c99"])
 
-    assert record.failed is not None
-    assert record.ratio is None
+
+def test_weight_gradients_are_a_third_of_a_deep_perceptron() -> None:
+    spec = replace(MODELS["c09-ffn50"], batch=2)
+    work = roofline.count_work(tasks.make_task("c09-ffn50", spec, "cpu"))
+
+    assert work is not None
+    assert work.weight_gradients / work.step == pytest.approx(1 / 3, rel=0.02)
+
+
+def test_samples_on_an_edge_are_no_samples() -> None:
+    pooled = torch.tensor([[1.0, 0.5, -1.0, -2.0], [1.0, 1.0, -1.0, -2.0]]).view(2, 1, 2, 2)
+    rectified = torch.tensor([[1.0, -1.0], [1.0, 1e-9]])
+
+    assert tasks.are_decided(torch.nn.MaxPool2d(2), pooled).tolist() == [True, False]
+    assert tasks.are_decided(torch.nn.ReLU(), rectified).tolist() == [True, False]
 
 
 def test_median_ratio_of_paired_rounds_cancels_a_common_drift() -> None:
