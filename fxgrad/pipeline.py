@@ -4,7 +4,7 @@
        inline_regions     the bodies of checkpoints where they are called
        wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
        wrap_transforms    a stretch under torch.func is one call
-       decompose_recurrent  recurrent layers as products and one recurrence each
+       decompose_recurrent  recurrent layers as one recurrence per layer and direction
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
        lower_assignments  x[i] = v as an in-place op on a view

@@ -1,4 +1,4 @@
-"""Write recurrent layers as products over all steps and one recurrence for each layer and direction."""
+"""Write recurrent layers as one recurrence for each layer and direction."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MODES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN
 def decompose_recurrent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: a graph as Dynamo left it. After: no op runs over time but ``recurrence``.
 
-    ``recurrent_layers(x, ..)`` -> ``xp = linear(x, w_ih, b_ih); hs = recurrence(xp, h0, w_hh, b_hh)[0];
-    out = hs[1:]``, for each layer and direction. The definition is that of PyTorch's decomposition table
-    for ``aten.lstm.input`` and its kin, with one loop over time in place of a copy of the step for each.
+    ``recurrent_layers(x, ..)`` -> ``hs = recurrence(x, h0, w_ih, b_ih, w_hh, b_hh)[0]; out = hs[1:]``, for each
+    layer and direction. The definition is that of PyTorch's decomposition table for ``aten.lstm.input`` and its
+    kin, with one loop over time in place of a copy of the step for each.
     """
     for node in list(gm.graph.nodes):
         arguments = _arguments(node)
@@ -123,10 +123,20 @@ class _Layers:
         w_ih, w_hh, *rest = weights
         b_ih, b_hh = rest[:2] if has_biases else (None, None)
         w_hr = rest[-1] if len(rest) > (2 if has_biases else 0) else None
-        xp = self.call(F.linear, input, w_ih, b_ih)
         c0 = states[1] if mode == "LSTM" else None
         result = self.call(
-            torch.ops.fxgrad.recurrence.default, mode, xp, lengths, states[0], c0, w_hh, b_hh, w_hr, reverse
+            torch.ops.fxgrad.recurrence.default,
+            mode,
+            input,
+            lengths,
+            states[0],
+            c0,
+            w_ih,
+            b_ih,
+            w_hh,
+            b_hh,
+            w_hr,
+            reverse,
         )
         hs = self.call(operator.getitem, result, 0)
         output = self.call(operator.getitem, hs, slice(None, -1) if reverse else slice(1, None))

@@ -1,14 +1,16 @@
 """The recurrence of one recurrent layer in one direction: an operator with its own backward.
 
 The loop over time runs inside the operator, so the compiled graph is the same for every length and compiling
-takes no longer for a long one. It takes the input projection of all steps at once (``xp``, one product before
-the loop) and its backward returns the gradients of the gates at all steps: with them each weight has one
-per-sample term with k = time, contracted after the loop. What does not depend on the step before is computed
-for all steps together; the loop itself holds one product and a few in-place ops.
+takes no longer for a long one. The input projection of all steps is one product before the loop, into the memory
+in which the loop then makes the gates of it (for an RNN, the states). The backward returns the gradients of the
+gates at all steps: with them each weight has one per-sample term with k = time, contracted after the loop. What
+does not depend on the step before is computed for all steps together; the loop itself holds one product and a
+few in-place ops.
 
-    RNN    h' = act(x + W h + b)
-    LSTM   i, f, n, o = x + W h + b;   c' = σ(f) c + σ(i) tanh(n);   h' = R (σ(o) tanh(c'))
-    GRU    r, z = σ(x_rz + W_rz h + b_rz);   n = tanh(x_n + r (W_n h + b_n));   h' = n + z (h - n)
+    p = W_ih x + b_ih                   the input projection
+    RNN    h' = act(p + W h + b)
+    LSTM   i, f, n, o = p + W h + b;   c' = σ(f) c + σ(i) tanh(n);   h' = R (σ(o) tanh(c'))
+    GRU    r, z = σ(p_rz + W_rz h + b_rz);   n = tanh(p_n + r (W_n h + b_n));   h' = n + z (h - n)
 
 A sample with ``lengths[b] = t`` stops after t steps: its state then stays as it is.
 """
@@ -46,86 +48,102 @@ def states_after(states: Tensor, reverse: bool) -> Tensor:
 @torch.library.custom_op("fxgrad::recurrence", mutates_args=())
 def recurrence(
     mode: str,
-    xp: Tensor,
+    x: Tensor,
     lengths: Tensor | None,
     h0: Tensor,
     c0: Tensor | None,
+    w_ih: Tensor,
+    b_ih: Tensor | None,
     w_hh: Tensor,
     b_hh: Tensor | None,
     w_hr: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``xp [T, B, gates * H] -> hs [T + 1, B, P]``, the last cell state ``[B, H]``, and what the backward reads.
+    """``x [T, B, in] -> hs [T + 1, B, P]``, the last cell state ``[B, H]``, and what the backward reads.
 
-    ``mode`` is nn.RNNBase's. The states hs hold h0 first (last where ``reverse``).
+    ``mode`` is nn.RNNBase's. The states hs hold h0 first (last where ``reverse``). All is computed in x's dtype.
     """
-    dtype = xp.dtype
-    hs, gates = fresh(xp, (xp.shape[0] + 1, *h0.shape)), xp.new_empty(0)
-    cells, extra, c = xp.new_empty(0), xp.new_empty(0), xp.new_empty(0)
+    length, batch = x.shape[:2]
+    w_ih, w_hh = w_ih.to(x.dtype), w_hh.to(x.dtype)
+    b_ih, b_hh, w_hr = (None if w is None else w.to(x.dtype) for w in (b_ih, b_hh, w_hr))
+    hs, gates = fresh(x, (length + 1, *h0.shape)), x.new_empty(0)
+    cells, extra, c = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     hs[-1 if reverse else 0] = h0
-    w = w_hh.to(dtype).t().contiguous()
-    mask = _mask(xp, lengths)
-    bias = None if b_hh is None else b_hh.to(dtype)
+    w = w_hh.t().contiguous()
+    mask = _mask(x, lengths)
     if mode == "LSTM":
         assert c0 is not None
-        gates = fresh(xp, xp.shape)
-        gates.copy_(xp) if bias is None else torch.add(xp, bias, out=gates)
-        cells = fresh(xp, (xp.shape[0] + 1, *c0.shape))
+        bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
+        gates = _project(x, w_ih, bias, fresh(x, (length, batch, len(w_ih))))
+        cells = fresh(x, (length + 1, *c0.shape))
         cells[-1 if reverse else 0] = c0
-        extra = _lstm(gates, hs, cells, w, None if w_hr is None else w_hr.to(dtype), mask, reverse)
+        extra = _lstm(gates, hs, cells, w, w_hr, mask, reverse)
         c = cells[0 if reverse else -1].clone()
     elif mode == "GRU":
-        gates = fresh(xp, xp.shape)
-        extra = _gru(xp, gates, hs, w, bias, mask, reverse)
+        gates = _project(x, w_ih, b_ih, fresh(x, (length, batch, len(w_ih))))
+        extra = _gru(gates, hs, w, b_hh, mask, reverse)
     else:
-        _rnn(xp if bias is None else xp + bias, hs, w, mode == "RNN_RELU", mask, reverse)
+        bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
+        _project(x, w_ih, bias, states_after(hs, reverse))
+        _rnn(hs, w, mode == "RNN_RELU", mask, reverse)
     return hs, c, gates, cells, extra
 
 
 @recurrence.register_fake
 def _(
     mode: str,
-    xp: Tensor,
+    x: Tensor,
     lengths: Tensor | None,
     h0: Tensor,
     c0: Tensor | None,
+    w_ih: Tensor,
+    b_ih: Tensor | None,
     w_hh: Tensor,
     b_hh: Tensor | None,
     w_hr: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    length, batch = xp.shape[0], xp.shape[1]
+    length, batch = x.shape[0], x.shape[1]
     hidden = w_hh.shape[0] // GATES[mode]
-    none = xp.new_empty(0)
+    none = x.new_empty(0)
     cell = (batch, hidden)
     lstm = mode == "LSTM"
     has_extra = mode == "GRU" or w_hr is not None
     return (
-        xp.new_empty(length + 1, batch, w_hh.shape[1]),
-        xp.new_empty(cell) if lstm else none,
-        xp.new_empty(xp.shape) if lstm or mode == "GRU" else xp.new_empty(0),
-        xp.new_empty(length + 1, *cell) if lstm else xp.new_empty(0),
-        xp.new_empty(length, *cell) if has_extra else xp.new_empty(0),
+        x.new_empty(length + 1, batch, w_hh.shape[1]),
+        x.new_empty(cell) if lstm else none,
+        x.new_empty(length, batch, w_ih.shape[0]) if lstm or mode == "GRU" else x.new_empty(0),
+        x.new_empty(length + 1, *cell) if lstm else x.new_empty(0),
+        x.new_empty(length, *cell) if has_extra else x.new_empty(0),
     )
 
 
-def _mask(xp: Tensor, lengths: Tensor | None) -> tuple[Tensor, ...] | None:
+def _project(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``W x + b`` at all steps, written into ``out``."""
+    rows = out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(x.flatten(0, 1), w.t(), out=rows)
+    else:
+        torch.addmm(bias, x.flatten(0, 1), w.t(), out=rows)
+    return out
+
+
+def _mask(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, ...] | None:
     """Per step ``[B, 1]``: 1 while a sample goes on, 0 after its end."""
-    return None if lengths is None else _going_on(xp, lengths).unbind(0)
+    return None if lengths is None else _going_on(x, lengths).unbind(0)
 
 
-def _going_on(xp: Tensor, lengths: Tensor) -> Tensor:
-    time = torch.arange(xp.shape[0], device=xp.device)
-    return (time[:, None] < lengths.to(xp.device)).to(xp.dtype).unsqueeze(-1)
+def _going_on(x: Tensor, lengths: Tensor) -> Tensor:
+    time = torch.arange(x.shape[0], device=x.device)
+    return (time[:, None] < lengths.to(x.device)).to(x.dtype).unsqueeze(-1)
 
 
-def _rnn(
-    xp: Tensor, hs: Tensor, w: Tensor, relu: bool, mask: tuple[Tensor, ...] | None, reverse: bool
-) -> None:
-    x, h = xp.unbind(0), hs.unbind(0)
+def _rnn(hs: Tensor, w: Tensor, relu: bool, mask: tuple[Tensor, ...] | None, reverse: bool) -> None:
+    """Turns the states after each step from projections of the input into states."""
+    h = hs.unbind(0)
     activate = torch.relu_ if relu else torch.tanh_
-    for t, before, after in steps(len(x), reverse):
-        new = activate(torch.addmm(x[t], h[before], w, out=h[after]))
+    for t, before, after in steps(len(h) - 1, reverse):
+        new = activate(h[after].addmm_(h[before], w))
         if mask is not None:
             new.copy_(torch.lerp(h[before], new, mask[t]))
 
@@ -139,7 +157,7 @@ def _lstm(
     mask: tuple[Tensor, ...] | None,
     reverse: bool,
 ) -> Tensor:
-    """Turns ``gates`` from pre-activations without h into the gates; returns o tanh(c) before a projection."""
+    """Turns ``gates`` from projections of the input into i, f, n, o; returns o tanh(c) before the projection R."""
     hidden = cells.shape[-1]
     h, c, all_gates = hs.unbind(0), cells.unbind(0), gates.unbind(0)
     i_and_f = gates[..., : 2 * hidden].unbind(0)
@@ -164,26 +182,19 @@ def _lstm(
 
 
 def _gru(
-    xp: Tensor,
-    gates: Tensor,
-    hs: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    mask: tuple[Tensor, ...] | None,
-    reverse: bool,
+    gates: Tensor, hs: Tensor, w: Tensor, bias: Tensor | None, mask: tuple[Tensor, ...] | None, reverse: bool
 ) -> Tensor:
-    """Fills ``gates`` with r, z, n; returns W_n h + b_n."""
+    """Turns ``gates`` from projections of the input into r, z, n; returns W_n h + b_n."""
     hidden = hs.shape[-1]
-    inner = fresh(xp, (xp.shape[0], *hs.shape[1:]))
+    inner = fresh(gates, (len(gates), *hs.shape[1:]))
     h, g = hs.unbind(0), inner.unbind(0)
-    x_rz, x_n = xp[..., : 2 * hidden].unbind(0), xp[..., 2 * hidden :].unbind(0)
     rz = gates[..., : 2 * hidden].unbind(0)
     r, z, n = (part.unbind(0) for part in gates.chunk(3, -1))
-    for t, before, after in steps(len(x_n), reverse):
+    for t, before, after in steps(len(n), reverse):
         product = torch.mm(h[before], w) if bias is None else torch.addmm(bias, h[before], w)
         g[t].copy_(product[:, 2 * hidden :])
-        torch.add(x_rz[t], product[:, : 2 * hidden], out=rz[t]).sigmoid_()
-        torch.addcmul(x_n[t], r[t], g[t], out=n[t]).tanh_()
+        rz[t].add_(product[:, : 2 * hidden]).sigmoid_()
+        n[t].addcmul_(r[t], g[t]).tanh_()
         new = torch.lerp(n[t], h[before], z[t], out=h[after])
         if mask is not None:
             new.copy_(torch.lerp(h[before], new, mask[t]))
@@ -204,7 +215,7 @@ def recurrence_backward(
     extra: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of xp, h0 and c0, and a fourth that a weight's term needs (see `hidden_gradients`)."""
+    """The gradients of the input projection, h0 and c0, and a fourth for a weight's term (see `hidden_gradients`)."""
     w, dtype = w_hh.to(dhs.dtype), dhs.dtype
     mask = None if lengths is None else _going_on(hs[1:], lengths)
     if mode == "LSTM":
@@ -243,7 +254,7 @@ def _(
 
 
 def hidden_gradients(mode: str, dxp: Tensor, fourth: Tensor) -> Tensor:
-    """The gradients of ``W_hh h + b_hh`` at every step: xp's own, but for the GRU's n, where r stands between."""
+    """The gradients of ``W_hh h + b_hh`` at every step: the projection's, but for the GRU's n, where r is between."""
     return fourth if mode == "GRU" else dxp
 
 
@@ -351,31 +362,33 @@ def _gru_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mode, _, lengths, h0, c0, w_hh, _, w_hr, ctx.reverse = inputs
+    ctx.mode, x, lengths, h0, c0, w_ih, _, w_hh, _, w_hr, ctx.reverse = inputs
     ctx.dtypes = (h0.dtype, None if c0 is None else c0.dtype)
     hs, _, *saved = output
-    ctx.save_for_backward(lengths, w_hh, w_hr, hs, *saved)
+    ctx.save_for_backward(x, lengths, w_ih, w_hh, w_hr, hs, *saved)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dhs: Tensor | None, dc: Tensor | None, *others: None) -> Any:
     """The plain gradients, summed over the batch: where no tap stands behind the op."""
-    lengths, w_hh, w_hr, hs, *saved = ctx.saved_tensors
+    x, lengths, w_ih, w_hh, w_hr, hs, *saved = ctx.saved_tensors
     dhs = torch.zeros_like(hs) if dhs is None else dhs
     dxp, dh0, dc0, fourth = torch.ops.fxgrad.recurrence_backward(
         ctx.mode, dhs, dc, lengths, w_hh, w_hr, hs, *saved, ctx.reverse
     )
     g = hidden_gradients(ctx.mode, dxp, fourth)
-    by_h, by_c, by_w, by_b, by_r = ctx.needs_input_grad[3:8]
+    by_x, _, by_h, by_c, by_w_ih, by_b_ih, by_w_hh, by_b_hh, by_w_hr, _ = ctx.needs_input_grad[1:]
     return (
         None,
-        dxp,
+        dxp @ w_ih.to(dxp.dtype) if by_x else None,
         None,
         dh0.to(ctx.dtypes[0]) if by_h else None,
         dc0.to(ctx.dtypes[1]) if by_c else None,
-        _summed(g, states_before(hs, ctx.reverse)).to(w_hh.dtype) if by_w else None,
-        g.sum((0, 1)).to(w_hh.dtype) if by_b else None,
-        _summed(fourth, saved[-1]).to(w_hh.dtype) if by_r else None,
+        _summed(dxp, x).to(w_ih.dtype) if by_w_ih else None,
+        dxp.sum((0, 1)).to(w_ih.dtype) if by_b_ih else None,
+        _summed(g, states_before(hs, ctx.reverse)).to(w_hh.dtype) if by_w_hh else None,
+        g.sum((0, 1)).to(w_hh.dtype) if by_b_hh else None,
+        _summed(fourth, saved[-1]).to(w_hh.dtype) if by_w_hr else None,
         None,
     )
 
@@ -385,3 +398,22 @@ def _summed(g: Tensor, x: Tensor) -> Tensor:
 
 
 recurrence.register_autograd(_backward, setup_context=_keep)
+
+
+def _autocast(device_type: str) -> None:
+    """The op under autocast, which records the cast of x; the others follow x's dtype."""
+    key = "Autocast" + device_type.upper()
+    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(mode: str, x: Tensor, *others: Any) -> Any:
+        lowered = x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == device_type
+        x = x.to(torch.get_autocast_dtype(device_type)) if lowered else x
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return torch.ops.fxgrad.recurrence.default(mode, x, *others)
+
+    _LIBRARY.impl("recurrence", cast, key)
+
+
+_LIBRARY = torch.library.Library("fxgrad", "FRAGMENT")
+_autocast("cpu")
+_autocast("cuda")

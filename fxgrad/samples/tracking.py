@@ -311,9 +311,9 @@ def recurrent(op: Op, output: Tensor) -> Answer:
     """Rows of dim 1 are alone; states and lengths have them on dim 0."""
     held = set()
     for operand, layout in op.batched:
-        if operand.name in ("w_hh", "b_hh", "w_hr"):
+        if operand.name in ("w_ih", "b_ih", "w_hh", "b_hh", "w_hr"):
             return Mixes("its weights hold samples")
-        if layout.dim != (1 if operand.name == "xp" else 0):
+        if layout.dim != (1 if operand.name == "x" else 0):
             return Mixes("it runs along the sample dimension")
         held.add(layout.at(0))
     return by_shape(op, output) if len(held) == 1 else Mixes("its operands hold the samples in different orders")
