@@ -16,7 +16,7 @@ from tqdm import tqdm
 from benchmarks.memory import peak_bytes
 from benchmarks.peers import PEERS, ours
 from benchmarks.peers.engine import Engine
-from benchmarks.reference import TOLERANCE, Reference
+from benchmarks.reference import TOLERANCES, Reference
 from benchmarks.results import CONTROL, FXGRAD, PLAIN, CompileRecord, Interval, Record
 from benchmarks.roofline import Rates, count_work, floor_ratio
 from benchmarks.tasks import Quantity, Task
@@ -113,7 +113,7 @@ class Comparison:
 
     def _error(self, quantity: Quantity, engine: Engine) -> float:
         error = self.reference.error(quantity, engine.results(), engine.weights() if engine.weights else None)
-        if not error <= TOLERANCE:
+        if not error <= TOLERANCES[quantity]:
             raise AssertionError(f"wrong by {error:.1e}")
         return error
 

@@ -10,7 +10,11 @@ from torch import Tensor
 from benchmarks.peers.engine import EPSILON, NORMS, Results
 from benchmarks.tasks import Quantity, Task, Training
 
-TOLERANCE = 1e-4
+TOLERANCES: dict[Quantity, float] = {
+    "G": 1e-4,
+    "N": 5e-4,  # torch's own float32 norm of 13 million entries is off by 1.2e-4 (c12)
+    "C": 5e-4,
+}
 WEIGHT_TOLERANCE = 1e-3
 
 
@@ -55,7 +59,7 @@ class Reference:
     def _weighted(self, weights: Tensor) -> Results:
         """Σ_i w_i g_i, where the weights are no larger than those of clipping, and hardly smaller."""
         relative = weights.double() / (self.task.max_grad_norm / (self.norms + EPSILON)).clamp(max=1)
-        if not (relative.min() >= 1 - WEIGHT_TOLERANCE and relative.max() <= 1 + TOLERANCE):
+        if not (relative.min() >= 1 - WEIGHT_TOLERANCE and relative.max() <= 1 + TOLERANCES["C"]):
             raise AssertionError(f"clips by {float(relative.min()):.5f} to {float(relative.max()):.5f} of the weights")
         sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
         for weight, grads in zip(weights.double(), self._grads(), strict=True):

@@ -58,7 +58,7 @@ def test_fxgrad_is_right_on_a_small_batch(name: str) -> None:
     record = Comparison(task, FXGRAD, rounds=0).compare("G")
 
     assert record.failed is None
-    assert record.error is not None and record.error < reference.TOLERANCE
+    assert record.error is not None and record.error < reference.TOLERANCES["G"]
 
 
 @pytest.mark.parametrize("peer", [FXGRAD, "vmap", "microbatch"])

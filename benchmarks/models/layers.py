@@ -6,13 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models.convolutional import NO_GROUP_NORM
-from benchmarks.models.sequences import NO_RECURRENT_RULE
 from benchmarks.models.transformers import NO_LAYER_NORM
 from benchmarks.tasks import Spec, regressions, square_losses
 
 WIDTH, LENGTH, WORDS, CHANNELS, SIDE = 256, 64, 1000, 64, 16
 SEQUENCE, IMAGE = (LENGTH, WIDTH), (CHANNELS, SIDE, SIDE)
-NO_ATTENTION_RULE = {peer: "no rule for MultiheadAttention" for peer in ("backpack", "backpack_l2")}
+NO_ATTENTION_RULE = {
+    **dict.fromkeys(("backpack", "backpack_l2"), "no rule for MultiheadAttention"),
+    **dict.fromkeys(("expanded_weights", "opacus_ew"), "no rule for MultiheadAttention"),
+    **dict.fromkeys(
+        ("opacus_hooks", "opacus_functorch", "opacus_ghost"),
+        "its attention with batch_first computes something else than nn.MultiheadAttention",
+    ),
+}
 
 
 class Attention(nn.Module):
@@ -50,7 +56,6 @@ def _recurrent(kind: type[nn.RNNBase], batch: int) -> Spec:
         regressions(SEQUENCE, SEQUENCE),
         square_losses,
         compiled=False,
-        cannot=NO_RECURRENT_RULE,
     )
 
 

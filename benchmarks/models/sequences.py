@@ -6,12 +6,6 @@ from torch import Tensor, nn
 from benchmarks.tasks import Spec, class_losses, texts
 
 WORDS, CLASSES, LENGTH = 10004, 2, 256
-NO_RECURRENT_RULE = {
-    "vmap": "no batching rule for the fused recurrent op",
-    "vmap_compiled": "no batching rule for the fused recurrent op",
-    "expanded_weights": "no rule for recurrent layers",
-    "opacus_ew": "no rule for recurrent layers",
-}
 
 
 class Averaged(nn.Module):
@@ -50,6 +44,5 @@ SEQUENCES: dict[str, Spec] = {
         texts(LENGTH, WORDS, CLASSES),
         class_losses,
         compiled=False,
-        cannot=NO_RECURRENT_RULE,
     ),
 }

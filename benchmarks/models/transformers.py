@@ -8,6 +8,7 @@ from benchmarks.tasks import Spec, class_losses, next_words, token_losses, vecto
 
 CLASSES = 10
 NO_LAYER_NORM = {"backpack": "no rule for LayerNorm", "backpack_l2": "no rule for LayerNorm"}
+EXPANDED = {"expanded_weights": "no rule for expand", "opacus_ew": "no rule for expand", **NO_LAYER_NORM}
 TIED = {"opacus_ghost": "refuses tied parameters", **NO_LAYER_NORM}
 
 
@@ -159,5 +160,5 @@ TRANSFORMERS: dict[str, Spec] = {
     ),
     "c11-gpt": Spec(character_gpt, 8, next_words(256, 65), token_losses, cannot=NO_LAYER_NORM),
     "c12-tied-gpt": Spec(tied_gpt, 16, next_words(64, 50257), token_losses, cannot=TIED),
-    "c13-vit": Spec(tiny_vision, 16, vectors(3, 224, 224, classes=1000), class_losses, cannot=NO_LAYER_NORM),
+    "c13-vit": Spec(tiny_vision, 16, vectors(3, 224, 224, classes=1000), class_losses, cannot=EXPANDED),
 }

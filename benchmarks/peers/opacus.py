@@ -133,8 +133,30 @@ def _prepared(task: Task) -> tuple[nn.Module, Tensor, Tensor, Originals]:
     names = list(dict(model.named_parameters()))
     replaceable = (nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention)
     if any(isinstance(module, replaceable) for module in model.modules()):
-        model = validator.fix(model).to(x.device)
+        model = validator.fix(model)
+        _replace_recurrent(model)
+        model.to(x.device)
     return model, x, y, _originals(names, model)
+
+
+def _replace_recurrent(model: nn.Module) -> None:
+    """nn.GRU and nn.RNN, which Opacus' own fixer leaves as they are."""
+    layers = importlib.import_module("opacus.layers")
+    for path, module in list(model.named_modules()):
+        if type(module) not in (nn.GRU, nn.RNN):
+            continue
+        assert isinstance(module, nn.RNNBase)
+        own = getattr(layers, f"DP{type(module).__name__}")(
+            module.input_size,
+            module.hidden_size,
+            module.num_layers,
+            bias=module.bias,
+            batch_first=module.batch_first,
+            bidirectional=module.bidirectional,
+        )
+        own.load_state_dict(module.state_dict())
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, own)
 
 
 def _originals(names: list[str], model: nn.Module) -> Originals:
