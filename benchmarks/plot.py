@@ -37,7 +37,7 @@ def _panel(axis: Any, records: list[Record], models: list[str], peers: list[str]
         below = [ratio.median - ratio.low for _, ratio in points]
         above = [ratio.high - ratio.median for _, ratio in points]
         places = [place + 0.6 * ((number + 0.5) / len(peers) - 0.5) for place, _ in points]
-        marker, color = ("D", "black") if peer == FXGRAD else ("o", f"C{number}")
+        marker, color = ("D", "black") if peer == FXGRAD else ("os^"[number // 10], f"C{number % 10}")
         axis.errorbar(medians, places, xerr=(below, above), fmt=marker, color=color, markersize=4, label=peer)
     floors = {models.index(r.model): r.floor for r in records if r.floor and r.peer == FXGRAD}
     axis.plot(list(floors.values()), list(floors), "|", color="red", markersize=12, label="roofline")
