@@ -159,7 +159,7 @@ def test_generic_and_opaque_work_is_not_counted_and_said() -> None:
     assert found.notes == ("flops leave out the generic rule, which runs the op's own derivative under vmap",)
     found = fxgrad.explain(nn.LSTM(3, 4, batch_first=True), torch.randn(4, 5, 3))
     assert found.notes == ("flops leave out what happens inside of fxgrad::recurrence",)
-    assert {step.by for p in found.parameters for step in p.steps} == {"rule", "own backward"}
+    assert {step.by for p in found.parameters for step in p.steps} == {"own backward"}
 
 
 def test_torch_func_inside_the_model() -> None:

@@ -1,7 +1,7 @@
 """The recurrence of one recurrent layer in one direction: an operator with its own backward.
 
 The loop over time runs inside the operator, so the compiled graph is the same for every length and compiling
-takes no longer for a long one. The input projection of all steps is one product before the loop, into the memory
+takes no longer for a long one. The input projection of all steps is computed before the loop, into the memory
 in which the loop then makes the gates of it (for an RNN, the states). The backward returns the gradients of the
 gates at all steps: with them each weight has one per-sample term with k = time, contracted after the loop. What
 does not depend on the step before is computed for all steps together; the loop itself holds one product and a
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from fxgrad.memory import fresh
+from fxgrad.recurrent.projection import input_gradient, rows_times
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
+BLOCK = 1 << 18  # bytes of one value in a block of steps: what is computed for all of them stays in the cache
 Step = tuple[int, int, int]  # time, and the rows of the states before and after it
 
 
@@ -119,12 +121,10 @@ def _(
 
 
 def _project(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``W x + b`` at all steps, written into ``out``."""
-    rows = out.view(-1, out.shape[-1])
-    if bias is None:
-        torch.mm(x.flatten(0, 1), w.t(), out=rows)
-    else:
-        torch.addmm(bias, x.flatten(0, 1), w.t(), out=rows)
+    """``W x + b`` at all steps, written into ``out`` a block of steps at a time."""
+    size = max(1, 4 * BLOCK // max(1, out[0].numel() * out.element_size()))
+    for i in range(0, len(x), size):
+        out[i : i + size] = rows_times(x[i : i + size], w, bias)
     return out
 
 
@@ -262,9 +262,6 @@ def _last(dhs: Tensor, reverse: bool) -> Tensor:
     return dhs[0 if reverse else -1]
 
 
-BLOCK = 1 << 18  # bytes of one value in a block of steps: what is computed for all of them stays in the cache
-
-
 def _blocks(like: Tensor, length: int, reverse: bool) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
     """Blocks of steps, the last step of the walk first: their times, and for each (row in the block, time, before)."""
     size = max(1, BLOCK // max(1, like[0].numel() * like.element_size()))
@@ -380,7 +377,7 @@ def _backward(ctx: Any, dhs: Tensor | None, dc: Tensor | None, *others: None) ->
     by_x, _, by_h, by_c, by_w_ih, by_b_ih, by_w_hh, by_b_hh, by_w_hr, _ = ctx.needs_input_grad[1:]
     return (
         None,
-        dxp @ w_ih.to(dxp.dtype) if by_x else None,
+        input_gradient(dxp, w_ih.to(dxp.dtype)) if by_x else None,
         None,
         dh0.to(ctx.dtypes[0]) if by_h else None,
         dc0.to(ctx.dtypes[1]) if by_c else None,
