@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config
 
 from fxgrad.rules import RULES
 from fxgrad.samples.families import _REGISTERED, family_of
@@ -36,6 +37,13 @@ def _exact_float32() -> None:
 def _guards_untimed() -> Iterator[None]:
     """For a statistic that nobody reads, Dynamo empties the processor's caches after each compilation."""
     with mock.patch("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, create=True):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_workers_of_inductor() -> Iterator[None]:
+    """Each process of the suite has a core; those that Inductor starts would import torch to wait for it."""
+    with torch._inductor.config.patch(compile_threads=1):
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,6 @@ from fxgrad.testing import assert_per_sample_grads, default_loss
 from tests.cases import BATCH, Case, case, ids, w, x
 
 pytestmark = pytest.mark.inductor
-
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    with torch._inductor.config.patch(compile_threads=1):
-        yield
 
 
 def products(

@@ -81,7 +81,7 @@ def test_inductor(seed: int) -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     database=None,

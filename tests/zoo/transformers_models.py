@@ -21,6 +21,7 @@ LAYERS: dict[str, Any] = {
 }
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT: dict[str, Any] = {**LAYERS, **SPECIAL, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
+ONE_LAYER = {"num_hidden_layers": 1}  # where another family has two of the same
 
 
 def ids(length: int = T) -> Tensor:
@@ -61,13 +62,13 @@ def bert_eager_attention(dropout: float) -> tuple[nn.Module, Inputs]:
 @transformers_family
 def roberta(dropout: float) -> tuple[nn.Module, Inputs]:
     """Positions are counted per sample, from a cumulative sum over tokens that are no padding."""
-    return hf.RobertaModel(hf.RobertaConfig(**TEXT, **hidden(dropout))), padded()
+    return hf.RobertaModel(hf.RobertaConfig(**{**TEXT, **ONE_LAYER}, **hidden(dropout))), padded()
 
 
 @transformers_family
 def distilbert(dropout: float) -> tuple[nn.Module, Inputs]:
     config = hf.DistilBertConfig(
-        vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=16,
+        vocab_size=VOCABULARY, dim=WIDTH, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=16,
         dropout=dropout, attention_dropout=dropout,
     )
     return hf.DistilBertModel(config), padded()
@@ -105,7 +106,7 @@ def gpt2(dropout: float) -> tuple[nn.Module, Inputs]:
 @transformers_family
 def opt(dropout: float) -> tuple[nn.Module, Inputs]:
     config = hf.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, ffn_dim=24,
         word_embed_proj_dim=8, max_position_embeddings=16, dropout=dropout, attention_dropout=dropout,
         use_cache=False, **SPECIAL,
     )
@@ -124,12 +125,13 @@ def llama(dropout: float) -> tuple[nn.Module, Inputs]:
 
 @transformers_family
 def mistral(dropout: float) -> tuple[nn.Module, Inputs]:
-    return hf.MistralForCausalLM(hf.MistralConfig(**grouped_heads(dropout), sliding_window=3)), padded()
+    config = hf.MistralConfig(**{**grouped_heads(dropout), **ONE_LAYER}, sliding_window=3)
+    return hf.MistralForCausalLM(config), padded()
 
 
 @transformers_family
 def qwen2(dropout: float) -> tuple[nn.Module, Inputs]:
-    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**grouped_heads(dropout))), padded()
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**{**grouped_heads(dropout), **ONE_LAYER})), padded()
 
 
 @transformers_family
@@ -153,7 +155,7 @@ def t5(dropout: float) -> tuple[nn.Module, Inputs]:
 @transformers_family
 def bart(dropout: float) -> tuple[nn.Module, Inputs]:
     config = hf.BartConfig(
-        vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=16,
         dropout=dropout, attention_dropout=dropout, activation_dropout=dropout, use_cache=False,
         forced_eos_token_id=2, decoder_start_token_id=2, **SPECIAL,
@@ -163,7 +165,7 @@ def bart(dropout: float) -> tuple[nn.Module, Inputs]:
 
 @transformers_family
 def vit(dropout: float) -> tuple[nn.Module, Inputs]:
-    config = hf.ViTConfig(**LAYERS, image_size=IMAGE, patch_size=16, **hidden(dropout))
+    config = hf.ViTConfig(**{**LAYERS, **ONE_LAYER}, image_size=IMAGE, patch_size=16, **hidden(dropout))
     return hf.ViTModel(config), images()
 
 
@@ -187,7 +189,7 @@ def convnext(dropout: float) -> tuple[nn.Module, Inputs]:
 def whisper(dropout: float) -> tuple[nn.Module, Inputs]:
     """Mel frames through convolutions; its encoder's positions are frozen."""
     config = hf.WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=WIDTH, encoder_layers=2, decoder_layers=2,
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=WIDTH, encoder_layers=1, decoder_layers=1,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
         max_source_positions=6, max_target_positions=8, dropout=dropout, attention_dropout=dropout,
         use_cache=False, decoder_start_token_id=3, **SPECIAL,
@@ -199,8 +201,8 @@ def whisper(dropout: float) -> tuple[nn.Module, Inputs]:
 
 
 def clip_config(dropout: float) -> Any:
-    text = {**TEXT, "attention_dropout": dropout}
-    vision = {**LAYERS, "image_size": IMAGE, "patch_size": 16, "attention_dropout": dropout}
+    text = {**TEXT, **ONE_LAYER, "attention_dropout": dropout}
+    vision = {**LAYERS, **ONE_LAYER, "image_size": IMAGE, "patch_size": 16, "attention_dropout": dropout}
     return hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
 
 
@@ -221,7 +223,7 @@ def clip_vision(dropout: float) -> tuple[nn.Module, Inputs]:
 def mamba(dropout: float) -> tuple[nn.Module, Inputs]:
     """The sequential scan; it has no dropout."""
     config = hf.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=2, time_step_rank=4,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=1, time_step_rank=4,
         use_cache=False, use_associative_scan=False, **SPECIAL,
     )
     return hf.MambaForCausalLM(config), {"input_ids": ids()}
@@ -231,6 +233,7 @@ def mamba(dropout: float) -> tuple[nn.Module, Inputs]:
 def mixtral(dropout: float) -> tuple[nn.Module, Inputs]:
     """Every token takes the weights of the experts it was sent to: rows stay with their samples."""
     config = hf.MixtralConfig(
-        **grouped_heads(dropout), num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm"
+        **{**grouped_heads(dropout), **ONE_LAYER}, num_local_experts=4, num_experts_per_tok=2,
+        experts_implementation="batched_mm",
     )
     return hf.MixtralForCausalLM(config), padded()
