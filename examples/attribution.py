@@ -80,8 +80,7 @@ def scores(train_rows: Tensor, doubts: Tensor, test_rows: Tensor) -> Tensor:
     """τ of one checkpoint: [tests, trains]."""
     kernel = train_rows.T @ train_rows
     kernel += RIDGE * kernel.diagonal().mean() * torch.eye(len(kernel))
-    found: Tensor = test_rows @ torch.linalg.solve(kernel, train_rows.T) * doubts
-    return found
+    return test_rows @ torch.linalg.solve(kernel, train_rows.T) * doubts
 
 
 def loop_products(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     error = ((test_rows @ test_rows.T - products) / scale / scale[:, None]).square().mean().sqrt().item()
     expected = 2 * options.dim**-0.5  # a random projection's own error is about dim**-0.5
     first, again = compiled[1] - compiled[0], compiled[-1] - compiled[1]
-    print(f"{share:.1%} of the {TOP} images that speak most for an answer show its digit ({MIN_SHARE:.0%} wanted)")
+    print(f"{share:.1%} of the {TOP} images that speak most for an answer show its digit (wanted: {MIN_SHARE:.0%})")
     print(f"cosines of projected gradients: off by {error:.3f} (at most {expected:.3f} wanted)")
     print(f"{first} graph(s) for the first of {options.checkpoints} checkpoints, {again} for the others")
     good = share >= MIN_SHARE and error <= expected and again == 0

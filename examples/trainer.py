@@ -68,7 +68,7 @@ def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return F.cross_entropy(outputs.logits, labels, reduction="sum")
 
 
-class MeanWithNoise(TrainerCallback):  # type: ignore[misc]
+class MeanWithNoise(TrainerCallback):
     """The sum of `samples` clipped gradients -> their mean, with noise of standard deviation noise * max_grad_norm."""
 
     def __init__(self, samples: int, noise: float, max_grad_norm: float) -> None:
@@ -137,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain_training(other.train(), data, samples, options.steps, options.lr, options.max_grad_norm)
     pairs = list(zip(model.parameters(), other.parameters(), strict=True))
     difference = max((a - b).abs().max().item() for a, b in pairs)
-    print(f"largest difference from clipping one sentence at a time: {difference:.1e} ({MAX_DIFFERENCE:.0e} allowed)")
+    print("largest difference from clipping one sentence at a time")
+    print(f"    {difference:.1e}   (at most {MAX_DIFFERENCE:.0e} wanted)")
     good = trainer.state.global_step == options.steps and difference <= MAX_DIFFERENCE
     print("good" if good else "FELL SHORT")
     return 0 if good else 1

@@ -21,8 +21,10 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_the_programs_run() -> None:
-    assert len(PROGRAMS) == 6
+    assert len(PROGRAMS) == 7
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for program in PROGRAMS:
         exec(compile(program, "README.md", "exec"), namespace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples import trainer
+from tests.examples import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 @pytest.mark.parametrize("noise", ["0.0", "1.0"])
 def test_gradient_accumulation_in_the_trainer(capsys: pytest.CaptureFixture[str], noise: str) -> None:
     tiny = f"--steps 3 --micro-batch 3 --accumulate 2 --backend eager --noise {noise}"
-    assert trainer.main(tiny.split()) == 0
+    assert load("trainer").main(tiny.split()) == 0
     said = capsys.readouterr().out
     assert "3 steps of 2 micro-batches of 3 sentences\n" in said
     assert said.endswith("good\n") == (noise == "0.0")
