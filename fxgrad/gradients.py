@@ -27,7 +27,7 @@ from fxgrad.norms import (
     window_norms,
 )
 from fxgrad.sums import SMALL, dense_sum, product_sum, rank_one_sum, rows_sum, small_sum, window_sum
-from fxgrad.terms import OneHot, Patches, Term
+from fxgrad.terms import Factor, OneHot, Patches, Term
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,30 @@ def summed(parts: Sequence[Part]) -> Tensor:
     return total
 
 
+def joined(parts: Sequence[Part]) -> Kept:
+    """The same, with how far rounding may be off."""
+    rounding = _rounding(parts[0])
+    for part in parts[1:]:
+        rounding = rounding + _rounding(part)
+    return Kept(summed(parts), rounding)
+
+
+def in_full_precision(part: Part) -> Part:
+    """Half types as float32: norms and sums are computed in it, up to the cast to the parameter's dtype."""
+
+    def cast(value: Tensor) -> Tensor:
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+    def factor(value: Factor) -> Factor:
+        if isinstance(value, Tensor):
+            return cast(value)
+        return replace(value, input=cast(value.input)) if isinstance(value, Patches) else value
+
+    if isinstance(part, Term):
+        return Term(part.equation, *map(factor, part.factors), shape=part.shape)
+    return replace(part, rows=cast(part.rows)) if isinstance(part, Kept) else cast(part)
+
+
 def _dense(part: Part) -> Tensor:
     return part.dense() if isinstance(part, Term) else part.rows if isinstance(part, Kept) else part
 
@@ -160,8 +184,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
         elif isinstance(part, Term):
             others.append(part)
         else:
-            rows, rounding = _dense(part), _rounding(part)
-            dense = Kept(rows, rounding) if dense is None else Kept(dense.rows + rows, dense.rounding + rounding)
+            dense = joined([part] if dense is None else [dense, part])
     found: list[Part] = list(others)
     if products:
         pairs = [torch.cat(side, 1) if len(side) > 1 else side[0] for side in zip(*products, strict=True)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.fx import traceback as fx_traceback
 
-from fxgrad.gradients import Part, SampleGrads, kept, summed
+from fxgrad.gradients import Part, SampleGrads, in_full_precision, joined, kept, summed
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import Contributions, OwnStrategy, Strategy
 from fxgrad.terms import Term
@@ -51,6 +51,7 @@ class Tape:
         self.quantities, self.loss_scale, self.likes = quantities, loss_scale, likes
         self.given = given  # how many tensors each quantity is given
         self.dense = any(quantity.dense for quantity in quantities)
+        self.bounded = not all(quantity.dense for quantity in quantities)  # somebody asks how far rounding is off
         self.parts: dict[int, list[Part]] = {}
         self.derived: list[tuple[int, Strategy, list[Any], int]] = []
         self.task: int | None = None
@@ -83,11 +84,12 @@ class Tape:
         """One more part of a parameter's gradients."""
         part = self._real(key, part)
         parts = self.parts.setdefault(key, [])
-        if self.dense:  # what is multiplied out in any case does not wait: waiting factors raise the peak
+        if not self.bounded:  # what is multiplied out in any case does not wait: waiting factors raise the peak
             parts[:] = [summed([*parts, part])]
-        else:
-            with in_backward():
-                parts.append(kept(part))
+            return
+        with in_backward():
+            part = in_full_precision(part)
+            parts[:] = [joined([*parts, part])] if self.dense else [*parts, kept(part)]
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""

@@ -159,6 +159,40 @@ def test_the_bound_of_a_whole_model(scale: float, device: torch.device) -> None:
         fxgrad.zero_grad(transformed)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("also", [False, True], ids=["alone", "beside grad_sample"])
+def test_half_types_are_clipped_in_float32(dtype: torch.dtype, also: bool, device: torch.device) -> None:
+    """One sample's part, before the cast, is C long: after it, but for the cast's own rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)).to(device, dtype)
+    x = torch.randn(2, 9, 16, device=device, dtype=dtype)
+    clipped = fxgrad.ClippedGrad(0.1)
+    quantities: list[Any] = [clipped, fxgrad.GradSample()] if also else [clipped]
+    transformed = fxgrad.transform(model, quantity=quantities, backend="eager")
+    transformed(x).float().square().sum().backward()
+    report = fxgrad.result(transformed, clipped)
+    assert report.norm_sample.dtype is report.weight.dtype is torch.float32
+    assert bool((report.norm_sample.double() * report.weight.double() <= 0.1 * (1 + 1e-5)).all())
+    assert bool((report.norm_sample.double() * report.weight.double() >= 0.1 * (1 - 1e-3)).all())
+    for p in model.parameters():
+        assert p.grad is not None and p.grad.dtype is dtype
+        if also:
+            wanted = torch.einsum("n,n...->...", report.weight, p.grad_sample.float())  # type: ignore[attr-defined]
+            assert relative_error({"": p.grad.float()}, {"": wanted}) <= 2e-2
+
+
+def test_the_bound_beside_grad_sample(device: torch.device) -> None:
+    """Multiplied out for another quantity, a gradient whose positions cancel is bounded all the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5, bias=False).to(device)
+    g, x = cancelling(torch.randn(3, 40, 5, device=device) * 1e6, torch.randn(3, 40, 6, device=device))
+    clipped = fxgrad.ClippedGrad(1e-3)
+    transformed = fxgrad.transform(model, quantity=[clipped, fxgrad.GradSample()], backend="eager")
+    (transformed(x) * g).sum().backward()
+    exact = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+    assert bool((exact * fxgrad.result(transformed, clipped).weight.double() <= 1e-3 * (1 + 1e-5)).all())
+
+
 # Groups and weights
 
 
