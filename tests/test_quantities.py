@@ -195,7 +195,7 @@ def test_families(name: str, batch: int, backend: str, device: torch.device) -> 
 
 
 @pytest.mark.inductor
-@every_family
+@pytest.mark.parametrize("name", ["conv", "tied", "lstm"])
 def test_families_through_inductor(name: str, device: torch.device) -> None:
     model, x = family(name, device, torch.float32)
     check(model, x, backend="inductor", tolerance=2e-4)
