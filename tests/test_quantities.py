@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import fxgrad
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
-from tests.cases import Case
+from tests.cases import CONVOLUTIONS, EINSUMS, LOOKUPS, NORMS, PRODUCTS, Case
 from tests.programs import quick_dynamo
-from tests.test_rules import CASES, every_case, one_per_op
+from tests.test_rules import CASES, FIRST, by_name, every_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
@@ -26,6 +26,10 @@ pytestmark = [
 def quick() -> Iterator[None]:
     with quick_dynamo():
         yield
+
+
+FACTORED = [case for case in FIRST if case in PRODUCTS + EINSUMS + CONVOLUTIONS + LOOKUPS + NORMS]
+"""One case for every op whose gradient stays in factors."""
 
 
 def flat(grads: Mapping[str, Tensor]) -> Tensor:
@@ -92,7 +96,7 @@ def test_every_rule(case: Case, device: torch.device) -> None:
     check(case.model(device), *case.inputs(device, case.extra[-1]), tolerance=case.tolerance)
 
 
-@one_per_op
+@pytest.mark.parametrize("case", FACTORED, ids=by_name)
 def test_traced(case: Case, device: torch.device) -> None:
     check(case.model(device), *case.inputs(device, case.extra[0]), backend="aot_eager", tolerance=case.tolerance)
 
@@ -187,8 +191,7 @@ def family(name: str, device: torch.device, dtype: torch.dtype = torch.float64) 
 
 
 @every_family
-@pytest.mark.parametrize("batch", [5, 1])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("batch", "backend"), [(5, "aot_eager"), (1, "eager")], ids=["5", "1"])
 def test_families(name: str, batch: int, backend: str, device: torch.device) -> None:
     model, x = family(name, device)
     check(model, x[:batch], backend=backend)
@@ -219,9 +222,8 @@ def test_batch_sizes(device: torch.device) -> None:
         fxgrad.zero_grad(transformed)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @every_family
-def test_groups_of_rows(name: str, backend: str, device: torch.device) -> None:
+def test_groups_of_rows(name: str, device: torch.device) -> None:
     """Three rows are one sample: the sum of their gradients is clipped, and every result has B / 3 rows."""
     model, x = family(name, device)
     x = torch.cat([x, x[:1]] if x.is_floating_point() else [x, x[:1].flip(1)])
@@ -229,8 +231,9 @@ def test_groups_of_rows(name: str, backend: str, device: torch.device) -> None:
     norms = flat(expected).norm(dim=1)
     c = float(norms.mean())
     clipped, samples = fxgrad.ClippedGrad(c, group_size=3), fxgrad.GradSample(group_size=3)
-    quantities: list[Any] = [clipped] if backend == "eager" else [clipped, samples, fxgrad.NormSample()]
-    transformed = fxgrad.transform(model, quantity=quantities, backend=backend)
+    alone = name in ("conv", "tied", "lstm")  # else beside one that multiplies everything out
+    quantities: list[Any] = [clipped] if alone else [clipped, samples, fxgrad.NormSample()]
+    transformed = fxgrad.transform(model, quantity=quantities, backend="aot_eager")
     default_loss(transformed(x)).backward()
     sums = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert relative_error(sums, weighted(weights(norms, c), expected)) <= 1e-10
