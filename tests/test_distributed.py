@@ -37,7 +37,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands
     ]
-    said = [process.communicate(timeout=240)[0] for process in processes]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # if one of them still waits for the other
     assert all(process.returncode == 0 for process in processes), "\n".join(said)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 

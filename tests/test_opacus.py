@@ -317,6 +317,7 @@ class TestOneBackward:
             fxgrad.ClippedGrad(max_grad_norm=1.0, weights=lambda n: 1 / n),
             fxgrad.ClippedGrad(max_grad_norm=1.0, sample_weight=True),
             fxgrad.ClippedGrad(max_grad_norm=1.0, groups="per_parameter"),
+            fxgrad.ClippedGrad(max_grad_norm=1.0, group_size=2),
         ],
         ids=str,
     )
@@ -422,9 +423,12 @@ class TestRefusals:
         with pytest.raises(OptionError, match="loss_reduction has to be 'mean' or 'sum'"):
             make(words(), loss_reduction=given)
 
-    def test_a_model_transformed_for_another_quantity(self) -> None:
-        view = fxgrad.transform(words(), loss_reduction="mean", quantity=fxgrad.ClippedGrad(max_grad_norm=1.0))
-        with pytest.raises(OptionError, match=r"computes ClippedGrad.*needs GradSample"):
+    @pytest.mark.parametrize(
+        "quantity", [fxgrad.ClippedGrad(max_grad_norm=1.0), fxgrad.GradSample(group_size=2)], ids=str
+    )
+    def test_a_model_transformed_for_another_quantity(self, quantity: Any) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=quantity)
+        with pytest.raises(OptionError, match=r"computes (ClippedGrad|GradSample).*needs GradSample"):
             make(view)
 
     def test_a_model_that_may_mix_samples(self) -> None:

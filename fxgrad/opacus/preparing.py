@@ -243,7 +243,10 @@ def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accu
 
 
 def _serves(found: Quantity, wanted: Quantity) -> bool:
-    """Whether clipping rests on it as well: weights of the user's own may be of any size."""
+    """Whether clipping rests on it as well: weights of the user's own may be of any size, and a group of rows that
+    is one sample is several of Opacus's."""
+    if found.group_size != 1:
+        return False
     if isinstance(found, ClippedGrad) and isinstance(wanted, ClippedGrad):
         bounded = found.weights in ("clip", "automatic") and not found.sample_weight and found.groups == "flat"
         return bounded and found.max_grad_norm == wanted.max_grad_norm
