@@ -118,7 +118,8 @@ class ClippedGrad(Quantity):
             finite = finite | (given[0] == 0)
             weight = torch.where(given[0] == 0, 0, weight * given[0])
         of = {name: i for i, group in enumerate(groups) for name in group}
-        summed = [g.weighted(weight[of[g.name]]) for g in grads]
+        rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once (`fxgrad.virtual`)
+        summed = [g.weighted(rows[of[g.name]]) for g in grads]
         shape = (n,) if len(groups) == 1 else (len(groups), n)
         return [*summed, by_group[:, 0].to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum().float()]
 
