@@ -77,11 +77,11 @@ class SampleGrads:
             return norms_of(parts[0])
         terms = [part for part in parts if isinstance(part, Term)]
         if len(terms) == len(parts) == 2:
-            product, table = terms  # as `_merged` has them in order
+            product, table = terms  # as `merged` has them in order
             if table.rows() is not None and product.product() is not None:
                 return _norms_of_tied(table, product)
         wide = any(isinstance(part, Virtual) and not part.of.keeps for part in parts)
-        rows = summed(parts, wide)
+        rows = summed(self.parts, wide)
         off = [rounding(part) for part in parts if not wide or isinstance(part, Kept)]
         return bounded(rows, sum(off, rows.new_zeros(self.n, dtype=torch.float64)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxgrad.rules.reduce import sum_to
+from fxgrad.rules.reduce import sum_dims, sum_to, summed_to
 from fxgrad.rules.registry import rule
 
 
@@ -62,7 +62,7 @@ def permute(g, input, dims):
 )  # fmt: skip
 def expand(g, input):
     """y = copies of W      dW_n = Σ over sample n's copies of g"""
-    return {"input": sum_to(g, input.shape)}
+    return {"input": summed_to(g, input.shape)}
 
 
 @rule("repeat", of=("input",), shared=True, ignore={"repeats": "the gradient's shape says it"})
@@ -72,8 +72,7 @@ def repeat(g, input):
     if not shape or 0 in shape:
         return {"input": g.new_zeros(g.shape[0], *input.shape) if 0 in shape else g}
     split = [part for size, own in zip(g.shape[1:], shape, strict=True) for part in (size // own, own)]
-    tiles = g.reshape(g.shape[0], *split).sum(tuple(range(1, 2 * len(shape), 2)))
-    return {"input": tiles.reshape(g.shape[0], *input.shape)}
+    return {"input": sum_dims(g.reshape(g.shape[0], *split), range(1, 2 * len(shape), 2), input.shape)}
 
 
 @rule("cat", of=("tensors",), shared=True)
