@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 import torch.fx.experimental._config as shapes_config
 from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 from torch.backends import opt_einsum
 from torch.utils._pytree import tree_leaves
 
@@ -225,7 +226,9 @@ def check_reverse_mode(values: Sequence[Any]) -> None:
             "a transformed model does not run inside of torch.func's transforms (grad, jvp, vmap)",
             advice="Call the original model there.",
         )
-    dual = [v for v in values if isinstance(v, Tensor) and torch.autograd.forward_ad.unpack_dual(v).tangent is not None]
+    if forward_ad._current_level < 0:
+        return
+    dual = [v for v in values if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None]
     if dual:
         raise OptionError(
             "forward-mode AD does not go through a transformed model",

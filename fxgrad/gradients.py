@@ -26,6 +26,7 @@ from fxgrad.norms import (
     window_norms,
     window_rows,
 )
+from fxgrad.onednn import FEW
 from fxgrad.parts import (
     Kept,
     Part,
@@ -203,10 +204,10 @@ def _weighted(part: Part, c: Tensor) -> Tensor:
         return _dense_sum(dense_of(part), c)
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
-        if way_of(part) is Way.RANK_ONE:
-            g, x = product
+        g, x = product
+        if way_of(part) is Way.RANK_ONE and hint(g.shape[0]) * hint(g.shape[2]) * hint(x.shape[2]) < FEW:
             return rank_one_sum(g.squeeze(1), x.squeeze(1), c)
-        found: Tensor = product_sum(*product, c)
+        found: Tensor = product_sum(g, x, c)
         return found
     if table is not None:
         rows, g = table

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW = 4 << 20  # flops below which calling another library gains nothing
+FEW = 2 << 20  # products below which calling another library gains nothing
 MANY = 1 << 10  # rows from which copying them transposed costs more than it gains
 
 
@@ -29,16 +29,19 @@ def rows_times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, w, bias)
 
 
-def outer_products(g: Tensor, x: Tensor) -> Tensor:
-    """``Σ_m g[m, o] x[m, i]`` as ``[o, i]``: what a linear layer's weight gradient is."""
+def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None) -> Tensor:
+    """``Σ_m c[m] g[m, o] x[m, i]`` as ``[o, i]``: what a linear layer's weight gradient is."""
     (m, o), i = g.shape, x.shape[1]
-    if not applies(g) or not applies(x) or m * o * i < FEW // 2:
-        return g.t() @ x
-    if o < i or m < MANY:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(g.t().contiguous(), x.t(), None, "none", [], "")
+    if not applies(g) or not applies(x) or m * o * i < FEW:
+        return (g.t() if c is None else g.t() * c) @ x
+    if o < i or m < MANY:  # g is copied transposed, c times
+        columns = g.new_empty(o, m)
+        torch.mul(g.t(), 1 if c is None else c, out=columns)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(columns, x.t(), None, "none", [], "")
         return out
     # As the gradient of a 1 x 1 convolution over m pixels: it reads both as they lie in memory.
-    pixels = [side.contiguous().view(1, m, 1, -1).permute(0, 3, 1, 2) for side in (g, x)]
+    x = x.contiguous() if c is None else x * c.unsqueeze(1)
+    pixels = [side.view(1, m, 1, -1).permute(0, 3, 1, 2) for side in (g.contiguous(), x)]
     weight = g.new_empty(()).expand(o, i, 1, 1)
     settings = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
     out = torch.ops.aten.convolution_backward(*pixels, weight, None, *settings, (False, True, False))[1]

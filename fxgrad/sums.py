@@ -33,6 +33,8 @@ def weighted(rows: Tensor, c: Tensor) -> Tensor:
 def product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
     """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
     c = c.to(g.dtype)
+    if g.shape[1] == 1:
+        return outer_products(without(g.squeeze(1), c), without(x.squeeze(1), c), c)
     if g.shape[2] <= x.shape[2]:
         g, x = weighted(g, c), without(x, c)
     else:
@@ -96,21 +98,9 @@ def small_sum(rows: Tensor, c: Tensor) -> Tensor:
 
 
 def rank_one_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
-    """``Σ_n c[n] g[n, o] x[n, i]`` as ``[o, i]``."""
+    """``Σ_n c[n] g[n, o] x[n, i]`` as ``[o, i]``, of few flops."""
     c = c.to(g.dtype).unsqueeze(1)
-    found: Tensor = _outer_products(torch.where(c == 0, 0, g * c), torch.where(c == 0, 0, x))
-    return found
-
-
-@torch.library.custom_op("fxgrad::outer_products", mutates_args=(), tags=ANY_LAYOUT)
-def _outer_products(g: Tensor, x: Tensor) -> Tensor:
-    """An operator, because Inductor gives a product that it sees to MKL."""
-    return outer_products(g, x)
-
-
-@_outer_products.register_fake
-def _(g: Tensor, x: Tensor) -> Tensor:
-    return g.new_empty(g.shape[1], x.shape[1])
+    return torch.where(c == 0, 0, g * c).t() @ torch.where(c == 0, 0, x)
 
 
 @torch.library.custom_op("fxgrad::dense_sum", mutates_args=(), tags=ANY_LAYOUT)
