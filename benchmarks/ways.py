@@ -1,7 +1,8 @@
 """Each way to contract a weight's gradients, timed: ``python -m benchmarks.ways [linear] [conv] [table]``.
 
-What `ClippedGrad` does with one weight: norms with their bounds, and the weighted sum. The last columns are the ways that
-the cost model chooses on this machine as measured, and on the reference machine, and how much slower than the fastest.
+What `ClippedGrad` does with one weight: norms with their bounds, and the weighted sum. The last columns are the ways
+that the cost model chooses on this machine as measured, and on the reference machine; and how much slower each is than
+the fastest.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from fxgrad.gradients import SampleGrads, in_full_precision, kept
 from fxgrad.machines import REFERENCE, Machine, measure
 from fxgrad.terms import OneHot, Patches, Term
 
-LINEAR = [(32, k, d, d) for d in (64, 256, 1024) for k in (1, 16, 64, 256)] + [(128, 1, 512, 784), (16, 64, 1000, 256)]
-CONV = [(32, c, s, 1) for c in (32, 64, 128) for s in (8, 16, 32)] + [(32, 256, 4, 1), (32, 64, 16, 64), (32, 64, 16, 4)]
-TABLE = [(32, 256, 10004, 16), (16, 64, 50257, 256), (32, 64, 100, 64), (32, 256, 50, 128)]
+LINEAR = [(32, k, d, d) for d in (64, 256, 1024) for k in (1, 16, 64, 256)]  # n, k, o, i
+CONV = [(32, c, s, 1) for c in (32, 64, 128) for s in (8, 16, 32)]  # n, channels, pixels in a row, groups
+CONV += [(32, 256, 4, 1), (32, 64, 16, 64), (32, 64, 16, 4)]
+TABLE = [(32, 256, 10004, 16), (16, 64, 50257, 256), (32, 64, 100, 64), (32, 256, 50, 128)]  # n, k, rows, d
 
 SLOW = 1.0  # estimated seconds from which a way is left out
 ROUNDS = 20

@@ -14,7 +14,9 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import fxgrad
 from fxgrad import contractions, machines
@@ -387,30 +389,53 @@ def test_as_an_option_of_the_backend() -> None:
 # The graph.
 
 
-def backward_ops(strategy: str | None, machine: Machine = REFERENCE) -> dict[str, tuple[Any, ...]]:
-    """The operators of fxgrad in a compiled backward, with what else they are told."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-
-    found: dict[str, tuple[Any, ...]] = {}
+def compiled(model: nn.Module, x: Tensor, strategy: Any = None, machine: Machine = REFERENCE) -> list[fx.Node]:
+    """The nodes of the compiled forward and backward."""
+    nodes: list[fx.Node] = []
 
     def keep(gm: fx.GraphModule, examples: Any) -> Any:
-        for node in gm.graph.nodes:
-            if "fxgrad" in str(node.target):
-                found[str(node.target)] = tuple(arg for arg in node.args if not isinstance(arg, fx.Node))
+        nodes.extend(gm.graph.nodes)
         return make_boxed_func(gm.forward)
 
     torch._dynamo.reset()
-    model, x = nn.Linear(128, 128), torch.randn(5, 3, 128)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     with pinned(machine):
-        made = fxgrad.transform(
-            model,
-            quantity=fxgrad.ClippedGrad(1.0),
-            strategy=strategy,
-            backend=aot_autograd(fw_compiler=keep, bw_compiler=keep),
-        )
+        made = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0), strategy=strategy, backend=backend)
         default_loss(made(x)).backward()
-    return found
+    return nodes
+
+
+def backward_ops(strategy: str | None, machine: Machine = REFERENCE) -> dict[str, tuple[Any, ...]]:
+    """The operators of fxgrad in a compiled graph, with what else they are told."""
+    nodes = compiled(nn.Linear(128, 128), torch.randn(5, 3, 128), strategy, machine)
+    found = [node for node in nodes if "fxgrad" in str(node.target)]
+    return {str(node.target): tuple(arg for arg in node.args if not isinstance(arg, fx.Node)) for node in found}
+
+
+class Kinds(nn.Module):
+    """A weight of each kind, in sizes that no product of others is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.table = nn.Conv2d(3, 37, 3), nn.Embedding(401, 31)
+        self.wide, self.last = nn.Linear(31, 199), nn.Linear(199, 53)
+        self.norm = nn.LayerNorm(53)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.last(self.wide(self.table(ids)).relu()).relu()
+        return self.norm(h).sum((1, 2)) + self.conv(h[:, :3, :48].reshape(-1, 3, 4, 12)).sum((1, 2, 3))
+
+
+def test_what_is_not_marked_is_nowhere_in_the_graph() -> None:
+    model, ids = Kinds(), torch.randint(401, (11, 5))
+    found = fxgrad.explain(model, ids, quantity=fxgrad.ClippedGrad(1.0))
+    marked = {p.name for p in found.parameters if p.materialised}
+    assert {"table.weight", "wide.weight", "last.weight"}.isdisjoint(marked) and "norm.weight" in marked
+    values = [node.meta.get("val") for node in compiled(model, ids)]
+    sizes = {contractions.hint(value.numel()) for value in values if isinstance(value, Tensor)}
+    for name, p in model.named_parameters():
+        if name not in marked:
+            assert 11 * p.numel() not in sizes, name
 
 
 def test_the_choice_is_written_into_the_graph_that_caches_are_keyed_by() -> None:
