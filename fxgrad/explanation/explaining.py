@@ -148,6 +148,8 @@ class _Explainer:
         """A rehearsal, or a note why there is none: what cannot be counted can still be explained."""
         try:
             return rehearse(gm, self.ctx, self.size)
+        except OptionError:  # a strategy that does not fit
+            raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             self.notes.append(f"{what} was not counted: {type(error).__name__}: {first}")
