@@ -14,13 +14,14 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
-from fxgrad.choices import Ways, Wish
+from fxgrad.choices import Ways
 from fxgrad.contractions import Way, contraction_of, costs
 from fxgrad.gradients import SampleGrads, in_full_precision, kept
 from fxgrad.machines import REFERENCE, Machine, measure
@@ -36,6 +37,16 @@ ROUNDS = 20
 _COUNT = itertools.count()
 
 Make = Callable[[Tensor, Tensor], Term]
+
+
+@dataclass(frozen=True)
+class Only(Ways):
+    """No choice: one way."""
+
+    way: Way = Way.MATERIALISE
+
+    def of(self, name: str, term: Term, *, waits: bool = False) -> Way:
+        return self.way
 
 
 def linear(n: int, k: int, o: int, i: int) -> tuple[Sequence[Tensor], Make, tuple[int, ...]]:
@@ -58,7 +69,7 @@ def table(n: int, k: int, rows: int, d: int) -> tuple[Sequence[Tensor], Make, tu
 
 def step(way: Way, make: Make, shape: tuple[int, ...]) -> Callable[..., Any]:
     """One weight's part of a backward that clips, compiled."""
-    ways = Ways(wishes={"w": Wish(way, "w", exact=way is not Way.MATERIALISE)})
+    ways = Only(way=way)
 
     def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         part = kept(in_full_precision(make(a, b)), "w", ways)

@@ -189,9 +189,10 @@ def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
 
 def zero_grad(model: nn.Module) -> None:
     """Clear ``.grad`` and every per-sample attribute of a model's parameters, transformed or not."""
-    for parameter in model.parameters():
+    parameters = list(model.parameters())
+    for parameter in parameters:
         parameter.grad = None
-    clear(model.parameters())
+    clear(parameters)
     engine = engine_of(model)
     if engine is not None:
         engine.store.results.clear()

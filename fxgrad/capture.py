@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.fx.experimental._config as shapes_config
 from torch import Tensor, fx, nn
+from torch.backends import opt_einsum
 from torch.utils._pytree import tree_leaves
 
 from fxgrad.batch import PACKED_SIZES, Batch, Roles, dynamic_dim
@@ -102,7 +104,7 @@ class Engine:
             if batch.size == 0:
                 outputs = self._on_no_samples(method, forward, args, kwargs)
             else:
-                outputs = self._run(method, batch, args, kwargs)
+                outputs = self._run((method, *parameters), batch, args, kwargs)
         outputs = as_pytorch_packs(outputs, given)
         tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
         watch(tensors, self.store, forward)
@@ -129,10 +131,10 @@ class Engine:
         return self.model if method == "__call__" else self.model.forward
 
     def _run(
-        self, method: str, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: tuple[str, ...], batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         # Not every version of Dynamo guards on requires_grad: what is trainable is part of the key.
-        key = (method, *self.trainable())
+        method = key[0]
         if key not in self.compiled:
             self.compiled[key] = self._compile(method)
         try:
@@ -289,15 +291,14 @@ def sizes_unseen() -> Iterator[None]:
 
     Nor may sizes choose the order of an einsum: opt_einsum, where installed, makes the batch a number.
     """
-    import torch.fx.experimental._config as config
-    from torch.backends import opt_einsum
-
-    before, opt_einsum.enabled = opt_einsum.enabled, False  # its own `flags` does not nest
+    duck, einsum = shapes_config.use_duck_shape, opt_einsum.enabled
+    # Neither `config.patch`, which makes a class at every call, nor opt_einsum's `flags`, which do not nest.
+    shapes_config.use_duck_shape = opt_einsum.enabled = False
     try:
-        with config.patch(use_duck_shape=False), recurrent_modules():  # type: ignore[attr-defined]
+        with recurrent_modules():
             yield
     finally:
-        opt_einsum.enabled = before
+        shapes_config.use_duck_shape, opt_einsum.enabled = duck, einsum
 
 
 def _leaves(outputs: Any) -> list[Any]:

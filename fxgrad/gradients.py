@@ -23,9 +23,11 @@ from fxgrad.norms import (
     gamma,
     product_norms,
     product_rounding,
+    product_rows,
     rank_one_norms,
     row_norms,
     window_norms,
+    window_rows,
 )
 from fxgrad.sums import SMALL, dense_sum, product_sum, rank_one_sum, rows_sum, small_sum, window_sum
 from fxgrad.terms import Factor, OneHot, Patches, Term
@@ -37,6 +39,7 @@ class Kept:
 
     rows: Tensor  # [n, *shape]
     rounding: Tensor  # [n]: how far ‖rows_n‖ may be from the norm in exact arithmetic
+    found: Tensor | None = None  # [2, n]: norms and bounds, where the operator that made the rows looked at them
 
 
 Part = Term | Tensor | Kept
@@ -130,8 +133,23 @@ class SampleGrads:
 def kept(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable
     """A part of one parameter as it waits for the end of the backward: as factors, or multiplied out."""
     if isinstance(part, Term) and ways.of(name, part) is Way.MATERIALISE:
-        return Kept(part.dense(), _rounding(part))
+        return _multiplied_out(part, any(isinstance(f, Tensor) and f.is_complex() for f in part.factors))
     return part
+
+
+def _multiplied_out(term: Term, complex_factors: bool) -> Kept:
+    """A term's gradients, looked at while a few samples' are in the cache where an operator makes them."""
+    product, windows = term.product(), term.windows()
+    if complex_factors or (product is None and windows is None):
+        return Kept(term.dense(), _rounding(term))
+    if product is not None:
+        rows, found = product_rows(*product)
+        rows = rows if term.shape is None else rows.reshape(rows.shape[0], *term.shape)
+    else:
+        assert windows is not None
+        g, patches = windows
+        rows, found = window_rows(g, patches.input, *patches.settings)
+    return Kept(rows, found[1] - found[0], found)
 
 
 def summed(parts: Sequence[Part]) -> Tensor:
@@ -148,6 +166,10 @@ def joined(parts: Sequence[Part]) -> Kept:
     for part in parts[1:]:
         rounding = rounding + _rounding(part)
     return Kept(summed(parts), rounding)
+
+
+def _as_kept(part: Part) -> Kept:
+    return part if isinstance(part, Kept) else joined([part])
 
 
 def in_full_precision(part: Part) -> Part:
@@ -186,7 +208,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
         elif isinstance(part, Term):
             others.append(part)
         else:
-            dense = joined([part] if dense is None else [dense, part])
+            dense = _as_kept(part) if dense is None else joined([dense, part])
     found: list[Part] = list(others)
     if products:
         pairs = [torch.cat(side, 1) if len(side) > 1 else side[0] for side in zip(*products, strict=True)]
@@ -224,6 +246,8 @@ def _grouped(part: Part, size: int) -> Part:
 
 def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa: B008 - immutable
     """Norms and bounds of one part alone, ``[2, n]``."""
+    if isinstance(part, Kept) and part.found is not None:
+        return part.found
     if not isinstance(part, Term):
         return bounded(_dense(part), _rounding(part))
     product, table, windows = part.product(), part.rows(), part.windows()

@@ -1,8 +1,8 @@
 """The opaque operators: work that is done at run time, behind one node of the compiled graph.
 
-Large products go into fresh memory on huge pages. The weight gradient of a convolution per sample is a
-native kernel called with samples as the groups of one convolution, a few at a time on CPU and all at once
-elsewhere: faster than unfolding the batch, and right for every argument a convolution takes.
+Large products go into fresh memory on huge pages, and so do the weight gradients of a convolution per sample
+(fxgrad/convolutions.py). Operators take values in any memory format: where a compiler has a convolution's channels
+last, copying a few samples at a time will do.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fxgrad.convolutions import blocks, conv_rows
 from fxgrad.memory import fresh
 
 if TYPE_CHECKING:
     from fxgrad.terms import Patches
 
 
-BLOCK = 8  # samples that stand as groups in one convolution on CPU: what they read stays in the cache
+ANY_LAYOUT = (torch.Tag.flexible_layout,)
 LARGE = 64 << 10  # bytes of one sample's gradient from which fresh memory decides the time on CPU
 
 
@@ -33,7 +34,7 @@ def products(g: Tensor, x: Tensor) -> Tensor:
     return g.mT * x if one_position else g.mT @ x
 
 
-@torch.library.custom_op("fxgrad::products", mutates_args=())
+@torch.library.custom_op("fxgrad::products", mutates_args=(), tags=ANY_LAYOUT)
 def _products(g: Tensor, x: Tensor) -> Tensor:
     out = fresh(g, (g.shape[0], g.shape[2], x.shape[2]))
     return torch.mul(g.mT, x, out=out) if g.shape[1] == 1 else torch.bmm(g.mT, x, out=out)
@@ -60,7 +61,7 @@ def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
     return grad
 
 
-@torch.library.custom_op("fxgrad::conv_weight_grad", mutates_args=())
+@torch.library.custom_op("fxgrad::conv_weight_grad", mutates_args=(), tags=ANY_LAYOUT)
 def _conv_weight_grad(
     g: Tensor,
     input: Tensor,
@@ -72,44 +73,11 @@ def _conv_weight_grad(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    n = g.shape[0]
-    out = fresh(g, (n, *kernel))
-    block = BLOCK if g.device.type == "cpu" else max(n, 1)
+    out = fresh(g, (len(g), *kernel))
     settings = (stride, padding, dilation, transposed, output_padding, groups)
-    for start in range(0, n, block):
-        rows = slice(start, start + block)
-        out[rows].copy_(conv_rows(g[rows], input[rows], kernel, *settings))
+    for rows in blocks(g, input, kernel):
+        conv_rows(g[rows], input[rows], kernel, *settings, out[rows])
     return out
-
-
-def conv_rows(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """One call of the native kernel, with the samples side by side as groups: ``[n, *kernel]``."""
-    n = g.shape[0]
-    weight = g.new_empty(()).expand(n * kernel[0], *kernel[1:])
-    settings = (stride, padding, dilation, transposed, output_padding, n * groups)
-    operands = (_side_by_side(g), _side_by_side(input), weight, None)
-    found: Tensor = torch.ops.aten.convolution_backward(*operands, *settings, (False, True, False))[1]
-    return found.view(n, *kernel)
-
-
-def _side_by_side(rows: Tensor) -> Tensor:
-    """``[n, k, channels, *space]`` as ``[k, n * channels, *space]``, in plain order.
-
-    Other strides, if only of dimensions of size 1, make the native kernel choose another memory format.
-    """
-    joined = rows.transpose(0, 1).flatten(1, 2)
-    plain = torch.empty(joined.shape, device="meta").stride()
-    return joined if joined.stride() == plain else joined.clone(memory_format=torch.contiguous_format)
 
 
 @_conv_weight_grad.register_fake

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.kernels import conv_rows
+from fxgrad.convolutions import conv_rows
 from fxgrad.memory import fresh
+from fxgrad.onednn import outer_products
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,9 @@ def _probes(device: torch.device) -> dict[str, Probe]:
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=torch.float32, device=device)
 
-    wide, g, pixels, kernel = ones(512, 1024), ones(16, 64, 256), ones(8, 1, 64, 16, 16), (64, 64, 3, 3)
+    long, g, pixels, kernel = ones(1024, 512), ones(16, 64, 256), ones(8, 1, 64, 16, 16), (64, 64, 3, 3)
     column, row, vector, number = ones(64, 512, 1), ones(64, 1, 512), ones(1 << 15), ones(1)
+    weights = torch.empty((8, *kernel), device=device)
     doubled, same = torch.empty_like(vector), torch.empty_like(number)
 
     def gradients() -> Tensor:
@@ -164,9 +166,9 @@ def _probes(device: torch.device) -> dict[str, Probe]:
 
     settings = (1, 1), (1, 1), (1, 1), False, (0, 0), 1
     return {
-        "product": (lambda: wide @ wide.t(), 1, 2 * 512 * 512 * 1024),
+        "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
-        "convolution": (lambda: conv_rows(pixels, pixels, kernel, *settings), 2, 2 * 8 * 256 * 64 * 64 * 9),
+        "convolution": (lambda: conv_rows(pixels, pixels, kernel, *settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
         "memory": (gradients, 1, 2 * 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),
         "call": (lambda: torch.mul(number, 2, out=same), 100, 1),

@@ -18,14 +18,16 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fxgrad.kernels import conv_rows
+from fxgrad.convolutions import CACHED, blocks, conv_rows
+from fxgrad.kernels import ANY_LAYOUT
+from fxgrad.memory import fresh
 
 CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
 TINY = 1e-30  # norms below this may have lost digits to underflow on the way
+SMALL = 1e-12  # likewise, where squares are summed in float32
 
 
 def gamma(m: int, dtype: torch.dtype) -> float:
@@ -43,6 +45,23 @@ def frobenius(rows: Tensor) -> Tensor:
     scale = flat.abs().amax(1, keepdim=True)
     safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
     return (flat / safe).square().sum(1).sqrt() * safe.squeeze(1)
+
+
+def quick_frobenius(rows: Tensor) -> Tensor:
+    """The same outside of a traced graph, off by γ(CHAIN) at most: squares are summed in float32, `CHAIN` at a time."""
+    if rows.dtype is not torch.float32:
+        return frobenius(rows)
+    dims = sorted(range(1, rows.dim()), key=rows.stride, reverse=True)  # as they lie in memory: nothing is copied
+    flat = as_vectors(rows.permute(0, *dims))
+    whole = flat.shape[1] // CHAIN * CHAIN
+    parts = [torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, CHAIN)), dim=2)] if whole else []
+    if whole < flat.shape[1] or not whole:
+        parts.append(torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True))
+    norms = torch.cat(parts, 1).double().square().sum(1).sqrt()
+    doubtful = ~norms.isfinite() | (norms < SMALL)
+    if bool(doubtful.any()):
+        norms[doubtful] = frobenius(rows[doubtful])
+    return norms
 
 
 def as_vectors(rows: Tensor) -> Tensor:
@@ -63,14 +82,16 @@ def rank_one_norms(g: Tensor, x: Tensor) -> Tensor:
     return torch.stack([norms, norms * (1 + 1e-12)])
 
 
-@torch.library.custom_op("fxgrad::product_norms", mutates_args=())
+@torch.library.custom_op("fxgrad::product_norms", mutates_args=(), tags=ANY_LAYOUT)
 def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
     g, x = _computable(g), _computable(x)
     (n, k, o), i = g.shape, x.shape[2]
     size = (k * k * 2 if gram else o * i) * g.element_size()
     of_rows = _gram_norms if gram else _product_rows_norms
-    return _by_blocks(n, size, lambda rows: of_rows(g[rows], x[rows]), lambda row: _carefully(g[row], x[row]))
+    return _by_blocks(
+        _slices(n, size), lambda rows: of_rows(g[rows], x[rows]), lambda row: _carefully(g[row], x[row])
+    )
 
 
 @product_norms.register_fake
@@ -128,19 +149,49 @@ def _from_squares(square: Tensor, slack: Tensor) -> Tensor:
 
 
 def _product_rows_norms(g: Tensor, x: Tensor) -> Tensor:
-    return bounded(g.mT @ x, product_rounding(g, x))
+    return measured(g.mT @ x, _product_rounding(g, x, quick_frobenius))
 
 
 def product_rounding(g: Tensor, x: Tensor) -> Tensor:
     """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖."""
+    return _product_rounding(g, x, frobenius)
+
+
+def _product_rounding(g: Tensor, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
     n, k = g.shape[:2]
-    lengths = (frobenius(g.flatten(0, 1)) * frobenius(x.flatten(0, 1))).view(n, k)
-    return gamma(k, g.dtype) * lengths.sum(1)
+    lengths = (norm(g.flatten(0, 1)) * norm(x.flatten(0, 1))).view(n, k)
+    return 1.001 * gamma(k, g.dtype) * lengths.sum(1)
 
 
-def window_rounding(g: Tensor, input: Tensor, positions: int, copies: int) -> Tensor:
+def _window_rounding(g: Tensor, input: Tensor, positions: int, copies: int) -> Tensor:
     """The same of a convolution, whose input every window holds ``copies`` of at most."""
-    return frobenius(g) * frobenius(input) * (gamma(positions, g.dtype) * math.sqrt(copies))
+    lengths = quick_frobenius(g) * quick_frobenius(input)
+    return 1.001 * gamma(positions, g.dtype) * math.sqrt(copies) * lengths
+
+
+def measured(rows: Tensor, rounding: Tensor) -> Tensor:
+    """`bounded`, outside of a traced graph."""
+    norms = quick_frobenius(rows)
+    return torch.stack([norms, norms * (1 + gamma(CHAIN, rows.dtype)) + rounding])
+
+
+@torch.library.custom_op("fxgrad::product_rows", mutates_args=(), tags=ANY_LAYOUT)
+def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``, with the norms and bounds."""
+    (n, k, o), i = g.shape, x.shape[2]
+    out = fresh(g, (n, o, i))
+    found = torch.empty(2, n, dtype=torch.float64, device=g.device)
+    size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if g.device.type == "cpu" else max(n, 1)
+    for start in range(0, n, size):
+        rows = slice(start, start + size)
+        torch.bmm(g[rows].mT, x[rows], out=out[rows])
+        found[:, rows] = measured(out[rows], _product_rounding(g[rows], x[rows], quick_frobenius))
+    return out, found
+
+
+@product_rows.register_fake
+def _(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
 def bounded(rows: Tensor, rounding: Tensor) -> Tensor:
@@ -155,7 +206,51 @@ def _carefully(g: Tensor, x: Tensor) -> Tensor:
     return _product_rows_norms(g.unsqueeze(0), x.unsqueeze(0))
 
 
-@torch.library.custom_op("fxgrad::window_norms", mutates_args=())
+@torch.library.custom_op("fxgrad::window_rows", mutates_args=(), tags=ANY_LAYOUT)
+def window_rows(
+    g: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """A convolution's per-sample weight gradients, with their norms and bounds."""
+    out = fresh(g, (len(g), *kernel))
+    found = torch.empty(2, len(g), dtype=torch.float64, device=g.device)
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    of = _terms_of_windows(g, input, kernel, transposed)
+    for rows in blocks(g, input, kernel):
+        conv_rows(g[rows], input[rows], kernel, *settings, out[rows])
+        found[:, rows] = measured(out[rows], _window_rounding(g[rows], input[rows], *of))
+    return out, found
+
+
+@window_rows.register_fake
+def _(
+    g: Tensor,
+    input: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    return g.new_empty(g.shape[0], *kernel), g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], transposed: bool) -> tuple[int, int]:
+    """How many products an entry of the weight's gradient adds up, and how often an entry of the input is met."""
+    positions = math.prod((input if transposed else g).shape[3:]) * g.shape[1]
+    return positions, math.prod(kernel[2:])
+
+
+@torch.library.custom_op("fxgrad::window_norms", mutates_args=(), tags=ANY_LAYOUT)
 def window_norms(
     g: Tensor,
     input: Tensor,
@@ -171,28 +266,30 @@ def window_norms(
     """The norms of a convolution's per-sample weight gradients, and their bounds."""
     g, input = _computable(g), _computable(input)
     settings = (stride, padding, dilation, transposed, output_padding, groups)
-    positions = (input if transposed else g)[0, :, 0].numel() if len(g) else 1
-    copies = torch.Size(kernel[2:]).numel()
-    size = torch.Size(kernel).numel() * g.element_size()
+    positions, copies = _terms_of_windows(g, input, kernel, transposed)
 
     def of_rows(rows: slice) -> Tensor:
-        grads = conv_rows(g[rows], input[rows], kernel, *settings)
-        return bounded(grads, window_rounding(g[rows], input[rows], positions, copies))
+        grads = g.new_empty(len(g[rows]), *kernel)
+        conv_rows(g[rows], input[rows], kernel, *settings, grads)
+        return measured(grads, _window_rounding(g[rows], input[rows], positions, copies))
 
     def carefully(row: int) -> Tensor:
         one, its = g[row : row + 1].double(), input[row : row + 1].double()
-        return bounded(conv_rows(one, its, kernel, *settings), window_rounding(one, its, positions, copies))
+        grads = one.new_empty(1, *kernel)
+        conv_rows(one, its, kernel, *settings, grads)
+        return measured(grads, _window_rounding(one, its, positions, copies))
 
     if not gram:
-        return _by_blocks(len(g), size, of_rows, carefully, at_most=8)
+        return _by_blocks(blocks(g, input, kernel), of_rows, carefully)
 
     def by_gram(rows: slice) -> Tensor:
         by_g = _pixels(g[rows]).mT @ _pixels(g[rows])
         by_x = window_gram(input[rows].flatten(0, 1), g.shape[3:], kernel[2:], stride, padding, dilation)
         return _from_squares(*_met(by_g, by_x, g.shape[2], input.shape[2] * copies))
 
-    pixels = math.prod(n + 2 * p for n, p in zip(input.shape[3:], padding, strict=True))
-    return _by_blocks(len(g), pixels * pixels * g.element_size(), by_gram, carefully)
+    pixels, windows = math.prod(input.shape[3:]), math.prod(g.shape[3:])
+    size = max(pixels * pixels, windows * windows) * g.element_size()
+    return _by_blocks(_slices(len(g), size), by_gram, carefully)
 
 
 def _pixels(rows: Tensor) -> Tensor:
@@ -213,20 +310,25 @@ def window_gram(
     ``<patch_k, patch_l> = Σ_shift <pixel_(k + shift), pixel_(l + shift)>``: the pixels' Gram matrix, added up over
     the shifts inside the kernel. No patch is ever built (Rochette et al. 2019 build them).
     """
-    input = F.pad(input, [side for p in reversed(list(padding)) for side in (p, p)])
     sizes = tuple(input.shape[2:])
     flat = input.flatten(2)
     pixels = (flat.mT @ flat).view(len(input), *sizes, *sizes)
-    total: Tensor | None = None
+    total = pixels.new_zeros(len(input), *out, *out)
     for shift in itertools.product(*(range(size) for size in kernel)):
-        cut = tuple(
-            slice(s * d, s * d + (o - 1) * step + 1, step)
-            for s, d, o, step in zip(shift, dilation, out, stride, strict=True)
-        )
-        part = pixels[(slice(None), *cut, *cut)]
-        total = part.clone(memory_format=torch.contiguous_format) if total is None else total.add_(part)
-    assert total is not None
+        cuts = [
+            _inside(s * d - p, step, size, o)
+            for s, d, p, step, size, o in zip(shift, dilation, padding, stride, sizes, out, strict=True)
+        ]
+        windows, seen = zip(*cuts, strict=True)
+        total[(slice(None), *windows, *windows)] += pixels[(slice(None), *seen, *seen)]
     return total.view(len(input), math.prod(out), math.prod(out))
+
+
+def _inside(start: int, step: int, size: int, out: int) -> tuple[slice, slice]:
+    """The windows whose entry at ``start + step * window`` lies inside of the input, and those entries."""
+    first = max(0, -(start // step))
+    last = max(first, min(out, (size - 1 - start) // step + 1))
+    return slice(first, last), slice(start + first * step, max(0, start + (last - 1) * step + 1), step)
 
 
 @window_norms.register_fake
@@ -245,7 +347,7 @@ def _(
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
-@torch.library.custom_op("fxgrad::row_norms", mutates_args=())
+@torch.library.custom_op("fxgrad::row_norms", mutates_args=(), tags=ANY_LAYOUT)
 def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     n, k = ids.shape
@@ -280,12 +382,17 @@ def _computable(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
+def _slices(n: int, size: int) -> list[slice]:
+    """n samples, a few at a time, each of which needs ``size`` bytes."""
+    block = max(2, BLOCK // max(size, 1))
+    return [slice(start, start + block) for start in range(0, n, block)]
+
+
 def _by_blocks(
-    n: int, size: int, of_rows: Callable[[slice], Tensor], carefully: Callable[[int], Tensor], at_most: int = 1 << 30
+    slices: Sequence[slice], of_rows: Callable[[slice], Tensor], carefully: Callable[[int], Tensor]
 ) -> Tensor:
     """A few samples at a time; those whose norm float32 could not hold, once more by themselves."""
-    block = max(2, min(at_most, BLOCK // max(size, 1)))
-    parts = [of_rows(slice(start, start + block)) for start in range(0, n, block)]
+    parts = [of_rows(rows) for rows in slices]
     found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
     doubtful = ~found[1].isfinite() | (found[1] < TINY)
     if bool(doubtful.any()):

@@ -145,6 +145,7 @@ class Store:
         self._check_alone(forward)
         self._check_sizes(forward)
         forward.checked = task
+        self.forwards.add(forward)  # again, where an earlier backward retained the graph
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._end_backward(forward))
 
@@ -179,11 +180,14 @@ class Store:
     def _end_backward(self, forward: Forward) -> None:
         """Zeros where no gradient reached."""
         task = forward.task()
+        self.forwards.discard(forward)
         for place, deliveries in enumerate(self.deliveries(forward.size, forward.parameters)):
             missing = []
+            reported = self._reported(place, task)
             for delivery in deliveries:
                 if delivery.place == RESULT:
-                    missing.append(torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device))
+                    if not reported:
+                        missing.append(torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device))
                     continue
                 parameter = forward.parameters[delivery.parameter or ""]
                 if delivery.place == GRAD:
@@ -192,7 +196,7 @@ class Store:
                 elif _task_of(getattr(parameter, delivery.place, None)) != task:
                     zeros = torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
                     self.put(parameter, delivery.place, zeros, forward)
-            if missing and not self._reported(place, task):
+            if missing:
                 self._report(place, missing, forward)
 
     def deliver(self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str]) -> list[Tensor | None]:
@@ -263,20 +267,17 @@ class Ghosts(torch.autograd.Function):
     """parameters -> ghosts; its backward stores what arrives, and hands on what is for p.grad."""
 
     @staticmethod
-    def forward(
-        store: Store, forward: Forward, n: int, names: tuple[str, ...], *parameters: Tensor
+    def forward(  # with its context: without, PyTorch binds the arguments' names at every call
+        ctx: Any, store: Store, forward: Forward, n: int, names: tuple[str, ...], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
+        ctx.store, ctx.of, ctx.names = store, forward, names
+        ctx.set_materialize_grads(False)
         given = dict(zip(names, parameters, strict=True))
         return tuple(
             torch.empty((), dtype=d.dtype, device=d.device).expand(d.shape)
             for deliveries in store.deliveries(n, given)
             for d in deliveries
         )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.store, ctx.of, _, ctx.names, *_ = inputs
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxgrad.kernels import ANY_LAYOUT
+from fxgrad.onednn import outer_products
+
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 
 
@@ -26,7 +29,7 @@ def weighted(rows: Tensor, c: Tensor) -> Tensor:
     return without(rows, c) * c.view(-1, *[1] * (rows.dim() - 1))
 
 
-@torch.library.custom_op("fxgrad::product_sum", mutates_args=())
+@torch.library.custom_op("fxgrad::product_sum", mutates_args=(), tags=ANY_LAYOUT)
 def product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
     """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
     c = c.to(g.dtype)
@@ -36,7 +39,7 @@ def product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
         g, x = without(g, c), weighted(x, c)
     if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
         g, x = g.transpose(0, 1), x.transpose(0, 1)
-    return g.flatten(0, 1).t() @ x.flatten(0, 1)
+    return outer_products(g.flatten(0, 1), x.flatten(0, 1))
 
 
 @product_sum.register_fake
@@ -44,7 +47,7 @@ def _(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
     return g.new_empty(g.shape[2], x.shape[2])
 
 
-@torch.library.custom_op("fxgrad::window_sum", mutates_args=())
+@torch.library.custom_op("fxgrad::window_sum", mutates_args=(), tags=ANY_LAYOUT)
 def window_sum(
     g: Tensor,
     input: Tensor,
@@ -95,10 +98,22 @@ def small_sum(rows: Tensor, c: Tensor) -> Tensor:
 def rank_one_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] g[n, o] x[n, i]`` as ``[o, i]``."""
     c = c.to(g.dtype).unsqueeze(1)
-    return torch.where(c == 0, 0, g * c).t() @ torch.where(c == 0, 0, x)
+    found: Tensor = _outer_products(torch.where(c == 0, 0, g * c), torch.where(c == 0, 0, x))
+    return found
 
 
-@torch.library.custom_op("fxgrad::dense_sum", mutates_args=())
+@torch.library.custom_op("fxgrad::outer_products", mutates_args=(), tags=ANY_LAYOUT)
+def _outer_products(g: Tensor, x: Tensor) -> Tensor:
+    """An operator, because Inductor gives a product that it sees to MKL."""
+    return outer_products(g, x)
+
+
+@_outer_products.register_fake
+def _(g: Tensor, x: Tensor) -> Tensor:
+    return g.new_empty(g.shape[1], x.shape[1])
+
+
+@torch.library.custom_op("fxgrad::dense_sum", mutates_args=(), tags=ANY_LAYOUT)
 def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]``"""
     kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype

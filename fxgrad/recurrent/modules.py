@@ -157,10 +157,11 @@ _depth = 0
 def recurrent_modules() -> Iterator[None]:
     """Let Dynamo see recurrent modules as one node each; eager calls are what they were."""
     _enter()
+    before, torch._dynamo.config.allow_rnn = torch._dynamo.config.allow_rnn, True
     try:
-        with torch._dynamo.config.patch(allow_rnn=True):
-            yield
+        yield
     finally:
+        torch._dynamo.config.allow_rnn = before
         _leave()
 
 

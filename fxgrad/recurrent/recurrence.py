@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fxgrad.memory import fresh
-from fxgrad.recurrent.projection import input_gradient, rows_times
+from fxgrad.onednn import rows_times
+from fxgrad.recurrent.projection import input_gradient
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 BLOCK = 1 << 18  # bytes of one value in a block of steps: what is computed for all of them stays in the cache

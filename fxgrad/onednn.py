@@ -1,0 +1,45 @@
+"""Large float32 products on CPU, by oneDNN.
+
+PyTorch gives matrix products to MKL, convolutions and recurrent layers to oneDNN. On the processor of
+docs/performance.md (AMD with AVX-512) oneDNN takes a third to two thirds of MKL's time. Everywhere else these are
+PyTorch's own products.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEW = 4 << 20  # flops below which calling another library gains nothing
+MANY = 1 << 10  # rows from which copying them transposed costs more than it gains
+
+
+def applies(value: Tensor) -> bool:
+    """Whether oneDNN may compute with this value."""
+    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(onednn and value.device.type == "cpu" and value.dtype is torch.float32 and value.numel())
+
+
+def rows_times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x Wᵀ + b`` as F.linear computes it, outside of autograd."""
+    if applies(x):
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.contiguous(), bias, "none", [], "")
+        return out
+    return F.linear(x, w, bias)
+
+
+def outer_products(g: Tensor, x: Tensor) -> Tensor:
+    """``Σ_m g[m, o] x[m, i]`` as ``[o, i]``: what a linear layer's weight gradient is."""
+    (m, o), i = g.shape, x.shape[1]
+    if not applies(g) or not applies(x) or m * o * i < FEW // 2:
+        return g.t() @ x
+    if o < i or m < MANY:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(g.t().contiguous(), x.t(), None, "none", [], "")
+        return out
+    # As the gradient of a 1 x 1 convolution over m pixels: it reads both as they lie in memory.
+    pixels = [side.contiguous().view(1, m, 1, -1).permute(0, 3, 1, 2) for side in (g, x)]
+    weight = g.new_empty(()).expand(o, i, 1, 1)
+    settings = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    out = torch.ops.aten.convolution_backward(*pixels, weight, None, *settings, (False, True, False))[1]
+    return out.reshape(o, i)
