@@ -6,7 +6,7 @@ convolution kernels; bytes in memory and in the cache; calls of operators. Its t
 
     n  samples         k  positions of a sample     e  bytes of an element
     o  fan-out         i  fan-in                    w  elements of the weight
-    p  padded pixels   c  channels of the input     f  shifts inside the kernel     s  elements of a sample's g and x
+    p  pixels          c  channels of the input     f  shifts inside the kernel     s  elements of a sample's g and x
     v  rows of a table     d  elements of one       m  products of an einsum
 """
 
@@ -75,10 +75,10 @@ class Costs(NamedTuple):
 
 n, k, o, i, e, w, p, c, f, s, v, d, m = sympy.symbols("n k o i e w p c f s v d m", nonnegative=True)
 
-BLOCK = 1 << 20  # bytes that are looked at together: so many for one round of calls
+GRAMS, ROWS = 1 << 20, 4 << 20  # bytes of Gram matrices and of gradients that one round of calls looks at
 
-# Σ_k g_nk ⊗ x_nk. The Gram matrices are symmetric: of long ones a quarter is left out. What is multiplied out a few
-# samples at a time is read as float64, by operators that are not fused.
+# Σ_k g_nk ⊗ x_nk. The Gram matrices are symmetric: of long ones a quarter is left out. The norms of what is multiplied
+# out are taken while it is in the cache, a few samples at a time.
 _product_sum = Work(product=2 * n * k * o * i, memory=2 * e * n * k * (o + i), call=Integer(6))
 PRODUCT = {
     Way.RANK_ONE: Costs(
@@ -90,7 +90,7 @@ PRODUCT = {
             batched=Rational(3, 2) * n * k**2 * (o + i),
             memory=e * n * k * (o + i),
             cache=10 * e * n * k**2,
-            call=30 * (1 + 2 * e * n * k**2 / BLOCK),
+            call=30 * (1 + 2 * e * n * k**2 / GRAMS),
         ),
         _product_sum,
     ),
@@ -98,13 +98,18 @@ PRODUCT = {
         Work(
             batched=2 * n * k * o * i,
             memory=2 * e * n * k * (o + i),
-            cache=(2 * e + 32) * n * o * i,
-            call=20 * (1 + e * n * o * i / BLOCK),
+            cache=6 * e * n * o * i,
+            call=25 * (1 + e * n * (o * i + k * (o + i)) / ROWS),
         ),
         _product_sum,
     ),
     Way.MATERIALISE: Costs(
-        Work(batched=2 * n * k * o * i, memory=2 * e * n * o * i + e * n * k * (o + i), call=Integer(6)),
+        Work(
+            batched=2 * n * k * o * i,
+            memory=e * n * o * i + e * n * k * (o + i),
+            cache=3 * e * n * o * i,
+            call=15 * (1 + e * n * (o * i + k * (o + i)) / ROWS),
+        ),
         Work(memory=e * n * o * i, call=Integer(2)),
     ),
 }
@@ -118,21 +123,26 @@ WINDOWS = {
             batched=2 * n * (p**2 * c + k**2 * o),
             memory=e * n * s,
             cache=(6 * f + 13) * e * n * k**2,
-            call=(30 + 8 * f) * (1 + e * n * p**2 / BLOCK),
+            call=(30 + 8 * f) * (1 + e * n * p**2 / GRAMS),
         ),
         _window_sum,
     ),
     Way.RECOMPUTE: Costs(
         Work(
             convolution=2 * n * k * w,
-            memory=2 * e * n * s + 2 * e * n * w,
-            cache=(2 * e + 32) * n * w,
-            call=15 * n / 8,
+            memory=2 * e * n * s,
+            cache=10 * e * n * w,
+            call=25 * (1 + e * n * (s + w) / ROWS),
         ),
         _window_sum,
     ),
     Way.MATERIALISE: Costs(
-        Work(convolution=2 * n * k * w, memory=2 * e * n * s + 4 * e * n * w, call=8 * n / 8),
+        Work(
+            convolution=2 * n * k * w,
+            memory=2 * e * n * s + 2 * e * n * w,
+            cache=8 * e * n * w,
+            call=15 * (1 + e * n * (s + w) / ROWS),
+        ),
         Work(memory=e * n * w, call=Integer(2)),
     ),
 }
@@ -221,12 +231,11 @@ def contraction_of(term: Term) -> Contraction:
 def _windows(g: Tensor, patches: Patches, itemsize: int) -> Contraction:
     x = patches.input
     met = x if patches.transposed else g  # each of its pixels meets the weights of its window
-    space = zip(x.shape[3:], patches.padding, strict=True)
     elements, factors = math.prod(patches.kernel), _elements(g) + _elements(x)
     sizes = (
         met.shape[1] * math.prod(met.shape[3:]),
         elements,
-        math.prod(size + 2 * padding for size, padding in space),
+        math.prod(x.shape[3:]),
         x.shape[2],
         g.shape[2],
         math.prod(patches.kernel[2:]),
