@@ -11,10 +11,11 @@ from torch import nn
 
 from fxgrad.batch import Roles
 from fxgrad.capture import Engine, check_parameters
+from fxgrad.choices import Strategy, wishes_of
 from fxgrad.context import Mixing
 from fxgrad.distributed import check_distribution, replicated
 from fxgrad.errors import OptionError
-from fxgrad.options import Inner, Options, inner_compiler, loss_scale
+from fxgrad.options import Inner, Options, check_strategy, inner_compiler, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.store import Accumulate, Store, clear
 
@@ -33,6 +34,7 @@ def transform(
     mixing: Mixing = "error",
     backend: str | Inner = "inductor",
     fullgraph: bool = True,
+    strategy: Strategy | None = None,
 ) -> M:
     """A view of ``model`` whose backward leaves every sample's own gradient on the parameters.
 
@@ -57,8 +59,16 @@ def transform(
         mixing: "error" refuses ops that let samples influence each other; "allow" computes dL/dW(i).
         backend: the compiler behind: "inductor", "aot_eager", "eager" or a callable.
         fullgraph: whether the model has to be one graph.
+        strategy: how gradients are contracted where they are not asked for themselves (norms, clipped sums). None: the
+            cost model chooses, use by use, for this machine; `fxgrad.explain` says what, and why. Or one of "rank_one"
+            (one position per sample), "gram", "recompute" (multiplied out a few samples at a time, twice),
+            "materialise" (multiplied out once, and held until the end of the backward) and "rows" (tables), for every
+            use that can have it; or a mapping from names of parameters, or patterns as in ``fnmatch``, to one each. A
+            parameter named in full has to be able to. `GradSample` multiplies every gradient out, so beside it there
+            is nothing to choose, and strategy= is an error.
 
     Raises:
+        OptionError: at once, where arguments do not fit; in the first call, where a strategy fits no use.
         MixedSamples, UnsupportedOp, LostLayout, BatchSizeError, GraphBreak: in the first call, naming
             the line of the model.
 
@@ -72,7 +82,9 @@ def transform(
         raise OptionError(f"mixing has to be 'error' or 'allow', not {mixing!r}")
     quantities = check_quantities(GradSample() if quantity is None else quantity)
     inner_compiler(backend)
-    options = Options(quantities, loss_scale(loss_reduction), mixing, backend, fullgraph)
+    check_strategy(strategy, quantities)
+    wishes = wishes_of(strategy, _parameter_names(model))
+    options = Options(quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes)
     options.check()
     store = Store(accumulate, quantities)
     engine = Engine(model, options, Roles(batch_size, batch_first, in_dims, _positional(model)), store)
@@ -86,6 +98,7 @@ def transform(
         mixing=mixing,
         backend=backend,
         fullgraph=fullgraph,
+        strategy=strategy,
     )
     return _view(model, engine, arguments)
 
@@ -108,6 +121,12 @@ def _check_model(model: Any) -> None:
     check_parameters(trainable)
     if engine_of(model) is not None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
+
+
+def _parameter_names(model: nn.Module) -> dict[str, str]:
+    """Every name of each parameter, and the first, which it goes by."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _positional(model: nn.Module) -> list[str]:

@@ -13,14 +13,15 @@ from torch._dynamo import exc
 
 from fxgrad.capture import MARKS
 from fxgrad.captured import SAMPLE_DIM, Captured
+from fxgrad.choices import wishes_of
 from fxgrad.compiler import compile_graph
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
-from fxgrad.options import Options, loss_scale
+from fxgrad.options import Options, check_strategy, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.store import Accumulate, Store
 
 _AGAIN = "_fxgrad_again"  # on an input while Dynamo captures a second time
-_OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend")
+_OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend", "strategy")
 
 
 def fxgrad_backend(
@@ -28,8 +29,8 @@ def fxgrad_backend(
 ) -> Callable[..., Any]:
     """The compiler function that TorchDynamo calls with each graph.
 
-    ``options`` are `fxgrad.transform`'s: quantity, loss_reduction, batch_first, accumulate, mixing, and
-    backend, the compiler behind. All inputs have to agree on the batch size.
+    ``options`` are `fxgrad.transform`'s: quantity, loss_reduction, batch_first, accumulate, mixing,
+    strategy, and backend, the compiler behind. All inputs have to agree on the batch size.
 
     >>> model = torch.compile(nn.Linear(3, 2), backend="fxgrad", options={"backend": "eager"})
     >>> model(torch.ones(4, 3)).sum().backward()
@@ -56,9 +57,13 @@ def fxgrad_backend(
         given.get("backend", "inductor"),
         fullgraph=False,  # the user's torch.compile decides; later graphs find the samples by their inputs' roles
     )
+    strategy = given.get("strategy")
+    check_strategy(strategy, made.quantities)
     _check_whole(gm, made.quantities)
+    whole = not all(quantity.adds for quantity in made.quantities)  # else this may be one graph of several
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
+        made.wishes = wishes_of(strategy, captured.parameter_names(), whole=whole)
         return compile_graph(captured, made, _store(given.get("accumulate", "error"), made.quantities))
     finally:
         _unmark([tensor for tensor, _ in fresh])

@@ -48,6 +48,14 @@ class Captured:
         known = self.names.get(id(self.examples[i]))
         return known if known is not None else input_name(self.placeholders[i], self.positional)
 
+    def parameter_names(self) -> dict[str, str]:
+        """Every name of a parameter, and the one it goes by here: where Dynamo knows no better, ``l_self_..``."""
+        own = [i for i, example in enumerate(self.examples) if isinstance(example, nn.Parameter)]
+        attributes = [_attribute(self.placeholders[i]) for i in own]
+        known = zip(attributes, own, strict=True)
+        found = {attribute: self.name(i) for attribute, i in known if attributes.count(attribute) == 1}
+        return found | {self.name(i): self.name(i) for i in own}
+
     def sample_dims(self) -> dict[int, int]:
         """Input position -> sample dimension."""
         dims = {}
@@ -135,6 +143,13 @@ def input_name(node: fx.Node, positional: Sequence[str]) -> str:
     return found[1] + found[2] if found else node.name
 
 
+def _attribute(node: fx.Node) -> str:
+    """A parameter's name in its module: ``L['self']._modules['0']._parameters['weight']`` is ``0.weight``."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    text = str(name() if callable(name) else name)
+    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", text))
+
+
 def make_context(
     captured: Captured, options: Options, dims: dict[int, int], *, single: bool = False
 ) -> Context:
@@ -147,6 +162,7 @@ def make_context(
     ]
     packed = {} if single else captured.packed()
     inputs = {} if single else _own_inputs(captured, symbols, dims, packed)
+    size = captured.batch_size
     return Context(
         symbols,
         inputs,
@@ -160,6 +176,7 @@ def make_context(
             placeholders[i].name: None if rows is None else (placeholders[rows[0]].name, placeholders[rows[1]].name)
             for i, rows in packed.items()
         },
+        ways=options.ways(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
     )
 
 

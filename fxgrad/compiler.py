@@ -13,8 +13,10 @@ import torch.compiler.config
 from torch import Tensor, fx
 
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
-from fxgrad.context import memory_of, tensors_of
-from fxgrad.errors import LostLayout
+from fxgrad.choices import check_applied
+from fxgrad.context import Context, memory_of, tensors_of
+from fxgrad.errors import FxgradError, LostLayout
+from fxgrad.explanation.rehearsal import rehearse
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
 from fxgrad.passes.infer_samples import infer_samples
@@ -35,12 +37,26 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     ctx = make_context(captured, options, dims, single=single)
     with _own_saved_tensors():
         gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
+        if options.wishes and not single:
+            _check_wishes(gm, ctx, captured.batch_size, options)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
     names = [captured.name(i) for i in trainable]
     with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
     return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size)
+
+
+def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
+    """Raise before anything runs where strategy= does not fit: a backward on fake tensors tells what there is."""
+    try:
+        chosen = rehearse(gm, ctx, size).chosen
+    except FxgradError:
+        raise
+    except Exception:  # what cannot be rehearsed is seen when the backward is traced
+        return
+    if not all(quantity.adds for quantity in options.quantities) or options.fullgraph:  # this graph is all of it
+        check_applied(options.wishes, chosen)
 
 
 # Note [Donated buffers]

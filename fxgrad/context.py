@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor, fx
 
+from fxgrad.choices import Ways
 from fxgrad.quantities import Delivery, GradSample, Quantity
 from fxgrad.samples.symbols import Symbols
 
@@ -54,6 +55,7 @@ class Context:
     known: dict[str, Any] = field(default_factory=dict)  # placeholders of an op's body: their samples
     analyse: Callable[[fx.GraphModule, Context], fx.GraphModule] | None = None  # finds a body's samples
 
+    ways: Ways = field(default_factory=Ways)  # what chooses how each term is contracted
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
 
     def deliveries(self, n: Any) -> list[Delivery]:

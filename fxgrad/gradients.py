@@ -1,7 +1,7 @@
 """The per-sample gradients of one parameter, as the sum of parts that were not multiplied out.
 
 A quantity asks for what it needs: the gradients themselves, their norms, a weighted sum over samples, their
-products with a given tensor. Each is computed from the parts in the cheapest way known: see `fxgrad.contractions`.
+products with a given tensor. Each is computed from the parts in the way that `fxgrad.choices` chose.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxgrad.choices import Ways
 from fxgrad.contractions import Way, hint, way_of
 from fxgrad.norms import (
     as_vectors,
@@ -52,6 +53,7 @@ class SampleGrads:
     n: int
     like: Tensor  # any tensor on the gradients' device
     parts: list[Part] = field(default_factory=list)
+    ways: Ways = field(default_factory=Ways)  # what chooses
 
     @property
     def accumulating(self) -> torch.dtype:
@@ -69,7 +71,7 @@ class SampleGrads:
         if size == 1:
             return self
         parts = [grouped(part, size) for part in self.parts]
-        return replace(self, n=self.n // size, parts=parts)
+        return replace(self, n=self.n // size, parts=parts, ways=self.ways.grouped(size))
 
     def norms(self) -> Tensor:
         """``[2, n]`` in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
@@ -77,12 +79,13 @@ class SampleGrads:
         if not parts:
             return self.like.new_zeros(2, self.n, dtype=torch.float64)
         if len(parts) == 1:
-            return norms_of(parts[0])
+            return norms_of(parts[0], self.name, self.ways)
         terms = [part for part in parts if isinstance(part, Term)]
         if len(terms) == len(parts) == 2:
             product, table = terms  # as `merged` has them in order
             if table.rows() is not None and product.product() is not None:
-                return _norms_of_tied(table, product)
+                return _norms_of_tied(table, product, self.name, self.ways)
+        self.ways.multiplied_out(self.name)
         wide = any(isinstance(part, Virtual) and not part.of.keeps for part in parts)
         rows = summed(self.parts, wide)
         off = [rounding(part) for part in parts if not wide or isinstance(part, Kept)]
@@ -92,7 +95,7 @@ class SampleGrads:
         """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype."""
         total: Tensor | None = None
         for part in merged(self.parts):
-            found = _weighted(part, c.to(self.accumulating)).reshape(self.shape)
+            found = _weighted(part, c.to(self.accumulating), self.name, self.ways).reshape(self.shape)
             total = found if total is None else total + found
         if total is None:
             return self.like.new_zeros(self.shape, dtype=self.dtype)
@@ -127,9 +130,9 @@ class SampleGrads:
         return rows @ rows.t()
 
 
-def kept(part: Part) -> Part:
-    """A part as it waits for the end of the backward: multiplied out where that is smaller than its factors."""
-    if isinstance(part, Term) and (has_complex(part) or way_of(part) is Way.MATERIALISE):
+def kept(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable
+    """A part of one parameter as it waits for the end of the backward: as factors, or multiplied out."""
+    if isinstance(part, Term) and ways.of(name, part) is Way.MATERIALISE:
         return _multiplied_out(part)
     return part
 
@@ -149,7 +152,7 @@ def _multiplied_out(term: Term) -> Kept:
     return Kept(rows, found[1] - found[0], found)
 
 
-def norms_of(part: Part) -> Tensor:
+def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa: B008 - immutable
     """Norms and bounds of one part alone, ``[2, n]``."""
     if isinstance(part, Virtual):
         return part.of.norms(part.slot)
@@ -160,7 +163,7 @@ def norms_of(part: Part) -> Tensor:
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
-        way = way_of(part)
+        way = ways.of(name, part, waits=True)
         if way is Way.RANK_ONE:
             return rank_one_norms(g.squeeze(1), x.squeeze(1))
         found: Tensor = product_norms(g, x, way is Way.GRAM)
@@ -171,17 +174,17 @@ def norms_of(part: Part) -> Tensor:
         return found
     if windows is not None:
         g, patches = windows
-        found = window_norms(g, patches.input, *patches.settings, way_of(part) is Way.GRAM)
+        found = window_norms(g, patches.input, *patches.settings, ways.of(name, part, waits=True) is Way.GRAM)
         return found
     return bounded(part.dense(), rounding(part))
 
 
-def _norms_of_tied(table: Term, product: Term) -> Tensor:
+def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Tensor:
     """An embedding tied to a head: ``‖E + H‖² = ‖E‖² + ‖H‖² + 2 <E, H>``, the last one gather of a Gram matrix."""
     rows, pair = table.rows(), product.product()
     assert rows is not None and pair is not None
     (ids, g), (h, x) = rows, pair
-    own = torch.stack([norms_of(table), norms_of(product)])
+    own = torch.stack([norms_of(table, name, ways), norms_of(product, name, ways)])
     if ids.padding_idx is not None:
         g = g.masked_fill((ids.ids == ids.padding_idx).unsqueeze(2), 0)
     met = h.gather(2, ids.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # [n, l, k]
@@ -197,7 +200,7 @@ def _norms_of_tied(table: Term, product: Term) -> Tensor:
     return torch.stack([square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)])
 
 
-def _weighted(part: Part, c: Tensor) -> Tensor:
+def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
     if isinstance(part, Virtual):
         return part.of.weighted(part.slot, c)
     if not isinstance(part, Term):
@@ -205,7 +208,8 @@ def _weighted(part: Part, c: Tensor) -> Tensor:
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
-        if way_of(part) is Way.RANK_ONE and hint(g.shape[0]) * hint(g.shape[2]) * hint(x.shape[2]) < FEW:
+        few = hint(g.shape[0]) * hint(g.shape[2]) * hint(x.shape[2]) < FEW
+        if few and ways.of(name, part, waits=True) is Way.RANK_ONE:
             return rank_one_sum(g.squeeze(1), x.squeeze(1), c)
         found: Tensor = product_sum(g, x, c)
         return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
+from fxgrad.choices import NAMES, Ways, Wish
 from fxgrad.context import Mixing
 from fxgrad.errors import OptionError
+from fxgrad.machines import machine_of
 from fxgrad.quantities import GradSample, Quantity
 
 Inner = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -24,6 +27,7 @@ class Options:
     mixing: Mixing = "error"
     backend: str | Inner = "inductor"
     fullgraph: bool = True
+    wishes: Mapping[str, Wish] = field(default_factory=dict)  # strategy=, by parameter
 
     def check(self) -> None:
         """Raise where options do not go together."""
@@ -36,6 +40,31 @@ class Options:
                     f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
                     advice="Pass fullgraph=True, which names the line of a graph break.",
                 )
+
+
+    def ways(self, device: torch.device | None, batch: int) -> Ways:
+        """What chooses how terms are contracted; where everything is multiplied out nothing has to be measured."""
+        if device is None or any(quantity.dense for quantity in self.quantities):
+            return Ways()
+        return Ways(machine_of(device), self.wishes, batch, any(quantity.sums for quantity in self.quantities))
+
+
+def check_strategy(strategy: Any, quantities: Sequence[Quantity]) -> None:
+    """Raise where strategy= is neither None, nor a way, nor a mapping to ways; or has nothing to choose."""
+    given = dict(strategy) if isinstance(strategy, Mapping) else {} if strategy is None else {"": strategy}
+    for name, way in given.items():
+        if not isinstance(name, str) or way not in NAMES:
+            of = f" for {name!r}" if name else ""
+            raise OptionError(
+                f"strategy has to be a way or a mapping from parameters to ways, not {way!r}{of}",
+                advice=f"The ways are {', '.join(map(repr, NAMES))}; None lets the cost model choose.",
+            )
+    dense = next((quantity for quantity in quantities if quantity.dense), None)
+    if given and dense is not None:
+        raise OptionError(
+            f"strategy has nothing to choose: {dense} multiplies every gradient out",
+            advice="Leave out strategy=, or ask for norms or sums alone, such as ClippedGrad.",
+        )
 
 
 def inner_compiler(backend: str | Inner) -> Inner:

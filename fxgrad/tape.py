@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.fx import traceback as fx_traceback
 
+from fxgrad.choices import Ways
 from fxgrad.gradients import SampleGrads, kept
 from fxgrad.parts import Part, has_complex, in_full_precision, joined, summed
 from fxgrad.quantities import Quantity
@@ -43,15 +44,19 @@ class Like:
 class Tape:
     """What the taps of one forward wrote down: per parameter key, the parts of its gradients."""
 
+    grads: ClassVar[type[SampleGrads]] = SampleGrads
+
     def __init__(
         self,
         quantities: Sequence[Quantity],
         loss_scale: float | str,
         likes: Sequence[Like],
         given: Sequence[int],
+        ways: Ways,
     ) -> None:
         self.quantities, self.loss_scale, self.likes = quantities, loss_scale, likes
         self.given = given  # how many tensors each quantity is given
+        self.ways = ways
         self.dense = any(quantity.dense for quantity in quantities)
         self.bounded = not all(quantity.dense for quantity in quantities)  # somebody asks how far rounding is off
         self.parts: dict[int, list[Part]] = {}
@@ -100,7 +105,11 @@ class Tape:
             if key in self.bent:  # its function may enlarge what rounding did: nothing is rounded before
                 parts.append(part)
             else:
-                parts[:] = [joined([*parts, part])] if self.dense else [*parts, kept(part)]
+                parts[:] = [joined([*parts, part])] if self.dense else [*parts, kept(part, self._name(key), self.ways)]
+
+    def _name(self, key: int) -> str:
+        """The parameter's; none for a function of parameters."""
+        return self.likes[key].name if key < len(self.likes) else ""
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""
@@ -125,7 +134,7 @@ class Tape:
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
         """What the quantities make of all that was written down, in the order of their deliveries."""
         rows = [
-            SampleGrads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []))
+            self.grads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []), self.ways)
             for key, own in enumerate(self.likes)
         ]
         found: list[Tensor] = []

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fxgrad.choices import Ways
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import OwnStrategy, Strategy
 from fxgrad.tape import Collect, Derive, Like, OwnTap, Single, Tap, Tape, TapSeveral
@@ -35,12 +36,14 @@ class NewTape(Target):
         loss_scale: float | str,
         likes: Sequence[Like],
         given: Sequence[int],
+        ways: Ways,
     ) -> None:
         super().__init__("new_tape")
         self.quantities, self.loss_scale, self.likes, self.given = quantities, loss_scale, likes, given
+        self.ways = ways
 
     def __call__(self) -> Tape:
-        return Tape(self.quantities, self.loss_scale, self.likes, self.given)
+        return Tape(self.quantities, self.loss_scale, self.likes, self.given, self.ways)
 
 
 class CollectTarget(Target):

@@ -1,6 +1,7 @@
 """What every test starts from: fresh Dynamo caches, one seed, exact float32, and a device to run on."""
 
 import gc
+import os
 from collections.abc import Iterator
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch._inductor.config
 
+from fxgrad import machines
 from fxgrad.rules import RULES
 from fxgrad.samples.families import _REGISTERED, family_of
 
@@ -31,6 +33,13 @@ def _exact_float32() -> None:
     """TF32 keeps 10 bits of the mantissa: a right gradient would miss 1e-4."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _reference_machine() -> Iterator[None]:
+    """What is compiled does not depend on how fast a machine happens to be; processes that tests start inherit it."""
+    with mock.patch.dict(os.environ, {machines.VARIABLE: "reference"}):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -214,7 +214,7 @@ def test_to_dict_is_json_and_stable() -> None:
     found, again = (fxgrad.explain(Model(), torch.randn(5, 3)).to_dict() for _ in range(2))
     assert json.loads(json.dumps(found)) == found == again
     assert list(found) == [
-        "version", "model", "batch_size", "sizes", "parameters", "totals", "notes", "values",
+        "version", "model", "batch_size", "sizes", "parameters", "totals", "notes", "values", "quantities", "machine",
     ]  # fmt: skip
     first = found["parameters"][0]
     assert first["status"] == "trained" and first["bytes"] == {"formula": "64*B", "value": 320}

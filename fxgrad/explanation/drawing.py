@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from fxgrad.explanation.findings import Explained, Explanation, Value, cells, show
+from fxgrad.explanation.findings import (
+    Explained,
+    Explanation,
+    Value,
+    cells,
+    options_of,
+    show,
+    titles_of,
+    way_cell,
+)
 
 ROWS_AT_FIRST = 90  # a graph with more rows starts with its inner modules closed
 LINES_AT_ONCE = 40  # a table with more lines scrolls in a box of its own
@@ -22,9 +31,10 @@ def page(found: Explanation) -> str:
     folder = Path(__file__).parent
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     parts = [
-        f"<header><h1>{escape(found.model)}</h1><p>per-sample gradients at {_sizes(found)}</p></header>",
+        f"<header><h1>{escape(found.model)}</h1><p>{_subject(found)} at {_sizes(found)}</p></header>",
         *_totals(found),
         *_parameters(found),
+        *_ways(found),
         *_graph(found),
     ]
     return "\n".join(
@@ -39,6 +49,10 @@ def page(found: Explanation) -> str:
             "",
         ]
     )
+
+
+def _subject(found: Explanation) -> str:
+    return escape(", ".join(found.quantities)) if found.machine else "per-sample gradients"
 
 
 def _sizes(found: Explanation) -> str:
@@ -60,25 +74,38 @@ def _totals(found: Explanation) -> Iterator[str]:
     yield "</section>"
 
 
-_TITLES = ("parameter", "shape", "use", "line", "by", "term", "samples", "grad_sample", "flops")
-
-
 def _parameters(found: Explanation) -> Iterator[str]:
     largest = max((p.bytes.value or 0 for p in found.parameters), default=0)
-    heads = "".join(f'<th{_number(title)}>{title}</th>' for title in _TITLES)
+    heads = "".join(f'<th{_number(title)}>{title}</th>' for title in titles_of(found))
     tall = " tall" if sum(max(1, len(p.steps)) for p in found.parameters) > LINES_AT_ONCE else ""
     yield f'<section><h2>Parameters</h2><div class="wide{tall}"><table class="parameters">'
     yield f"<thead><tr>{heads}</tr></thead>"
     for p in found.parameters:
-        yield f'<tbody class="{p.status}">{"".join(_parameter_rows(p, largest))}</tbody>'
+        yield f'<tbody class="{p.status}">{"".join(_parameter_rows(p, largest, bool(found.machine)))}</tbody>'
     yield "</table></div></section>"
 
 
 def _number(title: str) -> str:
-    return ' class="number"' if title in ("grad_sample", "flops") else ""
+    return ' class="number"' if title in ("grad_sample", "flops", "bytes", "ms") else ""
 
 
-def _parameter_rows(p: Explained, largest: int) -> Iterator[str]:
+def _ways(found: Explanation) -> Iterator[str]:
+    """What each way of a use would take, where there is a choice."""
+    rows = [row for p in found.parameters for row in options_of(p)]
+    if not rows:
+        return
+    titles = ("parameter", "use", "way", "flops", "bytes", "ms", "why")
+    heads = "".join(f"<th{_number(title)}>{title}</th>" for title in titles)
+    tall = " tall" if len(rows) > LINES_AT_ONCE else ""
+    yield f"<section><h2>Ways</h2><p>estimated for {escape(found.machine)}</p>"
+    yield f'<div class="wide{tall}"><table class="parameters"><thead><tr>{heads}</tr></thead><tbody>'
+    for row in rows:
+        cells_of = "".join(f"<td{_number(title)}>{escape(cell)}</td>" for title, cell in zip(titles, row, strict=True))
+        yield f"<tr>{cells_of}</tr>"
+    yield "</tbody></table></div></section>"
+
+
+def _parameter_rows(p: Explained, largest: int, ways: bool) -> Iterator[str]:
     count = max(1, len(p.steps))
     name = ", ".join([p.name, *p.aliases])
     share = 100 * (p.bytes.value or 0) / largest if largest else 0
@@ -87,8 +114,9 @@ def _parameter_rows(p: Explained, largest: int) -> Iterator[str]:
         f'<td rowspan="{count}" class="number bar" style="--share:{share:.1f}%" title="{escape(p.bytes.formula)}">'
         f"{escape(show(p.bytes, 'B'))}</td>"
     )
+    size = "" if ways else size
     if not p.steps:
-        yield f'<tr>{first}<td colspan="5"><i>{p.status}</i></td>{size}<td></td></tr>'
+        yield f'<tr>{first}<td colspan="5"><i>{p.status}</i></td>{size or "<td></td>"}<td></td></tr>'
     for i, step in enumerate(p.steps):
         use, line, by, term, samples = map(escape, cells(step))
         target = f'<a href="#v-{escape(step.node)}">{use}</a>'
@@ -97,7 +125,8 @@ def _parameter_rows(p: Explained, largest: int) -> Iterator[str]:
             f"</span></td><td><code>{term}</code></td><td>{samples}</td>"
         )
         flops = f'<td class="number" title="{escape(step.flops.formula)}">{escape(show(step.flops, ""))}</td>'
-        yield f"<tr>{first if i == 0 else ''}{row}{size if i == 0 else ''}{flops}</tr>"
+        way = f'<td title="{escape(step.contracted.why)}">{way_cell(step)}</td>' if step.contracted and ways else ""
+        yield f"<tr>{first if i == 0 else ''}{row}{way}{size if i == 0 else ''}{flops}</tr>"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,10 +13,20 @@ from fxgrad.api import engine_of, transform
 from fxgrad.batch import SHARED, map_tensors
 from fxgrad.calls import op_name
 from fxgrad.capture import Engine
+from fxgrad.choices import Choice
 from fxgrad.context import Context, tensors_of
+from fxgrad.contractions import Way
 from fxgrad.costs import at, formula
-from fxgrad.errors import BatchSizeError
-from fxgrad.explanation.findings import Cost, Explained, Explanation, Step, Total
+from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.explanation.findings import (
+    Contracted,
+    Cost,
+    Explained,
+    Explanation,
+    Option,
+    Step,
+    Total,
+)
 from fxgrad.explanation.rehearsal import Rehearsal, rehearse
 from fxgrad.explanation.values import (
     GraphValues,
@@ -31,11 +42,15 @@ from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.wrap_transforms import Stretch
 from fxgrad.pipeline import PASSES
 from fxgrad.printing import dtype_name
+from fxgrad.quantities import Quantity
+from fxgrad.samples.symbols import expression
 from fxgrad.targets import TAPS, DeriveTarget
 from fxgrad.tracing import Trace, capture
 
 
-def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    model: nn.Module, *args: Any, quantity: Quantity | Sequence[Quantity] | None = None, **kwargs: Any
+) -> Explanation:
     """What fxgrad does with every parameter of ``model(*args, **kwargs)``, and what it costs.
 
     For each parameter its uses, one by one: the line of the model, whether a rule of its own, the elementwise
@@ -48,7 +63,14 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     convolutions as `torch.utils.flop_counter` counts them, forward and backward, and the memory of what waits
     for the backward (before a compiler saves some of it by computing it again).
 
+    Where norms or sums are asked for and not the gradients, each use has a way to be contracted, chosen by the cost
+    model or ``strategy=``: which one, why, and what each would take (`Step.contracted`). A parameter whose gradients
+    are held multiplied out all the same, B times its size, is `Explained.materialised`.
+
     ``model`` may be transformed already; its options then apply. Nothing runs and nothing of the model changes.
+
+    Args:
+        quantity: as in `fxgrad.transform`; None: GradSample, or a transformed model's own.
 
     Returns:
         An `Explanation`: print it, or take ``.to_dict()``, or ``.to_html("page.html")``.
@@ -69,7 +91,12 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     saved for the backward         0 B          0 B
     gradients                     32 B        160 B
     """
-    engine = engine_of(model) or engine_of(transform(model))
+    if quantity is not None and engine_of(model) is not None:
+        raise OptionError(
+            "explain got quantity= for a model that is transformed for its own",
+            advice="Leave it out, or pass the original model.",
+        )
+    engine = engine_of(model) or engine_of(transform(model, quantity=quantity))
     assert engine is not None
     args, kwargs, size = _two_samples(engine, args, kwargs)
     kept: list[fx.GraphModule] = []
@@ -110,6 +137,7 @@ class _Explainer:
     def __init__(self, model: nn.Module, trace: Trace, plain: fx.GraphModule, size: int) -> None:
         self.model, self.graph, self.ctx, self.size = model, trace.graph_module.graph, trace.context, size
         self.notes: list[str] = []
+        self.dense = any(quantity.dense for quantity in self.ctx.quantities)
         self.plain = self._rehearse(plain, "the plain step")
         self.own = self._rehearse(trace.graph_module, "the transformed model")
         self.parts = self.own.parts if self.own is not None else []
@@ -120,6 +148,8 @@ class _Explainer:
         """A rehearsal, or a note why there is none: what cannot be counted can still be explained."""
         try:
             return rehearse(gm, self.ctx, self.size)
+        except OptionError:  # a strategy that does not fit
+            raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             self.notes.append(f"{what} was not counted: {type(error).__name__}: {first}")
@@ -138,6 +168,8 @@ class _Explainer:
             tuple(self._totals(parameters)),
             tuple(self.notes),
             values,
+            tuple(map(str, self.ctx.quantities)),
+            "" if self.dense else self.ctx.ways.machine.name or "a machine of the user's own",
         )
 
     def _roots(self) -> dict[int, set[int]]:
@@ -166,6 +198,7 @@ class _Explainer:
                 status,
                 self._cost(size) if p.requires_grad else Cost(),
                 steps,
+                p.requires_grad and (self.dense or any(s.contracted and s.contracted.materialised for s in steps)),
             )
 
     def _steps(self, key: int) -> Iterator[Step]:
@@ -178,7 +211,9 @@ class _Explainer:
 
     def _step(self, tap: TapNode, slot: int, of: str) -> Step:
         parts = [part for part in self.parts if part.use is tap.use and part.slot == slot]
-        known = [part.flops for part in parts if part.flops is not None]
+        choice = next((part.choice for part in parts if part.choice is not None and not self.dense), None)
+        flops = [part.flops for part in parts] if choice is None or choice.found is None else [self._flops(choice)]
+        known = [count for count in flops if count is not None]
         node = tap.behind
         return Step(
             op_name(tap.use.op).split("::")[-1].split(".")[-1],
@@ -190,8 +225,24 @@ class _Explainer:
             line_of(node),
             self.type_of(node),
             where(tap.layout),
-            self._cost(sum(known)) if known and len(known) == len(parts) else Cost(),
+            self._cost(sum(known)) if known and len(known) == len(flops) else Cost(),
+            None if choice is None else self._contracted(choice),
         )
+
+    def _flops(self, choice: Choice, way: Way | None = None) -> Any:
+        assert choice.found is not None
+        work = choice.work(self.ctx.ways.sums, way)
+        return choice.found.expression(work.flops, self.ctx.symbols.symbol, expression)
+
+    def _contracted(self, choice: Choice) -> Contracted:
+        options = []
+        for way, price in choice.costs.items():
+            assert choice.found is not None
+            work = choice.work(self.ctx.ways.sums, way)
+            size = choice.found.expression(work.bytes, self.ctx.symbols.symbol, expression)
+            costs = self._cost(self._flops(choice, way)), self._cost(size)
+            options.append(Option(way.value, *costs, float(f"{1e3 * price.seconds:.3g}")))
+        return Contracted(choice.way.value, choice.why, choice.way is Way.MATERIALISE, tuple(options))
 
     def _totals(self, parameters: Sequence[Explained]) -> Iterator[Total]:
         for what, unit, field in (
@@ -203,7 +254,16 @@ class _Explainer:
             yield Total(what, unit, *costs)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         ordinary = sum(p.numel() * p.element_size() for p in trained)
-        yield Total("gradients", "B", self._cost(ordinary), self._cost(self.ctx.symbols.symbol * ordinary))
+        b = self.ctx.symbols.symbol
+        if self.dense:
+            yield Total("gradients", "B", self._cost(ordinary), self._cost(b * ordinary))
+            return
+        delivered = self.ctx.deliveries(self.ctx.symbols.b)
+        size = sum(math.prod(map(expression, d.shape)) * d.dtype.itemsize for d in delivered)
+        yield Total("results", "B", self._cost(ordinary), self._cost(size))
+        own = {name: p for name, p in self.model.named_parameters()}
+        held = sum(own[p.name].numel() * own[p.name].element_size() for p in parameters if p.materialised)
+        yield Total("gradients held", "B", Cost("0", 0), self._cost(b * held))
 
     def _note_what_is_not_counted(self, parameters: Sequence[Explained]) -> None:
         hidden = sorted({name for node in self.graph.nodes if (name := opaque(node))})

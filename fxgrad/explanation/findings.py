@@ -24,6 +24,26 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Option:
+    """One way to contract a use's gradient, and what it takes; ``milliseconds`` are the cost model's estimate."""
+
+    way: str
+    flops: Cost
+    bytes: Cost
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Contracted:
+    """The way that was chosen, where the gradient itself is not asked for."""
+
+    way: str
+    why: str
+    materialised: bool  # the gradients [B, *shape] are a value of the graph, and held to the end of the backward
+    options: tuple[Option, ...] = ()  # every way it can have; none where there is nothing to choose
+
+
+@dataclass(frozen=True)
 class Step:
     """One op in which a parameter, or a function of parameters, is differentiated."""
 
@@ -37,19 +57,24 @@ class Step:
     output: str  # dtype and shape of its output
     samples: str  # where they are in it
     flops: Cost
+    contracted: Contracted | None = None  # None where the gradients themselves are asked for
 
 
 @dataclass(frozen=True)
 class Explained:
-    """One parameter; ``status`` is "trained", "unused" or "frozen"."""
+    """One parameter; ``status`` is "trained", "unused" or "frozen".
+
+    Where ``materialised`` is False, no value of the compiled graph has its gradients of all samples.
+    """
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     status: str
-    bytes: Cost  # of its grad_sample
+    bytes: Cost  # of its gradients, multiplied out
     steps: tuple[Step, ...] = ()
+    materialised: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,6 +117,8 @@ class Explanation:
     totals: tuple[Total, ...]
     notes: tuple[str, ...]
     values: tuple[Value, ...]  # of the graph, in its order: inputs, ops, the output
+    quantities: tuple[str, ...] = ()
+    machine: str = ""  # that milliseconds are estimated for
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in what JSON knows; ``version`` changes when a key's meaning does."""
@@ -108,8 +135,13 @@ class Explanation:
         return text
 
     def __str__(self) -> str:
-        titles = ["parameter", "shape", "use", "line", "by", "term", "samples", "grad_sample", "flops"]
-        lines = [self.heading(), "", *table(titles, [row for p in self.parameters for row in _rows(p)], right={7, 8})]
+        right = {8} if self.machine else {7, 8}
+        rows = [row for p in self.parameters for row in _rows(p, bool(self.machine))]
+        lines = [self.heading(), "", *table(titles_of(self), rows, right=right)]
+        if self.machine:
+            rows = [row for p in self.parameters for row in options_of(p)]
+            titles = ["parameter", "use", "way", "flops", "bytes", "ms", "why"]
+            lines += ["", f"estimated for {self.machine}", *table(titles, rows, right={3, 4, 5})] if rows else []
         titles = ["total", "plain step", "with fxgrad"]
         rows = [[t.what, show(t.plain, t.unit), show(t.fxgrad, t.unit)] for t in self.totals]
         lines += ["", *table(titles, rows, right={1, 2})]
@@ -120,7 +152,8 @@ class Explanation:
 
     def heading(self) -> str:
         """The model, and the sizes that numbers are given for."""
-        return f"{self.model} at " + ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
+        sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
+        return f"{self.model} at {sizes}" + (f", for {', '.join(self.quantities)}" if self.machine else "")
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -135,16 +168,45 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _rows(p: Explained) -> list[list[str]]:
+def titles_of(found: Explanation) -> list[str]:
+    """The columns of the table: gradients that are asked for have a size, others a way."""
+    size = "way" if found.machine else "grad_sample"
+    return ["parameter", "shape", "use", "line", "by", "term", "samples", size, "flops"]
+
+
+def _rows(p: Explained, ways: bool) -> list[list[str]]:
     """The parameter's lines of the table: one for each step, one where there is none."""
     first = [", ".join([p.name, *p.aliases]), str(list(p.shape))]
-    size = show(p.bytes, "B")
+    size = "" if ways else show(p.bytes, "B")
     if not p.steps:
         return [[*first, p.status, "", "", "", "", size, ""]]
     return [
-        [*(first if i == 0 else ["", ""]), *cells(step), size if i == 0 else "", show(step.flops, "")]
+        [
+            *(first if i == 0 else ["", ""]),
+            *cells(step),
+            way_cell(step) if ways else size if i == 0 else "",
+            show(step.flops, ""),
+        ]
         for i, step in enumerate(p.steps)
     ]
+
+
+def way_cell(step: Step) -> str:
+    """The way of a step."""
+    return "" if step.contracted is None else step.contracted.way
+
+
+def options_of(p: Explained) -> list[list[str]]:
+    """What each way of a parameter's uses takes, the chosen one with its reason; of one way there is nothing to say."""
+    rows = []
+    for step in p.steps:
+        found = step.contracted
+        for option in found.options if found is not None and len(found.options) > 1 else ():
+            assert found is not None
+            why = found.why if option.way == found.way else ""
+            numbers = [show(option.flops, ""), show(option.bytes, "B"), f"{option.milliseconds:.3g}"]
+            rows.append([p.name, cells(step)[0], option.way, *numbers, why])
+    return rows
 
 
 def cells(step: Step) -> list[str]:

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -14,13 +14,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxgrad.context import Context, tensors_of
+from fxgrad.choices import Choice
+from fxgrad.context import Context, path_to, source_line, tensors_of
+from fxgrad.contractions import Way
 from fxgrad.costs import elements, is_product, term_flops
+from fxgrad.errors import OptionError
+from fxgrad.gradients import SampleGrads
 from fxgrad.samples.families import MOVEMENT
 from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Contributions, Strategy
 from fxgrad.tape import Tape
-from fxgrad.targets import NewTape
+from fxgrad.targets import TAPS, NewTape, TapTarget
 from fxgrad.terms import Term
 from fxgrad.uses import Use
 
@@ -35,6 +39,7 @@ class Part:
     slot: int
     term: Term | None  # None where the rule gave the gradient itself
     flops: sympy.Expr | None  # None where it was computed behind an opaque operator
+    choice: Choice | None = None  # how it is contracted, where its gradient itself is not asked for
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Rehearsal:
     backward: sympy.Expr = ZERO
     saved: sympy.Expr = ZERO  # bytes that the backward waits for, besides parameters and inputs
     parts: list[Part] = field(default_factory=list)
+    chosen: dict[str, list[Choice]] = field(default_factory=dict)  # by parameter, for each use and for all together
 
 
 def rehearse(gm: fx.GraphModule, ctx: Context, size: int) -> Rehearsal:
@@ -56,6 +62,8 @@ def rehearse(gm: fx.GraphModule, ctx: Context, size: int) -> Rehearsal:
     before, log.disabled = log.disabled, True
     try:
         return _rehearse(gm, ctx, None)
+    except OptionError:
+        raise
     except Exception:
         return _rehearse(gm, ctx, size)
     finally:
@@ -69,7 +77,7 @@ def _rehearse(gm: fx.GraphModule, ctx: Context, size: int | None) -> Rehearsal:
     with ctx.symbols.mode, torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with _saved(found, [value for value in values if isinstance(value, Tensor)]), forward:
-            outputs = _Interpreter(gm, found, backward).run(*values)
+            outputs = _Interpreter(gm, ctx, found, backward).run(*values)
         reached = [y for y in tensors_of(outputs) if y.requires_grad]
         with backward:
             if reached:
@@ -131,22 +139,37 @@ def _saved(found: Rehearsal, inputs: Sequence[Tensor]) -> Iterator[None]:
 class _Interpreter(fx.Interpreter):
     """Runs a graph with a tape that remembers."""
 
-    def __init__(self, gm: fx.GraphModule, found: Rehearsal, counter: FlopCounterMode) -> None:
+    def __init__(self, gm: fx.GraphModule, ctx: Context, found: Rehearsal, counter: FlopCounterMode) -> None:
         super().__init__(gm)
-        self.found, self.counter = found, counter
+        self.ctx, self.found, self.counter = ctx, found, counter
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(target, NewTape):
-            return _RememberingTape(target, self.found, self.counter)
+            return _RememberingTape(target, self.module, self.ctx, self.found, self.counter)
         return super().call_function(target, args, dict(kwargs))
+
+
+class _Watched(SampleGrads):
+    """Says so when a quantity multiplies the gradients out."""
+
+    def dense(self) -> Tensor:
+        assert self.ways.log is not None
+        self.ways.log.append((self.name, Choice(Way.MATERIALISE, "multiplied out for what is made of it")))
+        return super().dense()
 
 
 class _RememberingTape(Tape):
     """A tape that notes every contribution with its flops; what computing it took natively is not counted twice."""
 
-    def __init__(self, target: NewTape, found: Rehearsal, counter: FlopCounterMode) -> None:
-        super().__init__(target.quantities, target.loss_scale, target.likes, target.given)
-        self.found, self.counter = found, counter
+    grads = _Watched
+
+    def __init__(
+        self, target: NewTape, gm: torch.nn.Module, ctx: Context, found: Rehearsal, counter: FlopCounterMode
+    ) -> None:
+        self.log: list[tuple[str, Choice]] = []
+        ways = replace(target.ways, log=self.log)
+        super().__init__(target.quantities, target.loss_scale, target.likes, target.given, ways)
+        self.gm, self.ctx, self.found, self.counter = gm, ctx, found, counter
         self.each: sympy.Expr | None = None  # flops of a gradient that is no term
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
@@ -161,7 +184,88 @@ class _RememberingTape(Tape):
         for slot, part in parts:
             term = part if isinstance(part, Term) else None
             flops = self.each if term is None else term_flops(term)
-            self.found.parts.append(Part(use, slot, term, flops))
-            if term is not None and flops is not None and is_product(term):
+            self.log.clear()
+            with self._placed(use):
+                super().add(use, [(slot, part)], n, scaled=scaled)
+            choice = self._choice(use.wrt[slot])
+            self.found.parts.append(Part(use, slot, term, flops, choice))
+            if choice is None and term is not None and flops is not None and is_product(term):
                 self.found.backward += flops
-        super().add(use, parts, n, scaled=scaled)
+
+    def _choice(self, key: int) -> Choice | None:
+        """How what was just written down waits for the end; None where gradients are all that is asked for."""
+        if not self.bounded:
+            return None
+        if key >= len(self.likes):
+            return Choice(Way.MATERIALISE, "pulled back through a function of parameters")
+        dense = next((quantity for quantity in self.quantities if quantity.dense), None)
+        if dense is not None:
+            return Choice(Way.MATERIALISE, f"{dense} multiplies it out")
+        return self.log[-1][1] if self.log else Choice(Way.MATERIALISE, "its rule gives the gradient itself")
+
+    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+        self.log.clear()
+        before = _flops(self.counter)
+        with self._placed(None):
+            results = super().results(n, like, given)
+        if self.bounded:
+            self.found.backward -= _flops(self.counter) - before
+            self._settle()
+        return results
+
+    def _settle(self) -> None:
+        """What was decided at the end about each parameter's uses together, on the parts; and the flops of it."""
+        at_the_end: dict[str, dict[str, Choice]] = {}
+        for name, choice in self.log:
+            at_the_end.setdefault(name, {}).setdefault(_kind(choice), choice)
+        for i, part in enumerate(self.found.parts):
+            name = self._name(part.use.wrt[part.slot])
+            own, last = part.choice, at_the_end.get(name, {})
+            if own is None:
+                continue
+            if own.found is None and part.term is not None and is_product(part.term):
+                self.found.backward += part.flops or ZERO
+            if own.way is Way.MATERIALISE:
+                self._count(own)
+            else:
+                settled = last.get("") or last.get(_kind(own)) or own
+                sizes = [one.found.sizes if one.found is not None else None for one in (own, settled)]
+                why = settled.why if sizes[1] in (None, sizes[0]) else f"{settled.why}, of its uses together"
+                self.found.parts[i] = replace(part, choice=replace(own, way=settled.way, why=why))
+            self.found.chosen.setdefault(name, []).append(own)
+        for choices in at_the_end.values():
+            for choice in choices.values():
+                self._count(choice)
+
+    def _count(self, choice: Choice) -> None:
+        if choice.found is not None:
+            flops = choice.work(self.ways.sums).flops
+            self.found.backward += choice.found.expression(flops, self.ctx.symbols.symbol, expression)
+
+    @contextmanager
+    def _placed(self, use: Use | None) -> Iterator[None]:
+        """Give the error of a strategy that does not fit the user's line, and the samples' path to it."""
+        try:
+            yield
+        except OptionError as error:
+            node = self._node(use, error)
+            if node is None or error.where:
+                raise
+            where, path = source_line(node), path_to(node, self.ctx)
+            raise OptionError(error.sentence, where=where, path=path, advice=error.advice) from None
+
+    def _node(self, use: Use | None, error: OptionError) -> fx.Node | None:
+        """The op of a use; of no use in particular, the last one of the parameter that the error names."""
+        assert isinstance(self.gm, fx.GraphModule)
+        for node in reversed(self.gm.graph.nodes):
+            if isinstance(node.target, TAPS):
+                own: Use = node.target.strategy.use
+                named = any(f"'{self._name(key)}'" in error.sentence for key in own.wrt.values())
+                if own is use or (use is None and named):
+                    behind = node.args[2] if isinstance(node.target, TapTarget) else node
+                    return behind if isinstance(behind, fx.Node) else node
+        return None
+
+
+def _kind(choice: Choice) -> str:
+    return choice.found.kind if choice.found is not None else ""

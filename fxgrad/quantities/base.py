@@ -53,6 +53,7 @@ class Quantity(ABC):
 
     adds: ClassVar[bool] = False  # whether the results of several forwards of one backward may be added
     dense: ClassVar[bool] = False  # whether it multiplies every gradient out: then that is done use by use
+    sums: ClassVar[bool] = True  # whether it may ask for a weighted sum, which the cost model then counts
 
     def units(self, n: Any) -> Any:
         """How many samples n rows are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class NormSample(Quantity):
     >>> tuple(model.weight.norm_sample.shape), round(float(fxgrad.result(model, norms)[0]) ** 2)
     ((5,), 8)
     """
+
+    sums: ClassVar[bool] = False
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         found = [

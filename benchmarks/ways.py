@@ -1,0 +1,123 @@
+"""Each way to contract a weight's gradients, timed: ``python -m benchmarks.ways [linear] [conv] [table]``.
+
+What `ClippedGrad` does with one weight: norms with their bounds, and the weighted sum. The last columns are the ways
+that the cost model chooses on this machine as measured, and on the reference machine; and how much slower each is than
+the fastest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from fxgrad.choices import Ways
+from fxgrad.contractions import Way, contraction_of, costs
+from fxgrad.gradients import SampleGrads, in_full_precision, kept
+from fxgrad.machines import REFERENCE, Machine, measure
+from fxgrad.terms import OneHot, Patches, Term
+
+LINEAR = [(32, k, d, d) for d in (64, 256, 1024) for k in (1, 16, 64, 256)]  # n, k, o, i
+CONV = [(32, c, s, 1) for c in (32, 64, 128) for s in (8, 16, 32)]  # n, channels, pixels in a row, groups
+CONV += [(32, 256, 4, 1), (32, 64, 16, 64), (32, 64, 16, 4)]
+TABLE = [(32, 256, 10004, 16), (16, 64, 50257, 256), (32, 64, 100, 64), (32, 256, 50, 128)]  # n, k, rows, d
+
+SLOW = 1.0  # estimated seconds from which a way is left out
+ROUNDS = 20
+_COUNT = itertools.count()
+
+Make = Callable[[Tensor, Tensor], Term]
+
+
+@dataclass(frozen=True)
+class Only(Ways):
+    """No choice: one way."""
+
+    way: Way = Way.MATERIALISE
+
+    def of(self, name: str, term: Term, *, waits: bool = False) -> Way:
+        return self.way
+
+
+def linear(n: int, k: int, o: int, i: int) -> tuple[Sequence[Tensor], Make, tuple[int, ...]]:
+    return (torch.randn(n, k, o), torch.randn(n, k, i)), lambda g, x: Term("n...o,n...i->noi", g, x), (o, i)
+
+
+def conv(n: int, channels: int, size: int, groups: int) -> tuple[Sequence[Tensor], Make, tuple[int, ...]]:
+    kernel = (channels, channels // groups, 3, 3)
+
+    def make(g: Tensor, x: Tensor) -> Term:
+        return Term("nko...,nk...i->noi", g, Patches(x, kernel, (1, 1), (1, 1), (1, 1), groups))
+
+    return (torch.randn(n, 1, channels, size, size), torch.randn(n, 1, channels, size, size)), make, kernel
+
+
+def table(n: int, k: int, rows: int, d: int) -> tuple[Sequence[Tensor], Make, tuple[int, ...]]:
+    operands = (torch.randint(rows, (n, k)), torch.randn(n, k, d))
+    return operands, lambda ids, g: Term("n...v,n...d->nvd", OneHot(ids, rows), g), (rows, d)
+
+
+def step(way: Way, make: Make, shape: tuple[int, ...]) -> Callable[..., Any]:
+    """One weight's part of a backward that clips, compiled."""
+    ways = Only(way=way)
+
+    def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        part = kept(in_full_precision(make(a, b)), "w", ways)
+        grads = SampleGrads("w", shape, torch.float32, len(a), b, [part], ways)
+        norms = grads.norms()
+        return norms, grads.weighted((1 / (norms[1] + 1e-6)).clamp(max=1).float())
+
+    code = run.__code__.replace(co_name=f"run_{next(_COUNT)}")  # Dynamo keeps its graphs by code
+    return torch.compile(types.FunctionType(code, run.__globals__, "run", None, run.__closure__), dynamic=False)
+
+
+def least_seconds(steps: dict[Way, Callable[..., Any]], operands: Sequence[Tensor]) -> dict[Way, float]:
+    """Of some rounds in random order: what else runs on a machine only adds to a time."""
+    found = dict.fromkeys(steps, float("inf"))
+    for round_ in range(ROUNDS + 3):
+        for way in random.sample(list(steps), len(steps)):
+            start = time.perf_counter()
+            steps[way](*operands)
+            if round_ >= 3:
+                found[way] = min(found[way], time.perf_counter() - start)
+    return found
+
+
+def line(kind: str, sizes: tuple[int, ...], machine: Machine) -> str:
+    """One row of the table."""
+    operands, make, shape = {"linear": linear, "conv": conv, "table": table}[kind](*sizes)
+    term, n = make(*operands), sizes[0]
+    prices = costs(contraction_of(term), REFERENCE, n)
+    steps = {way: step(way, make, shape) for way, price in prices.items() if price.seconds < SLOW}
+    times = least_seconds(steps, operands)
+    best = min(times.values())
+    cells = [f"{1e3 * times[way]:.3g}" if way in times else "" for way in Way]
+    for of in (machine, REFERENCE):
+        way = Ways(of, batch=n).of("w", term)
+        cells.append(f"{way.value} {times[way] / best:.2f}")
+    return f"| {kind} {sizes} | {' | '.join(cells)} |"
+
+
+def main(kinds: Sequence[str]) -> None:
+    torch._dynamo.config.recompile_limit = 10_000
+    machine = measure(torch.device("cpu"), "measured")
+    print(f"{machine}\n{os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
+    print(f"| use | {' | '.join(way.value for way in Way)} | chosen here | on the reference machine |")
+    print("|---" * (len(Way) + 3) + "|")
+    for kind, shapes in {"linear": LINEAR, "conv": CONV, "table": TABLE}.items():
+        for sizes in shapes if kind in kinds or not kinds else []:
+            print(line(kind, sizes, machine), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,153 @@
+"""Which way each term is contracted: the cheapest on this machine, unless ``strategy=`` says another.
+
+The choice is made when the backward is traced, from the sizes of the first call, and written into the graph: what is
+compiled for one machine or strategy is no other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from fxgrad.contractions import (
+    TABLES,
+    Contraction,
+    Cost,
+    Way,
+    Work,
+    cheapest,
+    contraction_of,
+    costs,
+)
+from fxgrad.errors import OptionError
+from fxgrad.machines import REFERENCE, Machine
+from fxgrad.terms import Term
+
+Strategy = str | Mapping[str, str]  # a way, or for names of parameters, or patterns of names, one each
+
+NAMES = tuple(way.value for way in Way)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What ``strategy=`` says about one parameter."""
+
+    way: Way
+    given: str  # the name or pattern; "" for all
+    exact: bool  # a name: every use has to be able to; else those that are
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one term is contracted, and why."""
+
+    way: Way
+    why: str
+    found: Contraction | None = None  # None for a gradient that its rule gave multiplied out
+    costs: Mapping[Way, Cost] = field(default_factory=dict)  # of every way it can have
+
+    def work(self, sums: bool, way: Way | None = None) -> Work:
+        """What its way, or another one, takes, as the page has it; ``sums``: with a weighted sum."""
+        assert self.found is not None
+        norms, after = TABLES[self.found.kind][1][way or self.way]
+        return norms + after if sums else norms
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What chooses: a machine, wishes, and what is asked for."""
+
+    machine: Machine = REFERENCE
+    wishes: Mapping[str, Wish] = field(default_factory=dict)  # by parameter
+    batch: int = 32  # samples in the first call
+    sums: bool = True  # whether a weighted sum follows the norms
+    log: list[tuple[str, Choice]] | None = field(default=None, compare=False)
+
+    def of(self, name: str, term: Term, *, waits: bool = False) -> Way:
+        """The way of a term of one parameter; ``waits``: it has not been multiplied out, and will not be held."""
+        choice = self.choice(name, contraction_of(term), waits=waits)
+        if self.log is not None:
+            self.log.append((name, choice))
+        return choice.way
+
+    def choice(self, name: str, found: Contraction, *, waits: bool = False) -> Choice:
+        """The same with its reasons."""
+        prices = costs(found, self.machine, self.batch, sums=self.sums)
+        if waits:
+            prices = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
+        wish = self.wishes.get(name)
+        if wish is not None and wish.way in prices:
+            return Choice(wish.way, "strategy=", found, prices)
+        if wish is not None and wish.exact:
+            raise cannot(name, wish.way, prices)
+        if len(prices) == 1:
+            return Choice(next(iter(prices)), "the only way it has", found, prices)
+        lean: dict[Way, Cost] = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
+        if found.holds_too_much():
+            way = cheapest(lean)
+            held = len(lean) < len(prices) and prices[Way.MATERIALISE].seconds < prices[way].seconds
+            return Choice(way, "cheapest that holds no gradients" if held else "cheapest", found, prices)
+        way = cheapest(prices)
+        least = min(price.seconds for price in prices.values())
+        why = "cheapest" if prices[way].seconds == least else "as cheap as any, and holds less"
+        return Choice(way, why, found, prices)
+
+    def multiplied_out(self, name: str) -> None:
+        """Several uses without a common form are added up as gradients; raise where that was not to be."""
+        wish, reason = self.wishes.get(name), "its uses have no form in common"
+        if wish is not None and wish.exact and wish.way is not Way.MATERIALISE:
+            raise cannot(name, wish.way, [Way.MATERIALISE], reason)
+        if self.log is not None:
+            self.log.append((name, Choice(Way.MATERIALISE, reason)))
+
+    def grouped(self, size: int) -> Ways:
+        """The same where ``size`` rows are one sample."""
+        return self if size == 1 else replace(self, batch=max(1, self.batch // size))
+
+
+def cannot(name: str, way: Way, has: Iterable[Way], reason: str = "") -> OptionError:
+    """The error of a use that cannot be contracted as the user said."""
+    ways = ", ".join(f"'{one.value}'" for one in has)
+    return OptionError(
+        f"strategy={way.value!r} does not fit parameter '{name}'" + (f": {reason}" if reason else ""),
+        advice=f"It can have {ways}.",
+    )
+
+
+def wishes_of(strategy: Strategy | None, names: Mapping[str, str], *, whole: bool = True) -> dict[str, Wish]:
+    """What a strategy says about each parameter; ``names`` has every name of each, and the one it goes by.
+
+    A name counts before a pattern, and a pattern before one that stands behind it. ``whole``: all names are known.
+    """
+    if strategy is None:
+        return {}
+    given = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
+    exact = {names[name]: Wish(Way(way), name, True) for name, way in given.items() if name in names}
+    found: dict[str, Wish] = {}
+    for pattern, way in given.items():
+        if pattern in names:
+            continue
+        matched = [own for name, own in names.items() if fnmatchcase(name, pattern)]
+        if not matched and whole:
+            raise OptionError(
+                f"strategy names {pattern!r}, and the model has no such parameter",
+                advice=f"It has {_some(sorted(set(names)))}.",
+            )
+        for own in matched:
+            found.setdefault(own, Wish(Way(way), pattern, False))
+    return {**found, **exact}
+
+
+def check_applied(wishes: Mapping[str, Wish], chosen: Mapping[str, list[Choice]]) -> None:
+    """Raise where a pattern changes nothing: no use of the parameters it matches can have its way."""
+    for pattern in dict.fromkeys(wish.given for wish in wishes.values() if not wish.exact):
+        own = [name for name, wish in wishes.items() if wish.given == pattern and not wish.exact]
+        choices = [choice for name in own for choice in chosen.get(name, [])]
+        if choices and not any(choice.why == "strategy=" for choice in choices):
+            has = dict.fromkeys(way for choice in choices for way in choice.costs or [Way.MATERIALISE])
+            raise cannot(_some(own), wishes[own[0]].way, has)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,202 @@
+"""How fast this machine is: six numbers, measured once and kept, by which the ways of `contractions` are told.
+
+    product, batched, convolution    flop/s of a product of large matrices, of one product for each sample, and of a
+                                     native convolution kernel with the samples as groups
+    memory, cache                    bytes/s of elementwise work on memory, and on what stays in the cache
+    call                             calls/s of an operator on next to nothing
+
+The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
+number of threads and version of PyTorch; what is not in it is measured. ``FXGRAD_MACHINE`` names another file, or is
+``reference``: then the numbers are `REFERENCE`'s, whatever machine this is, and a model is compiled in the same way
+everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxgrad.convolutions import conv_rows
+from fxgrad.memory import fresh
+from fxgrad.onednn import outer_products
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in float32, per second. float64 counts as half as fast."""
+
+    product: float
+    batched: float
+    convolution: float
+    memory: float
+    cache: float
+    call: float
+    name: str = ""
+
+
+REFERENCE = Machine(
+    product=90e9, batched=85e9, convolution=130e9, memory=16e9, cache=50e9, call=4e5, name="the reference machine"
+)
+"""One thread of a server's core of 2024 (AMD EPYC, AVX-512), rounded."""
+
+VARIABLE = "FXGRAD_MACHINE"
+_known: dict[tuple[str, str], Machine] = {}  # by file and entry
+_pinned: list[Machine] = []
+
+
+@contextlib.contextmanager
+def pinned(machine: Machine) -> Iterator[None]:
+    """What is compiled in here is compiled for this machine."""
+    _pinned.append(machine)
+    try:
+        yield
+    finally:
+        _pinned.remove(machine)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The machine that a device is part of: pinned, remembered, read, or measured and written."""
+    if _pinned:
+        return _pinned[-1]
+    if os.environ.get(VARIABLE) == "reference" or device.type not in ("cpu", "cuda"):
+        return REFERENCE
+    path, entry = file(), entry_of(device)
+    key = str(path), entry
+    if key not in _known:
+        found = _read(path).get(entry)
+        if found is None:
+            found = measure(device, name=entry)
+            _write(path, entry, found)
+        _known[key] = found
+    return _known[key]
+
+
+def file() -> Path:
+    """Where machines are kept."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "fxgrad" / "machines.json"
+
+
+def entry_of(device: torch.device) -> str:
+    """What the numbers depend on: ``cpu x86_64, 2 threads, torch 2.13.0``."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"cpu {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _read(path: Path) -> dict[str, Machine]:
+    """What the file holds; nothing where it cannot be read or is not ours."""
+    names = {field.name for field in fields(Machine)} - {"name"}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            entry: Machine(**{key: float(rates[key]) for key in names}, name=entry)
+            for entry, rates in found.items()
+            if names <= rates.keys() and all(float(rates[key]) > 0 for key in names)
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(path: Path, entry: str, machine: Machine) -> None:
+    """Add an entry; what cannot be written is measured again by the next process."""
+    found = {**_read(path), entry: machine}
+    rates = {one: {key: rate for key, rate in asdict(of).items() if key != "name"} for one, of in found.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, own = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(rates, stream, indent=1, sort_keys=True)
+        os.replace(own, path)  # another process sees the old file or the new one, never half of it
+    except OSError:
+        pass
+
+
+# Note [Measuring]
+# ~~~~~~~~~~~~~~~~
+# A first call compiles for seconds; this takes some tenths of one, on shapes of the size that layers have. What else
+# runs on a machine only slows it down, so each is run in turn, for a few rounds, and its fastest counts. Nothing random
+# is drawn, and no mode that is on (fake tensors, a flop counter, autocast) sees it.
+
+ROUNDS = 12
+ENOUGH = 0.3  # seconds, on a machine too busy for that many rounds
+
+
+def measure(device: torch.device, name: str = "") -> Machine:
+    """A machine's speeds; see Note [Measuring]. `REFERENCE`'s where it cannot be measured."""
+    try:
+        with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return Machine(**{what: float(f"{rate:.2g}") for what, rate in _rates(device).items()}, name=name)
+    except RuntimeError:  # no memory, no kernel
+        return REFERENCE
+
+
+Probe = tuple[Callable[[], object], int, float]  # what to run, how often, and what one run of it does
+
+
+def _probes(device: torch.device) -> dict[str, Probe]:
+    """What is run for each of a machine's speeds."""
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=torch.float32, device=device)
+
+    long, g, pixels, kernel = ones(1024, 512), ones(16, 64, 256), ones(8, 1, 64, 16, 16), (64, 64, 3, 3)
+    column, row, vector, number = ones(64, 512, 1), ones(64, 1, 512), ones(1 << 15), ones(1)
+    weights = torch.empty((8, *kernel), device=device)
+    doubled, same = torch.empty_like(vector), torch.empty_like(number)
+
+    def gradients() -> Tensor:
+        """Memory that is asked for, written and read once."""
+        rows = fresh(row, (64, 512, 512))
+        return torch.mul(column, row, out=rows).sum()
+
+    settings = (1, 1), (1, 1), (1, 1), False, (0, 0), 1
+    return {
+        "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
+        "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
+        "convolution": (lambda: conv_rows(pixels, pixels, kernel, *settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
+        "memory": (gradients, 1, 2 * 4 * 64 * 512 * 512),
+        "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),
+        "call": (lambda: torch.mul(number, 2, out=same), 100, 1),
+    }
+
+
+def _rates(device: torch.device) -> dict[str, float]:
+    probes = _probes(device)
+    best = dict.fromkeys(probes, 0.0)
+    start = time.perf_counter()
+    for round_ in range(ROUNDS + 1):
+        for what, (run, times, done) in probes.items():
+            rate = times * done / _seconds(run, times, device)
+            best[what] = max(best[what], rate if round_ else 0.0)  # the first is a warm-up
+        if round_ >= 2 and time.perf_counter() - start > ENOUGH:
+            break
+    return best | {"product": max(best["product"], best["batched"])}  # slower it is on a busy machine alone
+
+
+def _seconds(run: Callable[[], object], times: int, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
