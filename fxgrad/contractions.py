@@ -49,6 +49,7 @@ class Work:
     convolution: Expr = ZERO  # flops in a native convolution kernel
     memory: Expr = ZERO  # bytes read or written
     cache: Expr = ZERO  # bytes read or written where a few samples at a time stay in the cache
+    fresh: Expr = ZERO  # bytes that the system hands out page by page, because they were given back
     call: Expr = ZERO  # operators called
 
     def __add__(self, other: Work) -> Work:
@@ -74,6 +75,14 @@ class Costs(NamedTuple):
 
 
 n, k, o, i, e, w, p, c, f, s, v, d, m = sympy.symbols("n k o i e w p c f s v d m", nonnegative=True)
+
+LARGE = 32 << 20  # bytes from which a C library gives memory back to the system when it is freed
+
+
+def _held(size: Expr) -> Work:
+    """Memory of this size, written once."""
+    return Work(memory=size, fresh=sympy.Piecewise((size, size > LARGE), (ZERO, True)))
+
 
 GRAMS, ROWS = 1 << 20, 4 << 20  # bytes of Gram matrices and of gradients that one round of calls looks at
 
@@ -104,9 +113,10 @@ PRODUCT = {
         _product_sum,
     ),
     Way.MATERIALISE: Costs(
-        Work(
+        _held(e * n * o * i)
+        + Work(
             batched=2 * n * k * o * i,
-            memory=e * n * o * i + e * n * k * (o + i),
+            memory=e * n * k * (o + i),
             cache=3 * e * n * o * i,
             call=15 * (1 + e * n * (o * i + k * (o + i)) / ROWS),
         ),
@@ -137,9 +147,10 @@ WINDOWS = {
         _window_sum,
     ),
     Way.MATERIALISE: Costs(
-        Work(
+        _held(e * n * w)
+        + Work(
             convolution=2 * n * k * w,
-            memory=2 * e * n * s + 2 * e * n * w,
+            memory=2 * e * n * s + e * n * w,
             cache=8 * e * n * w,
             call=15 * (1 + e * n * (s + w) / ROWS),
         ),
@@ -154,7 +165,7 @@ TABLE = {
         Work(memory=2 * e * n * k * d + 2 * e * v * d, call=Integer(4)),
     ),
     Way.MATERIALISE: Costs(
-        Work(memory=e * n * v * d, cache=2 * e * n * k * d, call=Integer(6)),
+        _held(e * n * v * d) + Work(cache=2 * e * n * k * d, call=Integer(6)),
         Work(memory=e * n * v * d, call=Integer(2)),
     ),
 }

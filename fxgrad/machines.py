@@ -1,8 +1,9 @@
-"""How fast this machine is: six numbers, measured once and kept, by which the ways of `contractions` are told.
+"""How fast this machine is: seven numbers, measured once and kept, by which the ways of `contractions` are told.
 
     product, batched, convolution    flop/s of a product of large matrices, of one product for each sample, and of a
                                      native convolution kernel with the samples as groups
     memory, cache                    bytes/s of elementwise work on memory, and on what stays in the cache
+    fresh                            bytes/s of memory that the process did not have before
     call                             calls/s of an operator on next to nothing
 
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
@@ -41,12 +42,20 @@ class Machine:
     convolution: float
     memory: float
     cache: float
+    fresh: float
     call: float
     name: str = ""
 
 
 REFERENCE = Machine(
-    product=90e9, batched=85e9, convolution=130e9, memory=16e9, cache=50e9, call=4e5, name="the reference machine"
+    product=90e9,
+    batched=85e9,
+    convolution=130e9,
+    memory=16e9,
+    cache=50e9,
+    fresh=6e9,
+    call=4e5,
+    name="the reference machine",
 )
 """One thread of a server's core of 2024 (AMD EPYC, AVX-512), rounded."""
 
@@ -156,20 +165,24 @@ def _probes(device: torch.device) -> dict[str, Probe]:
 
     long, g, pixels, kernel = ones(1024, 512), ones(16, 64, 256), ones(8, 1, 64, 16, 16), (64, 64, 3, 3)
     column, row, vector, number = ones(64, 512, 1), ones(64, 1, 512), ones(1 << 15), ones(1)
-    weights = torch.empty((8, *kernel), device=device)
+    weights, held = torch.empty((8, *kernel), device=device), torch.empty((24, 512, 512), device=device)
     doubled, same = torch.empty_like(vector), torch.empty_like(number)
 
     def gradients() -> Tensor:
-        """Memory that is asked for, written and read once."""
-        rows = fresh(row, (64, 512, 512))
-        return torch.mul(column, row, out=rows).sum()
+        """Memory that is there, written and read once."""
+        return torch.mul(column[:24], row[:24], out=held).sum()
+
+    def anew() -> Tensor:
+        """Memory that is asked for and written once."""
+        return fresh(row, (64, 512, 512)).fill_(0)
 
     settings = (1, 1), (1, 1), (1, 1), False, (0, 0), 1
     return {
         "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
         "convolution": (lambda: conv_rows(pixels, pixels, kernel, *settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
-        "memory": (gradients, 1, 2 * 4 * 64 * 512 * 512),
+        "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
+        "fresh": (anew, 1, 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),
         "call": (lambda: torch.mul(number, 2, out=same), 100, 1),
     }
