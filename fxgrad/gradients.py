@@ -7,7 +7,6 @@ products with a given tensor. Each is computed from the parts in the way that `f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,27 +21,25 @@ from fxgrad.norms import (
     frobenius,
     gamma,
     product_norms,
-    product_rounding,
     product_rows,
     rank_one_norms,
     row_norms,
     window_norms,
     window_rows,
 )
+from fxgrad.parts import (
+    Kept,
+    Part,
+    Virtual,
+    dense_of,
+    grouped,
+    has_complex,
+    merged,
+    rounding,
+    summed,
+)
 from fxgrad.sums import SMALL, dense_sum, product_sum, rank_one_sum, rows_sum, small_sum, window_sum
-from fxgrad.terms import Factor, OneHot, Patches, Term
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A term that was multiplied out where its use was differentiated."""
-
-    rows: Tensor  # [n, *shape]
-    rounding: Tensor  # [n]: how far ‖rows_n‖ may be from the norm in exact arithmetic
-    found: Tensor | None = None  # [2, n]: norms and bounds, where the operator that made the rows looked at them
-
-
-Part = Term | Tensor | Kept
+from fxgrad.terms import Term
 
 
 @dataclass
@@ -72,29 +69,31 @@ class SampleGrads:
         """The same with ``size`` consecutive samples as one."""
         if size == 1:
             return self
-        parts = [_grouped(part, size) for part in self.parts]
+        parts = [grouped(part, size) for part in self.parts]
         return replace(self, n=self.n // size, parts=parts, ways=self.ways.grouped(size))
 
     def norms(self) -> Tensor:
         """``[2, n]`` in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
-        parts = _merged(self.parts)
+        parts = merged(self.parts)
         if not parts:
             return self.like.new_zeros(2, self.n, dtype=torch.float64)
         if len(parts) == 1:
             return norms_of(parts[0], self.name, self.ways)
         terms = [part for part in parts if isinstance(part, Term)]
         if len(terms) == len(parts) == 2:
-            product, table = terms  # as `_merged` has them in order
+            product, table = terms  # as `merged` has them in order
             if table.rows() is not None and product.product() is not None:
                 return _norms_of_tied(table, product, self.name, self.ways)
         self.ways.multiplied_out(self.name)
-        rows = self.dense()
-        return bounded(rows, sum((_rounding(part) for part in parts), rows.new_zeros(self.n, dtype=torch.float64)))
+        wide = any(isinstance(part, Virtual) and not part.of.keeps for part in parts)
+        rows = summed(self.parts, wide)
+        off = [rounding(part) for part in parts if not wide or isinstance(part, Kept)]
+        return bounded(rows, sum(off, rows.new_zeros(self.n, dtype=torch.float64)))
 
     def weighted(self, c: Tensor) -> Tensor:
         """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype."""
         total: Tensor | None = None
-        for part in _merged(self.parts):
+        for part in merged(self.parts):
             found = _weighted(part, c.to(self.accumulating), self.name, self.ways).reshape(self.shape)
             total = found if total is None else total + found
         if total is None:
@@ -103,14 +102,14 @@ class SampleGrads:
 
     def dot(self, vector: Tensor) -> Tensor:
         """``<D_n, vector>`` of a tensor ``[*shape]``: ``[n]``."""
-        found = [_dot(part, vector.to(self.accumulating)) for part in _merged(self.parts)]
+        found = [_dot(part, vector.to(self.accumulating)) for part in merged(self.parts)]
         if not found:
             return self.like.new_zeros(self.n, dtype=self.accumulating)
         return torch.stack(found).sum(0)
 
     def squared(self) -> Tensor:
         """``Σ_n D_n²``, element by element, ``[*shape]``."""
-        parts = _merged(self.parts)
+        parts = merged(self.parts)
         if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
             pair = parts[0].product()
             assert pair is not None
@@ -120,7 +119,7 @@ class SampleGrads:
 
     def gram(self) -> Tensor:
         """``<D_n, D_m>``, ``[n, n]``."""
-        parts = _merged(self.parts)
+        parts = merged(self.parts)
         if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
             pair = parts[0].product()
             assert pair is not None
@@ -133,123 +132,33 @@ class SampleGrads:
 def kept(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable
     """A part of one parameter as it waits for the end of the backward: as factors, or multiplied out."""
     if isinstance(part, Term) and ways.of(name, part) is Way.MATERIALISE:
-        return _multiplied_out(part, any(isinstance(f, Tensor) and f.is_complex() for f in part.factors))
+        return _multiplied_out(part)
     return part
 
 
-def _multiplied_out(term: Term, complex_factors: bool) -> Kept:
+def _multiplied_out(term: Term) -> Kept:
     """A term's gradients, looked at while a few samples' are in the cache where an operator makes them."""
     product, windows = term.product(), term.windows()
-    if complex_factors or (product is None and windows is None):
-        return Kept(term.dense(), _rounding(term))
+    if has_complex(term) or (product is None and windows is None):
+        return Kept(term.dense(), rounding(term))
     if product is not None:
         rows, found = product_rows(*product)
-        rows = rows if term.shape is None else rows.reshape(rows.shape[0], *term.shape)
     else:
         assert windows is not None
         g, patches = windows
         rows, found = window_rows(g, patches.input, *patches.settings)
+    rows = rows if term.shape is None else rows.reshape(rows.shape[0], *term.shape)
     return Kept(rows, found[1] - found[0], found)
-
-
-def summed(parts: Sequence[Part]) -> Tensor:
-    """Parts multiplied out and added up: ``[n, *shape]``."""
-    total = _dense(parts[0])
-    for part in parts[1:]:
-        total = total + _dense(part)
-    return total
-
-
-def joined(parts: Sequence[Part]) -> Kept:
-    """The same, with how far rounding may be off."""
-    rounding = _rounding(parts[0])
-    for part in parts[1:]:
-        rounding = rounding + _rounding(part)
-    return Kept(summed(parts), rounding)
-
-
-def _as_kept(part: Part) -> Kept:
-    return part if isinstance(part, Kept) else joined([part])
-
-
-def in_full_precision(part: Part) -> Part:
-    """Half types as float32: norms and sums are computed in it, up to the cast to the parameter's dtype."""
-
-    def cast(value: Tensor) -> Tensor:
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-    def factor(value: Factor) -> Factor:
-        if isinstance(value, Tensor):
-            return cast(value)
-        return replace(value, input=cast(value.input)) if isinstance(value, Patches) else value
-
-    if isinstance(part, Term):
-        return Term(part.equation, *map(factor, part.factors), shape=part.shape)
-    return replace(part, rows=cast(part.rows)) if isinstance(part, Kept) else cast(part)
-
-
-def _dense(part: Part) -> Tensor:
-    return part.dense() if isinstance(part, Term) else part.rows if isinstance(part, Kept) else part
-
-
-def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Terms of one form as one term, along k; multiplied-out parts as one."""
-    products: list[tuple[Tensor, Tensor]] = []
-    tables: list[tuple[OneHot, Tensor]] = []
-    others: list[Part] = []
-    dense: Kept | None = None
-    for part in parts:
-        product = part.product() if isinstance(part, Term) and part.shape is None else None
-        table = part.rows() if isinstance(part, Term) else None
-        if product is not None:
-            products.append(product)
-        elif table is not None:
-            tables.append(table)
-        elif isinstance(part, Term):
-            others.append(part)
-        else:
-            dense = _as_kept(part) if dense is None else joined([dense, part])
-    found: list[Part] = list(others)
-    if products:
-        pairs = [torch.cat(side, 1) if len(side) > 1 else side[0] for side in zip(*products, strict=True)]
-        found.append(Term("n...o,n...i->noi", *pairs))
-    for padding in dict.fromkeys(table.padding_idx for table, _ in tables):
-        same = [(table, g) for table, g in tables if table.padding_idx == padding]
-        ids = torch.cat([table.ids for table, _ in same], 1) if len(same) > 1 else same[0][0].ids
-        g = torch.cat([g for _, g in same], 1) if len(same) > 1 else same[0][1]
-        found.append(Term("n...v,n...d->nvd", OneHot(ids, same[0][0].classes, padding), g))
-    if dense is not None:
-        found.append(dense)
-    return found
-
-
-def _grouped(part: Part, size: int) -> Part:
-    """A part with ``size`` consecutive samples as one: their positions, one behind another."""
-
-    def joined(rows: Tensor) -> Tensor:
-        return rows.reshape(rows.shape[0] // size, size * rows.shape[1], *rows.shape[2:])
-
-    if isinstance(part, Term):
-        product, table, windows = part.product(), part.rows(), part.windows()
-        if product is not None:
-            return Term(part.equation, *(joined(side) for side in product))
-        if table is not None:
-            ids, g = table
-            return Term(part.equation, replace(ids, ids=joined(ids.ids)), joined(g))
-        if windows is not None:
-            g, patches = windows
-            return Term(part.equation, joined(g), replace(patches, input=joined(patches.input)))
-    rows, rounding = _dense(part), _rounding(part)
-    summed_rows = rows.reshape(rows.shape[0] // size, size, *rows.shape[1:]).sum(1)
-    return Kept(summed_rows, rounding.reshape(-1, size).sum(1))
 
 
 def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa: B008 - immutable
     """Norms and bounds of one part alone, ``[2, n]``."""
+    if isinstance(part, Virtual):
+        return part.of.norms(part.slot)
     if isinstance(part, Kept) and part.found is not None:
         return part.found
     if not isinstance(part, Term):
-        return bounded(_dense(part), _rounding(part))
+        return bounded(dense_of(part), rounding(part))
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
@@ -266,45 +175,7 @@ def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa
         g, patches = windows
         found = window_norms(g, patches.input, *patches.settings, ways.of(name, part, waits=True) is Way.GRAM)
         return found
-    return bounded(part.dense(), _rounding(part))
-
-
-def _rounding(part: Part) -> Tensor:
-    """``[n]``: how far the norm of a part, multiplied out, may be from the one in exact arithmetic.
-
-    What a rule returned multiplied out counts as exact. Of a term, the absolute values' contraction is at most the
-    product of the factors' norms, times √m where m values are added up that meet no other factor.
-    """
-    if isinstance(part, Kept):
-        return part.rounding
-    if not isinstance(part, Term):
-        return part.new_zeros(part.shape[0], dtype=torch.float64)
-    pair = part.product()
-    if pair is not None and not any(side.is_complex() for side in pair):
-        return product_rounding(*pair)
-    most, sizes = 1, None
-    inputs = part.equation.replace(" ", "").partition("->")[0].split(",")
-    for letters, factor in zip(inputs, part.factors, strict=True):
-        if isinstance(factor, OneHot):
-            most = max(most, hint(math.prod(factor.ids.shape[1:])))
-            continue
-        tensor = factor.input if isinstance(factor, Patches) else factor
-        copies = math.prod(factor.kernel[2:]) if isinstance(factor, Patches) else 1
-        own = frobenius(tensor if letters.startswith("n") else tensor.unsqueeze(0)) * copies**0.5
-        sizes = own if sizes is None else sizes * own
-        most = max(most, hint(math.prod(tensor.shape[1:])))
-    assert sizes is not None
-    dtype = next(f.dtype for f in part.factors if isinstance(f, Tensor))
-    alone = float(most) ** 0.5 if _adds_alone(part) else 1.0
-    found: Tensor = sizes * (gamma(most, dtype) * alone)
-    return found
-
-
-def _adds_alone(term: Term) -> bool:
-    """Whether a letter of the equation stands in one factor and not in the result."""
-    left, _, right = term.equation.replace(" ", "").partition("->")
-    letters = "".join(left.replace("...", ".").split(","))
-    return any(letters.count(letter) == 1 and letter not in right for letter in letters)
+    return bounded(part.dense(), rounding(part))
 
 
 def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Tensor:
@@ -329,8 +200,10 @@ def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Tensor:
 
 
 def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
+    if isinstance(part, Virtual):
+        return part.of.weighted(part.slot, c)
     if not isinstance(part, Term):
-        return _dense_sum(_dense(part), c)
+        return _dense_sum(dense_of(part), c)
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         if ways.of(name, part, waits=True) is Way.RANK_ONE:
@@ -361,12 +234,15 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 
 def _dot(part: Part, vector: Tensor) -> Tensor:
     """The product with a tensor of the parameter's shape: the op's output with the tensor in W's place, times g."""
+    if isinstance(part, Virtual):
+        return part.of.dot(part.slot, vector)
     if not isinstance(part, Term):
-        return as_vectors(_dense(part) * vector).sum(1)
+        return as_vectors(dense_of(part) * vector).sum(1)
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
-        return (g.to(vector.dtype) * (x.to(vector.dtype) @ vector.mT)).sum((1, 2))
+        matrix = vector.reshape(g.shape[2], x.shape[2])
+        return (g.to(vector.dtype) * (x.to(vector.dtype) @ matrix.mT)).sum((1, 2))
     if table is not None:
         rows, g = table
         read = vector.reshape(rows.classes, -1)[rows.ids]
@@ -377,7 +253,7 @@ def _dot(part: Part, vector: Tensor) -> Tensor:
         g, patches = windows
         spatial = len(patches.stride)
         settings = (patches.stride, patches.padding)
-        x = patches.input.flatten(0, 1).to(vector.dtype)
+        x, vector = patches.input.flatten(0, 1).to(vector.dtype), vector.reshape(patches.kernel)
         if patches.transposed:
             extra = patches.output_padding or (0,) * spatial
             y = _TRANSPOSED[spatial](x, vector, None, *settings, extra, patches.groups, patches.dilation)

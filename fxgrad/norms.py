@@ -149,24 +149,22 @@ def _from_squares(square: Tensor, slack: Tensor) -> Tensor:
 
 
 def _product_rows_norms(g: Tensor, x: Tensor) -> Tensor:
-    return measured(g.mT @ x, _product_rounding(g, x, quick_frobenius))
+    return measured(g.mT @ x, product_rounding(g, x, quick_frobenius))
 
 
-def product_rounding(g: Tensor, x: Tensor) -> Tensor:
+Norm = Callable[[Tensor], Tensor]
+
+
+def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius) -> Tensor:
     """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖."""
-    return _product_rounding(g, x, frobenius)
-
-
-def _product_rounding(g: Tensor, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
     n, k = g.shape[:2]
     lengths = (norm(g.flatten(0, 1)) * norm(x.flatten(0, 1))).view(n, k)
     return 1.001 * gamma(k, g.dtype) * lengths.sum(1)
 
 
-def _window_rounding(g: Tensor, input: Tensor, positions: int, copies: int) -> Tensor:
+def window_rounding(g: Tensor, input: Tensor, positions: int, copies: int, norm: Norm = frobenius) -> Tensor:
     """The same of a convolution, whose input every window holds ``copies`` of at most."""
-    lengths = quick_frobenius(g) * quick_frobenius(input)
-    return 1.001 * gamma(positions, g.dtype) * math.sqrt(copies) * lengths
+    return norm(g) * norm(input) * (1.001 * gamma(positions, g.dtype) * math.sqrt(copies))
 
 
 def measured(rows: Tensor, rounding: Tensor) -> Tensor:
@@ -185,7 +183,7 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     for start in range(0, n, size):
         rows = slice(start, start + size)
         torch.bmm(g[rows].mT, x[rows], out=out[rows])
-        found[:, rows] = measured(out[rows], _product_rounding(g[rows], x[rows], quick_frobenius))
+        found[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
     return out, found
 
 
@@ -225,7 +223,7 @@ def window_rows(
     of = _terms_of_windows(g, input, kernel, transposed)
     for rows in blocks(g, input, kernel):
         conv_rows(g[rows], input[rows], kernel, *settings, out[rows])
-        found[:, rows] = measured(out[rows], _window_rounding(g[rows], input[rows], *of))
+        found[:, rows] = measured(out[rows], window_rounding(g[rows], input[rows], *of, quick_frobenius))
     return out, found
 
 
@@ -271,13 +269,13 @@ def window_norms(
     def of_rows(rows: slice) -> Tensor:
         grads = g.new_empty(len(g[rows]), *kernel)
         conv_rows(g[rows], input[rows], kernel, *settings, grads)
-        return measured(grads, _window_rounding(g[rows], input[rows], positions, copies))
+        return measured(grads, window_rounding(g[rows], input[rows], positions, copies, quick_frobenius))
 
     def carefully(row: int) -> Tensor:
         one, its = g[row : row + 1].double(), input[row : row + 1].double()
         grads = one.new_empty(1, *kernel)
         conv_rows(one, its, kernel, *settings, grads)
-        return measured(grads, _window_rounding(one, its, positions, copies))
+        return measured(grads, window_rounding(one, its, positions, copies))
 
     if not gram:
         return _by_blocks(blocks(g, input, kernel), of_rows, carefully)

@@ -16,16 +16,16 @@ from torch import Tensor
 from fxgrad.calls import Call
 from fxgrad.errors import UnsupportedOp
 from fxgrad.generic import per_sample_vjp, register_program
+from fxgrad.parts import Part
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import elementwise
 from fxgrad.rules.linear import einsum_applies
 from fxgrad.samples.families import Family, draws, family_of
 from fxgrad.samples.layouts import samples_first
-from fxgrad.terms import Term
 from fxgrad.user_functions import UserFunction, fitted
 from fxgrad.uses import Slot, Use, slots_of
 
-Contributions = list[tuple[int, Term | Tensor]]  # slots with their parameters' gradients per sample
+Contributions = list[tuple[int, Part]]  # slots with their parameters' gradients per sample
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,19 @@ class Strategy:
     use: Use
     needs: frozenset[int]
     function: Callable[[Use, Tensor, list[Any]], Contributions]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the op moves a parameter's elements, each to one place: a function that leaves norms alone."""
+        return self.name == "rule" and self.use.output is None and RULES[self.use.op].keeps
+
+    @property
+    def native(self) -> bool:
+        """Whether the op is PyTorch's own, which takes float64 where it takes float32."""
+        target = self.use.target
+        home = str(getattr(target, "__module__", None) or "torch")
+        own = home == "_operator" or home.split(".")[0] == "torch"
+        return self.use.method or (own and (not home.startswith("torch._ops.") or home == "torch._ops.aten"))
 
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         if self.use.output is not None:
@@ -278,8 +291,13 @@ def _by_vmap_of(use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contrib
     return list(zip(use.wrt, found, strict=True))
 
 
-def densify(part: Term | Tensor) -> Tensor:
-    """A contribution as a tensor ``[n, *shape]``."""
-    return part.dense() if isinstance(part, Term) else part
+def matched(values: list[Any], g: Tensor) -> list[Any]:
+    """Floating values in g's dtype, as native backwards have them under autocast."""
+    if not g.is_floating_point():
+        return values
+    return [
+        v.to(g.dtype) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != g.dtype else v
+        for v in values
+    ]
 
 

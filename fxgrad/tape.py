@@ -23,11 +23,13 @@ from torch.autograd.function import once_differentiable
 from torch.fx import traceback as fx_traceback
 
 from fxgrad.choices import Ways
-from fxgrad.gradients import Part, SampleGrads, in_full_precision, joined, kept, summed
+from fxgrad.gradients import SampleGrads, kept
+from fxgrad.parts import Part, has_complex, in_full_precision, joined, summed
 from fxgrad.quantities import Quantity
-from fxgrad.strategies import Contributions, OwnStrategy, Strategy
+from fxgrad.strategies import Contributions, OwnStrategy, Strategy, matched
 from fxgrad.terms import Term
 from fxgrad.uses import Use
+from fxgrad.virtual import pulled_back
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,16 @@ class Tape:
         self.bounded = not all(quantity.dense for quantity in quantities)  # somebody asks how far rounding is off
         self.parts: dict[int, list[Part]] = {}
         self.derived: list[tuple[int, Strategy, list[Any], int]] = []
+        self.bent: set[int] = set()  # functions of parameters that do more than move them
+        self.moved: dict[int, str] = {}  # those that do not, and whose elements they move
         self.task: int | None = None
+
+    def derive(self, key: int, strategy: Strategy) -> None:
+        """One more function of parameters."""
+        if not strategy.keeps or any(parent in self.bent for parent in strategy.use.wrt.values()):
+            self.bent.add(key)
+        else:
+            self.moved[key] = self._name(next(iter(strategy.use.wrt.values())))
 
     def begin(self) -> None:
         """Forget what a backward that never reached Collect left behind."""
@@ -83,7 +94,7 @@ class Tape:
         """What one use says about each of its parameters; ``scaled``: for a loss that is a sum over samples."""
         for slot, part in parts:
             key = use.wrt[slot]
-            self.note(key, part if scaled else self._scaled_part(part, n))
+            self.note(key, part if scaled or not isinstance(part, Term | Tensor) else self._scaled_part(part, n))
 
     def note(self, key: int, part: Part) -> None:
         """One more part of a parameter's gradients."""
@@ -94,11 +105,14 @@ class Tape:
             return
         with in_backward():
             part = in_full_precision(part)
-            parts[:] = [joined([*parts, part])] if self.dense else [*parts, kept(part, self._name(key), self.ways)]
+            if key in self.bent:  # its function may enlarge what rounding did: nothing is rounded before
+                parts.append(part)
+            else:
+                parts[:] = [joined([*parts, part])] if self.dense else [*parts, kept(part, self._name(key), self.ways)]
 
     def _name(self, key: int) -> str:
-        """The parameter's; none for a function of parameters."""
-        return self.likes[key].name if key < len(self.likes) else ""
+        """The parameter's, also of what moves its elements; none for another function of parameters."""
+        return self.likes[key].name if key < len(self.likes) else self.moved.get(key, "")
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""
@@ -114,8 +128,10 @@ class Tape:
         """From functions of parameters to the parameters, children before their parents."""
         for key, strategy, values, n in self.derived:
             parts = self.parts.pop(key, None)
-            if parts:
+            if parts and (not self.bounded or any(map(has_complex, parts)) or any(map(_is_complex, values))):
                 self.record(strategy, summed(parts), values, n)
+            elif parts:
+                self.add(strategy.use, pulled_back(strategy, parts, values, n, self.ways), n)
         self.derived.clear()
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
@@ -135,16 +151,6 @@ class Tape:
 
 def _is_complex(factor: Any) -> bool:
     return isinstance(factor, Tensor) and factor.is_complex()
-
-
-def _matched(values: list[Any], g: Tensor) -> list[Any]:
-    """Floating values in g's dtype, as native backwards have them under autocast."""
-    if not g.is_floating_point():
-        return values
-    return [
-        v.to(g.dtype) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != g.dtype else v
-        for v in values
-    ]
 
 
 class Tap(torch.autograd.Function):
@@ -171,7 +177,7 @@ class Tap(torch.autograd.Function):
         if g is not None:
             ctx.tape.begin()
             with torch.autocast(g.device.type, enabled=False), torch.no_grad():
-                values = _matched(_kept(ctx), g)
+                values = matched(_kept(ctx), g)
                 ctx.tape.record(ctx.strategy, ctx.tape.scaled(g.detach(), ctx.n), values, ctx.n)
         return (None, None, None, None, g, *[None] * (ctx.inputs - 5))
 
@@ -199,7 +205,7 @@ class TapSeveral(torch.autograd.Function):
             with torch.autocast(ctx.like[0].device.type, enabled=False), torch.no_grad():
                 full = [torch.zeros_like(y) if g is None else g for g, y in zip(grads, ctx.like, strict=True)]
                 scaled = [ctx.tape.scaled(g.detach(), ctx.n) for g in full]
-                values = _matched(_kept(ctx), scaled[0])
+                values = matched(_kept(ctx), scaled[0])
                 ctx.tape.add(ctx.strategy.use, ctx.strategy.terms_of_several(scaled, values, ctx.n), ctx.n)
         return (None, None, None, None, *grads, *[None] * (ctx.inputs - 4 - len(grads)))
 
@@ -239,6 +245,7 @@ class Derive(torch.autograd.Function):
         tape: Tape, strategy: Strategy, key: int, n: int, handles: int, *rest: Any
     ) -> Tensor:
         handle: Tensor = rest[0]
+        tape.derive(key, strategy)
         return handle.clone()
 
     @staticmethod

@@ -93,6 +93,34 @@ class Term:
         g, patches = self.factors[0], self.factors[-1]
         return (g, patches) if isinstance(g, Tensor) and isinstance(patches, Patches) else None
 
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of one sample's gradient."""
+        if self.shape is not None:
+            return self.shape
+        table, windows = self.rows(), self.windows()
+        if windows is not None:
+            return windows[1].kernel
+        if table is not None:
+            return table[0].classes, table[1].shape[2]
+        letters, result = self.letters()
+        sizes = {
+            letter: size
+            for names, factor in zip(letters, self.factors, strict=True)
+            for letter, size in zip(names, factor.shape, strict=True)  # type: ignore[union-attr]
+        }
+        return tuple(sizes[letter] for letter in result[1:])
+
+    def letters(self) -> tuple[list[list[str]], list[str]]:
+        """The equation's letters for each dim of each factor, and of the result; dims behind dots are counted back."""
+        inputs, _, result = self.equation.replace(" ", "").partition("->")
+        found = []
+        for text, factor in zip(inputs.split(","), self.factors, strict=True):
+            assert isinstance(factor, Tensor)
+            before, dots, after = text.partition("...")
+            middle = factor.dim() - len(before) - len(after) if dots else 0
+            found.append([*before, *(f".{i}" for i in range(middle, 0, -1)), *after])
+        return found, [*result]
+
     def _contract(self) -> Tensor:
         g = self.factors[0]
         for position, factor in enumerate(self.factors):

@@ -34,7 +34,8 @@ class ClippedGrad(Quantity):
     n_i is the norm of sample i's gradient over all parameters. The norms, the weights and the number of samples
     whose gradient held Inf or NaN, which weigh 0, are `fxgrad.result(model, quantity)`, a `Clipping`. In floating
     point c_i is taken from an upper bound of n_i, so that ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in exact
-    arithmetic, whatever cancels.
+    arithmetic, whatever cancels; of a batch of one, for g_i as autograd computed it. docs/design.md says what is
+    assumed of ops without a rule.
 
     Args:
         max_grad_norm: C, or one number for each group.
@@ -118,7 +119,8 @@ class ClippedGrad(Quantity):
             finite = finite | (given[0] == 0)
             weight = torch.where(given[0] == 0, 0, weight * given[0])
         of = {name: i for i, group in enumerate(groups) for name in group}
-        summed = [g.weighted(weight[of[g.name]]) for g in grads]
+        rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once (`fxgrad.virtual`)
+        summed = [g.weighted(rows[of[g.name]]) for g in grads]
         shape = (n,) if len(groups) == 1 else (len(groups), n)
         return [*summed, by_group[:, 0].to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum().float()]
 

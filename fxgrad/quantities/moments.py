@@ -29,7 +29,8 @@ class Grad(Quantity):
         return [Delivery(GRAD, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
-        return [g.weighted(g.like.new_ones(n, dtype=g.accumulating)) for g in grads]
+        ones = {g.accumulating: g.like.new_ones(n, dtype=g.accumulating) for g in grads}
+        return [g.weighted(ones[g.accumulating]) for g in grads]
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxgrad.rules.reduce import sum_to
+from fxgrad.rules.reduce import sum_dims, summed_to, wide
 from fxgrad.rules.registry import rule
+from fxgrad.terms import Term
 from fxgrad.uses import Slot
 
 
-def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Tensor]:
+def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Term | Tensor]:
     """dw_n = Σ over broadcast positions of g_n · ∂f/∂w"""
     n, ndim = g.shape[0], g.dim() - 1
+    values = [wide(value) if isinstance(value, Tensor) else value for value in values]
     copies = list(values)
     for slot, value in enumerate(values):
         if slot in use.wrt:
             padded = value.reshape((1,) * (ndim - value.dim()) + tuple(value.shape))
-            copies[slot] = padded.expand(n, *padded.shape)
+            copies[slot] = padded.expand(g.shape)  # so that what broadcasting repeats is summed here, not by autograd
         elif use.layouts[slot] is not None and value is not None:  # new dims go behind the samples
             copies[slot] = value.reshape(n, *(1,) * (ndim + 1 - value.dim()), *value.shape[1:])
         elif use.inplace and use.args[0] == Slot(slot):  # written to by every sample
@@ -38,19 +40,16 @@ def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Tensor]:
 
     with torch.enable_grad():
         weights = [copies[slot] for slot in use.wrt]
-        grads = torch.func.vjp(call, *weights)[1](g)
-    return {
-        slot: sum_to(grad, values[slot].shape) for slot, grad in zip(use.wrt, grads, strict=True)
-    }
+        found: Any = torch.func.vjp(call, *weights)
+        grads = found[1](g.to(found[0].dtype))
+    return {slot: summed_to(grad, values[slot].shape) for slot, grad in zip(use.wrt, grads, strict=True)}
 
 
 @rule(F.prelu, of=("input", "weight"), batched=("input",), shared=True)
 def prelu(g, input, weight):
     """y = max(x, 0) + w min(x, 0)      dw_n = Σ_k g_nk min(x_nk, 0), per channel (dim 1)      dx_n = g_n y′(x)"""
-    grad = g * input.clamp(max=0)
-    if weight.numel() == 1:
-        slope, by_weight = weight, grad.flatten(1).sum(1).reshape(grad.shape[0], *weight.shape)
-    else:
-        slope = weight.view(-1, *[1] * (g.dim() - 3))
-        by_weight = grad.sum([dim for dim in range(1, grad.dim()) if dim != 2])
-    return {"weight": by_weight, "input": torch.where(input > 0, g, slope * g)}
+    grad = wide(g) * wide(input).clamp(max=0)
+    alone = weight.numel() == 1
+    slope = weight if alone else weight.view(-1, *[1] * (g.dim() - 3))
+    dims = [dim for dim in range(1, grad.dim()) if alone or dim != 2]
+    return {"weight": sum_dims(grad, dims, weight.shape), "input": torch.where(input > 0, g, slope * g)}

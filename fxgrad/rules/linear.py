@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxgrad.rules.reduce import sum_to
+from fxgrad.rules.reduce import summed_to
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 
@@ -16,7 +16,7 @@ from fxgrad.terms import Term
 def linear(g, input, weight, bias=None):
     """y = x Wᵀ + b      dW_n = Σ_k g_nk ⊗ x_nk      db_n = Σ_k g_nk"""
     if weight.dim() == 1:
-        return {"weight": Term("n...,n...i->ni", g, input), "bias": sum_to(g, ())}
+        return {"weight": Term("n...,n...i->ni", g, input), "bias": summed_to(g, ())}
     return {"weight": Term("n...o,n...i->noi", g, input), "bias": Term("n...o->no", g)}
 
 
@@ -27,12 +27,24 @@ def _product(g, x, w, *, left):
             return Term("n...t,n...it->ni", g, x)
         if w.dim() == 2:
             return Term("n...ot,n...it->noi", g, x)
-        return sum_to(_pad(g, w.dim()) @ _pad(x, w.dim()).mT, w.shape)
+        return _batched(g, x, w, left=True)
     if w.dim() == 1:
         return Term("n...,n...i->ni", g, x)
     if w.dim() == 2:
         return Term("n...o,n...i->noi", x, g)
-    return sum_to(_pad(x, w.dim()).mT @ _pad(g, w.dim()), w.shape)
+    return _batched(g, x, w, left=False)
+
+
+def _batched(g, x, w, *, left):
+    """Of a batch of matrices, which broadcasting may have repeated: one term, summed over what was repeated."""
+    ndim = max(w.dim(), g.dim() - 1)
+    g, x = _pad(g, ndim), _pad(x, ndim)
+    x = x.expand(*g.shape[:-2], *x.shape[-2:])
+    shape = (1,) * (ndim - w.dim()) + tuple(w.shape[:-2])
+    batch = "abcdefgh"[: ndim - 2]
+    kept = "".join(letter for letter, size in zip(batch, shape, strict=True) if not isinstance(size, int) or size > 1)
+    sides = (f"n{batch}ot,n{batch}it", "oi") if left else (f"n{batch}to,n{batch}ti", "io")
+    return Term(f"{sides[0]}->n{kept}{sides[1]}", g, x, shape=w.shape)
 
 
 def _pad(value, ndim):
@@ -80,14 +92,14 @@ def mv(g, input, vec):
 def addmm(g, input, mat1, mat2, use, beta=1, alpha=1):
     """y = β b + α x W      dW_n = α Σ_k x_nkᵀ g_nk      db_n = β Σ_k g_nk"""
     out = _either_side(g, mat1, mat2, use, ("mat1", "mat2"), alpha)
-    return out | ({"input": sum_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(g * beta, input.shape)} if "input" in use.differentiated else {})
 
 
 @rule(torch.baddbmm, of=("input", "batch1", "batch2"))
 def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
     """y = β b + α x W, a batch of products"""
     out = _either_side(g, batch1, batch2, use, ("batch1", "batch2"), alpha)
-    return out | ({"input": sum_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(g * beta, input.shape)} if "input" in use.differentiated else {})
 
 
 @rule(torch.einsum, of=("operands",))

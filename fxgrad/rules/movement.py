@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fxgrad.rules.reduce import sum_to
+from fxgrad.rules.reduce import sum_dims, sum_to, summed_to
 from fxgrad.rules.registry import rule
 
 
 @rule(
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone",
     "view_as", "reshape_as", "ravel", "_unsafe_view", "alias",
-    of=("input",), shared=True,
+    of=("input",), shared=True, keeps=True,
     ignore=dict.fromkeys(
         ("size", "shape", "start_dim", "end_dim", "dim", "sizes", "other", "memory_format"),
         "the parameter's own shape says where the gradient belongs",
@@ -22,7 +22,7 @@ def reshape(g, input):
     return {"input": g.reshape(g.shape[0], *input.shape)}
 
 
-@rule("to", "float", "double", "half", "bfloat16", "type_as", of=("input",), shared=True,
+@rule("to", "float", "double", "half", "bfloat16", "type_as", of=("input",), shared=True, keeps=True,
       ignore=dict.fromkeys(("dtype", "device", "other", "copy", "non_blocking", "memory_format"),
                            "the gradient goes back to the parameter's own dtype"))  # fmt: skip
 def cast(g, input):
@@ -31,7 +31,7 @@ def cast(g, input):
     return {"input": sum_to(g.to(input.dtype), input.shape)}
 
 
-@rule("transpose", of=("input",), shared=True)
+@rule("transpose", of=("input",), shared=True, keeps=True)
 def transpose(g, input, dim0, dim1):
     """y = W with two dims swapped      dW_n = g_n with them swapped back"""
     ndim = input.dim()
@@ -40,7 +40,7 @@ def transpose(g, input, dim0, dim1):
     return {"input": g.transpose(1 + dim0 % ndim, 1 + dim1 % ndim)}
 
 
-@rule("t", "T", "mT", of=("input",), shared=True)
+@rule("t", "T", "mT", of=("input",), shared=True, keeps=True)
 def matrix_transpose(g, input, use):
     """y = Wᵀ      dW_n = g_nᵀ"""
     if use.op == "T":
@@ -48,7 +48,7 @@ def matrix_transpose(g, input, use):
     return {"input": g.mT if input.dim() >= 2 else g}
 
 
-@rule("permute", of=("input",), shared=True)
+@rule("permute", of=("input",), shared=True, keeps=True)
 def permute(g, input, dims):
     """y = W permuted      dW_n = g_n permuted back"""
     back = sorted(range(input.dim()), key=lambda i: dims[i] % input.dim())
@@ -62,7 +62,7 @@ def permute(g, input, dims):
 )  # fmt: skip
 def expand(g, input):
     """y = copies of W      dW_n = Σ over sample n's copies of g"""
-    return {"input": sum_to(g, input.shape)}
+    return {"input": summed_to(g, input.shape)}
 
 
 @rule("repeat", of=("input",), shared=True, ignore={"repeats": "the gradient's shape says it"})
@@ -72,8 +72,7 @@ def repeat(g, input):
     if not shape or 0 in shape:
         return {"input": g.new_zeros(g.shape[0], *input.shape) if 0 in shape else g}
     split = [part for size, own in zip(g.shape[1:], shape, strict=True) for part in (size // own, own)]
-    tiles = g.reshape(g.shape[0], *split).sum(tuple(range(1, 2 * len(shape), 2)))
-    return {"input": tiles.reshape(g.shape[0], *input.shape)}
+    return {"input": sum_dims(g.reshape(g.shape[0], *split), range(1, 2 * len(shape), 2), input.shape)}
 
 
 @rule("cat", of=("tensors",), shared=True)

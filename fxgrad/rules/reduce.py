@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fxgrad.terms import Term
@@ -16,17 +18,28 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     >>> sum_to(torch.ones(2, 5, 3), (1, 3)).tolist()
     [[[5.0, 5.0, 5.0]], [[5.0, 5.0, 5.0]]]
     """
-    n, extra = grad.shape[0], grad.dim() - 1 - len(shape)
-    if extra > 0:
-        grad = grad.sum(tuple(range(1, 1 + extra)))
-    ones = [
-        dim + 1
-        for dim, size in enumerate(shape)
-        if isinstance(size, int) and size == 1 and not _is_one(grad.shape[dim + 1])
-    ]
-    if ones:
-        grad = grad.sum(ones, keepdim=True)
-    return grad.reshape(n, *shape)
+    dims = _repeated(grad, shape)
+    return (grad.sum(dims) if dims else grad).reshape(grad.shape[0], *shape)
+
+
+def summed_to(grad: Tensor, shape: Sequence[int]) -> Term | Tensor:
+    """The same sum as a term, of which it is known how far it rounds; a tensor where nothing is added up."""
+    dims = _repeated(grad, shape)
+    return sum_dims(grad, dims, shape) if dims else grad.reshape(grad.shape[0], *shape)
+
+
+def sum_dims(grad: Tensor, dims: Sequence[int], shape: Sequence[int]) -> Term:
+    """The sum over some dims as a term, in a parameter's shape."""
+    letters = [letter for letter in string.ascii_lowercase if letter != "n"][: grad.dim() - 1]
+    kept = (letter for dim, letter in enumerate(letters, 1) if dim not in dims)
+    return Term(f"n{''.join(letters)}->n{''.join(kept)}", grad, shape=shape)
+
+
+def _repeated(grad: Tensor, shape: Sequence[int]) -> list[int]:
+    """The dims of ``[n, *broadcast]`` along which broadcasting repeated what has this shape."""
+    extra = grad.dim() - 1 - len(shape)
+    ones = (dim for dim, size in enumerate(shape, 1 + extra) if _is_one(size) and not _is_one(grad.shape[dim]))
+    return [*range(1, 1 + extra), *ones]
 
 
 def _is_one(size: int) -> bool:
@@ -37,3 +50,8 @@ def sum_positions(grad: Tensor, keep: int) -> Term:
     """``[n, k.., *shape] -> [n, *shape]`` where shape has ``keep`` dims."""
     kept = "abcdefgh"[:keep]
     return Term(f"n...{kept}->n{kept}", grad)
+
+
+def wide(value: Tensor) -> Tensor:
+    """Half types as float32, in which their products are exact."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -19,7 +19,8 @@ class Rule:
     """A per-sample-gradient rule of one op.
 
     ``differentiates`` are the arguments it can give gradients for, ``batched`` those that must hold the
-    samples for it to apply; with ``shared`` it also applies where no argument does.
+    samples for it to apply; with ``shared`` it also applies where no argument does. It ``keeps`` the elements
+    of its one parameter where it moves each of them to one place.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Rule:
     shared: bool
     refuse: Mapping[str, str]
     ignore: Mapping[str, str]
+    keeps: bool = False
 
     def unhandled(self, call: Call) -> list[str]:
         """Given arguments the rule neither takes nor ignores."""
@@ -55,6 +57,7 @@ def rule(
     refuse: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
     override: bool = False,
+    keeps: bool = False,
 ) -> Callable[[F], F]:
     """Register ``function(g, **arguments) -> {argument: Term or Tensor}`` for an op's canonical name.
 
@@ -71,7 +74,7 @@ def rule(
                     f"{name} already has a rule", advice="Pass override=True to replace it on purpose."
                 )
             RULES[name] = Rule(
-                name, function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {}
+                name, function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {}, keeps
             )
         return function
 

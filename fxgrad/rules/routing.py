@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 
 from fxgrad.grouped import grouped_rows
 from fxgrad.rules.registry import rule
+from fxgrad.terms import Term
 
 
 @rule(grouped_rows, of=("weight",), batched=("input", "ids"))
@@ -14,4 +14,4 @@ def rows_of_groups(g, input, weight, ids):
     """y_k = x_k W[e_k]      dW_n[e] = Σ_{k: e_nk = e} x_nk ⊗ g_nk"""
     groups = weight.shape[0]
     sent = F.one_hot(ids.clamp(0, groups - 1), groups) * ((ids >= 0) & (ids < groups)).unsqueeze(-1)
-    return {"weight": torch.einsum("nke,nki,nko->neio", sent.to(g.dtype), input, g)}
+    return {"weight": Term("nke,nki,nko->neio", sent.to(g.dtype), input, g)}

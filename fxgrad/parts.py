@@ -1,0 +1,199 @@
+"""What a parameter's per-sample gradients are the sum of: one part for each use, multiplied out or not."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fxgrad.rounding import rounding_of_term
+from fxgrad.terms import Factor, OneHot, Patches, Term
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A term that was multiplied out where its use was differentiated."""
+
+    rows: Tensor  # [n, *shape]
+    rounding: Tensor  # [n]: how far ‖rows_n‖ may be from the norm in exact arithmetic
+    found: Tensor | None = None  # [2, n]: norms and bounds, where the operator that made the rows looked at them
+
+
+class Pulled(Protocol):
+    """Gradients that arrived at a function of parameters (`fxgrad.virtual`)."""
+
+    keeps: bool
+
+    def rows(self, slot: int, wide: bool) -> Tensor: ...
+
+    def norms(self, slot: int) -> Tensor: ...
+
+    def rounding(self, slot: int) -> Tensor: ...
+
+    def weighted(self, slot: int, c: Tensor) -> Tensor: ...
+
+    def dot(self, slot: int, vector: Tensor) -> Tensor: ...
+
+    def grouped(self, size: int) -> Pulled: ...
+
+
+@dataclass(frozen=True)
+class Virtual:
+    """What reaches a parameter through a function of it: the gradients at the function's value, and the way back."""
+
+    of: Pulled
+    slot: int
+
+
+Part = Term | Tensor | Kept | Virtual
+HALF = (torch.float16, torch.bfloat16)
+
+
+def dense_of(part: Part, wide: bool = False) -> Tensor:
+    """A part multiplied out, ``[n, *shape]``; ``wide``: in float64 from the start."""
+    if isinstance(part, Virtual):
+        return part.of.rows(part.slot, wide)
+    if isinstance(part, Term):
+        return term_as(part, torch.float64, (*HALF, torch.float32)).dense() if wide else part.dense()
+    rows = part.rows if isinstance(part, Kept) else part
+    return rows.double() if wide else rows
+
+
+def summed(parts: Sequence[Part], wide: bool = False) -> Tensor:
+    """Parts multiplied out and added up: ``[n, *shape]``."""
+    total = dense_of(parts[0], wide)
+    for part in parts[1:]:
+        total = total + dense_of(part, wide)
+    return total
+
+
+def joined(parts: Sequence[Part]) -> Kept:
+    """The same, with how far rounding may be off."""
+    off = rounding(parts[0])
+    for part in parts[1:]:
+        off = off + rounding(part)
+    return Kept(summed(parts), off)
+
+
+def rounding(part: Part) -> Tensor:
+    """``[n]``: how far the norm of a part, multiplied out, may be from the one in exact arithmetic.
+
+    What a rule returned multiplied out counts as exact.
+    """
+    if isinstance(part, Kept):
+        return part.rounding
+    if isinstance(part, Virtual):
+        return part.of.rounding(part.slot)
+    if isinstance(part, Term):
+        return rounding_of_term(part)
+    return part.new_zeros(part.shape[0], dtype=torch.float64)
+
+
+def has_complex(part: Part) -> bool:
+    """Whether complex values were multiplied."""
+    factors = part.factors if isinstance(part, Term) else (part.rows if isinstance(part, Kept) else part,)
+    return any(isinstance(factor, Tensor) and factor.is_complex() for factor in factors)
+
+
+def shape_of(part: Part) -> tuple[int, ...]:
+    """The shape of what a part is the gradient of, as far as it is known without multiplying out."""
+    if isinstance(part, Term):
+        return part.own_shape()
+    rows = part.of.rows(part.slot, False) if isinstance(part, Virtual) else dense_of(part)
+    return tuple(rows.shape[1:])
+
+
+def in_full_precision(part: Part) -> Part:
+    """Half types as float32: norms and sums are computed in it, up to the cast to the parameter's dtype."""
+    if isinstance(part, Term):
+        return term_as(part, torch.float32, HALF)
+    if isinstance(part, Kept):
+        return replace(part, rows=part.rows.float()) if part.rows.dtype in HALF else part
+    return part.float() if isinstance(part, Tensor) and part.dtype in HALF else part
+
+
+def term_as(term: Term, to: torch.dtype, of: Sequence[torch.dtype]) -> Term:
+    """A term with factors of some dtypes in another one."""
+
+    def factor(given: Factor) -> Factor:
+        if isinstance(given, OneHot):
+            return given
+        if isinstance(given, Patches):
+            return replace(given, input=given.input.to(to)) if given.input.dtype in of else given
+        return given.to(to) if given.dtype in of else given
+
+    return Term(term.equation, *map(factor, term.factors), shape=term.shape)
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """Terms of one form as one term, along k; multiplied-out parts as one."""
+    products: list[tuple[Tensor, Tensor]] = []
+    tables: list[tuple[OneHot, Tensor]] = []
+    others: list[Part] = []
+    dense: Kept | None = None
+    for part in parts:
+        product = part.product() if isinstance(part, Term) and part.shape is None else None
+        table = part.rows() if isinstance(part, Term) else None
+        if product is not None:
+            products.append(product)
+        elif table is not None:
+            tables.append(table)
+        elif isinstance(part, Term | Virtual):
+            others.append(part)
+        else:
+            dense = joined([part] if dense is None else [dense, part]) if dense or not isinstance(part, Kept) else part
+    found: list[Part] = list(others)
+    if products:
+        pairs = [torch.cat(side, 1) if len(side) > 1 else side[0] for side in zip(*products, strict=True)]
+        found.append(Term("n...o,n...i->noi", *pairs))
+    for padding in dict.fromkeys(table.padding_idx for table, _ in tables):
+        same = [(table, g) for table, g in tables if table.padding_idx == padding]
+        ids = torch.cat([table.ids for table, _ in same], 1) if len(same) > 1 else same[0][0].ids
+        g = torch.cat([g for _, g in same], 1) if len(same) > 1 else same[0][1]
+        found.append(Term("n...v,n...d->nvd", OneHot(ids, same[0][0].classes, padding), g))
+    if dense is not None:
+        found.append(dense)
+    return found
+
+
+def grouped(part: Part, size: int) -> Part:
+    """A part with ``size`` consecutive samples as one: their positions, one behind another."""
+
+    def in_one(rows: Tensor) -> Tensor:
+        return rows.reshape(rows.shape[0] // size, size * rows.shape[1], *rows.shape[2:])
+
+    if isinstance(part, Virtual):
+        return replace(part, of=part.of.grouped(size))
+    if isinstance(part, Term):
+        product, table, windows = part.product(), part.rows(), part.windows()
+        if product is not None:
+            return Term(part.equation, *(in_one(side) for side in product), shape=part.shape)
+        if table is not None:
+            ids, g = table
+            return Term(part.equation, replace(ids, ids=in_one(ids.ids)), in_one(g), shape=part.shape)
+        if windows is not None:
+            g, patches = windows
+            return Term(part.equation, in_one(g), replace(patches, input=in_one(patches.input)), shape=part.shape)
+        return _term_in_groups(part, size)
+    rows, off = dense_of(part), rounding(part)
+    summed_rows = rows.reshape(rows.shape[0] // size, size, *rows.shape[1:]).sum(1)
+    return Kept(summed_rows, off.reshape(-1, size).sum(1))
+
+
+def _term_in_groups(term: Term, size: int) -> Term:
+    """The samples of a group are one more letter to sum over."""
+    inputs, _, result = term.equation.replace(" ", "").partition("->")
+    letter = next(letter for letter in string.ascii_letters if letter not in term.equation)
+    texts = inputs.split(",")
+    factors: list[Factor] = []
+    for i, (text, factor) in enumerate(zip(texts, term.factors, strict=True)):
+        assert isinstance(factor, Tensor)
+        if text.startswith("n"):
+            texts[i] = f"n{letter}{text[1:]}"
+            factor = factor.reshape(factor.shape[0] // size, size, *factor.shape[1:])
+        factors.append(factor)
+    return Term(f"{','.join(texts)}->{result}", *factors, shape=term.shape)

@@ -1,0 +1,50 @@
+"""How far rounding may put the norm of a multiplied-out term from the one in exact arithmetic.
+
+A sum of m products errs by at most γ(m) times the sum of their absolute values (`fxgrad.norms`). Of one factor those
+are added up beside the sum itself. Of several, the contraction of absolute values is at most the product of the
+factors' norms (Cauchy and Schwarz), times √m where m values are added up that meet no other factor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fxgrad.contractions import hint
+from fxgrad.norms import frobenius, gamma, product_rounding, window_rounding
+from fxgrad.terms import Term
+
+
+def rounding_of_term(term: Term) -> Tensor:
+    """``[n]`` in float64."""
+    pair, table, windows = term.product(), term.rows(), term.windows()
+    if pair is not None and not any(side.is_complex() for side in pair):
+        return product_rounding(*pair)
+    if table is not None:
+        rows, g = table
+        lengths = frobenius(g.flatten(0, 1)).view(g.shape[:2])
+        return gamma(hint(rows.ids.shape[1]), g.dtype) * lengths.sum(1)
+    if windows is not None:
+        g, patches = windows
+        steps = patches.input if patches.transposed else g
+        positions = hint(steps.shape[1]) * math.prod(hint(size) for size in steps.shape[3:])
+        return window_rounding(g, patches.input, positions, math.prod(patches.kernel[2:]))
+    factors = [factor for factor in term.factors if isinstance(factor, Tensor)]
+    letters, result = term.letters()
+    sizes = {
+        letter: hint(size)
+        for names, factor in zip(letters, factors, strict=True)
+        for letter, size in zip(names, factor.shape, strict=True)
+    }
+    added = [letter for letter in sizes if letter not in result]
+    relative = 1.01 * gamma(math.prod(sizes[letter] for letter in added), factors[0].dtype)
+    if len(factors) == 1:
+        return relative * frobenius(Term(term.equation, factors[0].abs()).dense())
+    alone = [letter for letter in added if sum(letter in names for names in letters) == 1]
+    found = torch.full((), relative * math.sqrt(math.prod(sizes[letter] for letter in alone)), dtype=torch.float64)
+    found = found.to(factors[0].device)
+    for names, factor in zip(letters, factors, strict=True):
+        found = found * frobenius(factor if names[0] == "n" else factor.unsqueeze(0))
+    return found

@@ -1,0 +1,146 @@
+"""Virtual parameters: the gradients of a function of parameters, u = f(w, ..), on their way back to w.
+
+    f moves elements (w.t(), w.view(..))    a term of u is a term of w: the same factors, and the same norms
+    any other f                             D_n(w) = Jᵀ D_n(u), multiplied out where each D_n(w) itself is asked for,
+                                            and in float64 for a norm; but Σ_n c_n D_n(w) = Jᵀ Σ_n c_n D_n(u):
+                                            the sum is finished at u, and pulled back once
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.choices import Ways
+from fxgrad.gradients import SampleGrads
+from fxgrad.norms import as_vectors, bounded, frobenius
+from fxgrad.parts import Kept, Part, Virtual, dense_of, rounding, shape_of, summed
+from fxgrad.strategies import Contributions, Strategy, matched
+from fxgrad.terms import Term
+
+Back = Callable[[Tensor], dict[int, Tensor]]  # [m, *u.shape] -> for each of f's parameters [m, *w.shape]
+
+
+class Pullback:
+    """The gradients that arrived at u, and f's derivative, transposed, at the values that f saw in the forward.
+
+    What is computed for one parameter of f is there for the others, too: functions of functions of two parameters
+    would otherwise be gone through once for every path.
+    """
+
+    def __init__(self, grads: SampleGrads, back: Back, keeps: bool) -> None:
+        self.grads, self.back, self.keeps = grads, back, keeps
+        self._rows: dict[bool, dict[int, Tensor]] = {}
+        self._sums: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
+        self._grouped: dict[int, Pullback] = {}
+
+    def rows(self, slot: int, wide: bool) -> Tensor:
+        """``[n, *w.shape]``; ``wide``: in float64 from u's own factors on."""
+        if wide not in self._rows:
+            rows = summed(self.grads.parts, wide)
+            self._rows[wide] = self.back(rows.reshape(rows.shape[0], *self.grads.shape))
+        return self._rows[wide][slot]
+
+    def norms(self, slot: int) -> Tensor:
+        """``[2, n]``: norms and bounds."""
+        if self.keeps:
+            return self.grads.norms()
+        rows = self.rows(slot, True)
+        return bounded(rows, rows.new_zeros(rows.shape[0], dtype=torch.float64))
+
+    def rounding(self, slot: int) -> Tensor:
+        """How far what was multiplied out is off."""
+        if not self.keeps:
+            return frobenius(self.rows(slot, True) - self.rows(slot, False))
+        return torch.stack([rounding(part) for part in self.grads.parts]).sum(0)
+
+    def weighted(self, slot: int, c: Tensor) -> Tensor:
+        """``Σ_n c_n D_n(w)``, from the finished sum."""
+        if id(c) not in self._sums:
+            total = self.grads.weighted(c)
+            found = self.back(total.unsqueeze(0))
+            self._sums[id(c)] = c, {own: grad.squeeze(0) for own, grad in found.items()}
+        return self._sums[id(c)][1][slot]
+
+    def dot(self, slot: int, vector: Tensor) -> Tensor:
+        """``<D_n(w), vector>``; where f moves elements, the vector is moved to u."""
+        if not self.keeps:
+            return as_vectors(self.rows(slot, False) * vector).sum(1)
+        with torch.enable_grad():
+            at = vector.new_zeros(1, *self.grads.shape)
+            moved = torch.func.vjp(lambda g: self.back(g)[slot], at)[1](vector.unsqueeze(0))[0]
+        return self.grads.dot(moved.squeeze(0))
+
+    def grouped(self, size: int) -> Pullback:
+        """The same with ``size`` consecutive samples as one."""
+        if size not in self._grouped:
+            self._grouped[size] = Pullback(self.grads.grouped(size), self.back, self.keeps)
+        return self._grouped[size]
+
+
+def pulled_back(
+    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, ways: Ways = Ways()  # noqa: B008 - immutable
+) -> Contributions:
+    """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
+
+    def back(rows: Tensor) -> dict[int, Tensor]:
+        given = rows if strategy.native else rows.to(_dtype(values, rows))
+        found: dict[int, Tensor] = {}
+        for slot, part in strategy.terms(given, matched(values, given), given.shape[0]):
+            grad = dense_of(part).to(rows.dtype)
+            found[slot] = found[slot] + grad if slot in found else grad
+        return found
+
+    if not strategy.keeps:
+        whole = Pullback(_value(parts, values, strategy, n, ways), back, False)
+        return [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
+    (slot,) = strategy.use.wrt
+    found: Contributions = []
+    for part in parts:
+        moved = _moved(part, lambda rows: back(rows)[slot])
+        if moved is None:
+            moved = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
+        found.append((slot, moved))
+    return found
+
+
+def _dtype(values: Sequence[Any], rows: Tensor) -> torch.dtype:
+    """What a user's own function computes in."""
+    return next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
+
+
+def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
+    """The gradients of u."""
+    like = next(values[slot] for slot in strategy.use.wrt)
+    dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+    return SampleGrads(strategy.use.op, shape_of(parts[0]), dtype, n, like, list(parts), replace(ways, wishes={}))
+
+
+def _moved(part: Part, back: Callable[[Tensor], Tensor]) -> Part | None:
+    """A part whose elements are moved, with the same factors; None where no term of the kind has them there.
+
+    A tensor without memory goes the same way and shows it: what stays in order is the term in another shape, and
+    of a product whose matrix is transposed the factors change places.
+    """
+    if isinstance(part, Kept):
+        return Kept(back(part.rows), part.rounding, part.found)
+    if isinstance(part, Tensor):
+        return back(part)
+    if isinstance(part, Virtual):
+        return None
+    shape = part.own_shape()
+    probe = back(torch.empty(1, *shape, device="meta"))
+    own = tuple(probe.shape[1:])
+    if probe.is_contiguous():
+        natural = Term(part.equation, *part.factors)
+        return natural if own == natural.own_shape() else Term(part.equation, *part.factors, shape=own)
+    pair = part.product()
+    if pair is not None and part.shape is None and own == shape[::-1] and probe.stride()[1:] == (1, math.prod(own[:1])):
+        g, x = pair
+        return Term(part.equation, x, g)
+    return None

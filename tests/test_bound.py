@@ -1,0 +1,169 @@
+"""‖c g‖ <= C (1 + 1e-5) where what is added up takes itself back: sums that rules make, functions of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxgrad
+from tests.programs import quick_dynamo
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+T, D = 66, 6
+Function = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_dynamo():
+        yield
+
+
+class Of(nn.Module):
+    """A function of parameters and of the input."""
+
+    def __init__(self, function: Function, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList([torch.rand(shape) + 0.5 for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.weights)
+
+
+SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (D,), w, b), [(D,), (D,)]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (D,), w), [(D,)]),
+    "group_norm": (lambda x, w, b: F.group_norm(x.mT.unsqueeze(-1), 2, w, b).squeeze(-1).mT, [(D,), (D,)]),
+    "bias": (lambda x, b: F.linear(x, torch.eye(D, device=x.device, dtype=x.dtype), b), [(D,)]),
+    "scale": (lambda x, w: x * w, [(D,)]),
+    "scale of one element": (lambda x, w: x * w, [(1,)]),
+    "shift": (lambda x, w: x + w, [(D,)]),
+    "elementwise": (lambda x, w: torch.addcmul(x, x, w, value=2.0).abs(), [(D,)]),
+    "prelu": (lambda x, w: F.prelu(-x.abs(), w), [(1,)]),
+    "expand": (lambda x, w: w.expand(len(x), T, D) + x, [(D,)]),
+    "repeat": (lambda x, w: w.repeat(len(x), T, 1) + x, [(1, D)]),
+    "a batch of matrices": (lambda x, w: x.unflatten(1, (2, -1)) @ w, [(1, D, D)]),
+    "a matrix on the left": (lambda x, w: (w @ x.unflatten(1, (-1, 2)).mT.mT.mT).flatten(1, 2), [(1, D, D)]),
+    "einsum": (lambda x, w: torch.einsum("btd,de->bte", x, w), [(D, D)]),
+}
+FUNCTIONS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
+    "a scaled weight": (lambda x, w, s: F.linear(x, w * s), [(D, D), (1,)]),
+    "weight norm": (lambda x, v, g: F.linear(x, v / v.norm(dim=1, keepdim=True) * g), [(D, D), (D, 1)]),
+    "low rank": (lambda x, a, b: F.linear(x, a @ b), [(D, 2), (2, D)]),
+    "steep": (lambda x, w: F.linear(x, (20 * w).exp()), [(D, D)]),
+    "a scaled shift": (lambda x, w: x + 3 * w, [(D,)]),
+    "a transposed weight": (lambda x, w: F.linear(x, w.t()), [(D, D)]),
+    "a scaled scale, transposed": (lambda x, w: F.linear(x, (w * 2).t()), [(D, D)]),
+}
+EVERY = SUMS | FUNCTIONS
+
+
+def swamped(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and output gradients of three samples; in float32 what is large takes what is small with it."""
+    x = torch.randn(3, T, D, device=device)
+    x[:, 1::2] = x[:, :1]
+    x[:, ::2] = x[:, :1]
+    g = torch.ones(3, T, D, device=device)
+    if kind == "large ends":
+        g[:, 0], g[:, -1] = 2.0**27, -(2.0**27)
+    elif kind == "pairs":
+        g = torch.randn(3, T, D, device=device) * 1e6
+        g[:, 1::2] = -g[:, ::2] * (1 + 2**-22)
+    else:
+        x, g = torch.rand_like(x), torch.rand_like(g)
+    return x, g
+
+
+def exact(model: Of, x: Tensor, g: Tensor) -> Tensor:
+    """The norm of every sample's gradient in float64, from the same numbers."""
+    weights = [w.detach().double().requires_grad_() for w in model.weights]
+    norms = []
+    for one, its in zip(x.double(), g.double(), strict=True):
+        y = model.function(one.unsqueeze(0), *weights)
+        grads = torch.autograd.grad((y * its.reshape(y.shape)).sum(), weights)
+        norms.append(torch.cat([grad.flatten() for grad in grads]).norm())
+    return torch.stack(norms)
+
+
+def clipped(model: Of, x: Tensor, g: Tensor, c: float, *beside: Any, group_size: int = 1) -> Tensor:
+    quantity = fxgrad.ClippedGrad(c, group_size=group_size)
+    transformed = fxgrad.transform(model, quantity=[quantity, *beside], backend="eager")
+    y = transformed(x)
+    (y * g.reshape(y.shape)).sum().backward()
+    weight: Tensor = fxgrad.result(transformed, quantity).weight.double()
+    fxgrad.zero_grad(transformed)
+    return weight
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_bound(name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    beside = [fxgrad.GradSample()] if name in ("layer_norm", "scale", "weight norm", "steep") else []
+    function, shapes = EVERY[name]
+    model = Of(function, *shapes).to(device)
+    for kind in ("large ends", "pairs"):
+        x, g = swamped(kind, device)
+        norms = exact(model, x, g)
+        weight = clipped(model, x, g, 1e-3, *beside)
+        assert bool((weight > 0).all())
+        assert bool((weight * norms <= 1e-3 * (1 + 1e-5)).all()), (kind, weight * norms / 1e-3)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_nothing_is_given_away_where_nothing_cancels(name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    function, shapes = EVERY[name]
+    model = Of(function, *shapes).to(device)
+    x, g = swamped("plain", device)
+    norms = exact(model, x, g)
+    weight = clipped(model, x, g, 1e-3)
+    assert bool(((weight * (norms + 1e-6) / 1e-3 - 1).abs() <= 1e-3).all()), weight * norms / 1e-3
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "scale", "a scaled weight", "einsum"])
+def test_groups_of_rows(name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    function, shapes = EVERY[name]
+    model = Of(function, *shapes).to(device)
+    x, g = swamped("pairs", device)
+    x, g = torch.cat([x[:2]] * 2), torch.cat([g[:2], -g[:2] * (1 + 2**-21)])
+    order = [0, 2, 1, 3]  # one takes the other of its group back
+    x, g = x[order], g[order]
+    norms = exact(model, x.unflatten(0, (2, 2)).flatten(1, 2), g.unflatten(0, (2, 2)).flatten(1, 2))
+    weight = clipped(model, x, g, 1e-3, group_size=2)
+    assert bool((weight * norms <= 1e-3 * (1 + 1e-5)).all()), weight * norms / 1e-3
+
+
+def test_half_types(device: torch.device) -> None:
+    """Products of bfloat16 are exact in float32, where they are added up."""
+    torch.manual_seed(0)
+    for name in ("layer_norm", "scale", "shift"):
+        function, shapes = EVERY[name]
+        model = Of(function, *shapes).to(device, torch.bfloat16)
+        x, g = (value.bfloat16() for value in swamped("pairs", device))
+        if name == "layer_norm":  # what is normalised is rounded, and taken as it is
+            x = x.sign()
+        norms = exact(model, x, g)
+        weight = clipped(model, x, g, 1e-3)
+        assert bool((weight * norms <= 1e-3 * (1 + 1e-5)).all()), (name, weight * norms / 1e-3)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "scale", "a scaled weight"])
+def test_a_batch_of_one(name: str, device: torch.device) -> None:
+    """What is added is autograd's own gradient times c, and that is never longer than C."""
+    torch.manual_seed(0)
+    function, shapes = EVERY[name]
+    model = Of(function, *shapes).to(device)
+    for kind in ("large ends", "pairs", "plain"):
+        x, g = swamped(kind, device)
+        transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e-3), backend="eager")
+        (transformed(x[:1]) * g[:1]).sum().backward()
+        length = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
+        assert float(length) <= 1e-3 * (1 + 1e-5)
+        fxgrad.zero_grad(transformed)
