@@ -62,12 +62,15 @@ class Tape:
         self.parts: dict[int, list[Part]] = {}
         self.derived: list[tuple[int, Strategy, list[Any], int]] = []
         self.bent: set[int] = set()  # functions of parameters that do more than move them
+        self.moved: dict[int, str] = {}  # those that do not, and whose elements they move
         self.task: int | None = None
 
     def derive(self, key: int, strategy: Strategy) -> None:
         """One more function of parameters."""
         if not strategy.keeps or any(parent in self.bent for parent in strategy.use.wrt.values()):
             self.bent.add(key)
+        else:
+            self.moved[key] = self._name(next(iter(strategy.use.wrt.values())))
 
     def begin(self) -> None:
         """Forget what a backward that never reached Collect left behind."""
@@ -108,8 +111,8 @@ class Tape:
                 parts[:] = [joined([*parts, part])] if self.dense else [*parts, kept(part, self._name(key), self.ways)]
 
     def _name(self, key: int) -> str:
-        """The parameter's; none for a function of parameters."""
-        return self.likes[key].name if key < len(self.likes) else ""
+        """The parameter's, also of what moves its elements; none for another function of parameters."""
+        return self.likes[key].name if key < len(self.likes) else self.moved.get(key, "")
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""
@@ -128,7 +131,7 @@ class Tape:
             if parts and (not self.bounded or any(map(has_complex, parts)) or any(map(_is_complex, values))):
                 self.record(strategy, summed(parts), values, n)
             elif parts:
-                self.add(strategy.use, pulled_back(strategy, parts, values, n), n)
+                self.add(strategy.use, pulled_back(strategy, parts, values, n, self.ways), n)
         self.derived.clear()
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxgrad.choices import Ways
 from fxgrad.gradients import SampleGrads
 from fxgrad.norms import as_vectors, bounded, frobenius
 from fxgrad.parts import Kept, Part, Virtual, dense_of, rounding, shape_of, summed
@@ -81,7 +83,9 @@ class Pullback:
         return self._grouped[size]
 
 
-def pulled_back(strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int) -> Contributions:
+def pulled_back(
+    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, ways: Ways = Ways()  # noqa: B008 - immutable
+) -> Contributions:
     """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
     def back(rows: Tensor) -> dict[int, Tensor]:
@@ -93,14 +97,14 @@ def pulled_back(strategy: Strategy, parts: Sequence[Part], values: list[Any], n:
         return found
 
     if not strategy.keeps:
-        whole = Pullback(_value(parts, values, strategy, n), back, False)
+        whole = Pullback(_value(parts, values, strategy, n, ways), back, False)
         return [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
     (slot,) = strategy.use.wrt
     found: Contributions = []
     for part in parts:
         moved = _moved(part, lambda rows: back(rows)[slot])
         if moved is None:
-            moved = Virtual(Pullback(_value([part], values, strategy, n), back, True), slot)
+            moved = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
         found.append((slot, moved))
     return found
 
@@ -110,11 +114,11 @@ def _dtype(values: Sequence[Any], rows: Tensor) -> torch.dtype:
     return next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
 
 
-def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int) -> SampleGrads:
+def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
     """The gradients of u."""
     like = next(values[slot] for slot in strategy.use.wrt)
     dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
-    return SampleGrads(strategy.use.op, shape_of(parts[0]), dtype, n, like, list(parts))
+    return SampleGrads(strategy.use.op, shape_of(parts[0]), dtype, n, like, list(parts), replace(ways, wishes={}))
 
 
 def _moved(part: Part, back: Callable[[Tensor], Tensor]) -> Part | None:

@@ -242,9 +242,21 @@ class Twice(nn.Module):
         return self.layer(self.layer(x).tanh())
 
 
+class Moved(nn.Module):
+    """A product with a parameter whose elements are moved first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w.t()
+
+
 MODELS: dict[str, Any] = {
     "linear": (lambda: nn.Linear(6, 4), (5, 6), "rank_one gram recompute materialise"),
     "sequence": (lambda: nn.Linear(6, 4), (5, 3, 6), "gram recompute materialise"),
+    "moved": (Moved, (5, 3, 6), "gram recompute materialise"),
     "twice": (Twice, (5, 3, 6), "gram recompute materialise"),
     "conv": (lambda: nn.Conv2d(3, 4, 3, padding=1, stride=2), (5, 3, 7, 7), "gram recompute materialise"),
     "grouped conv": (lambda: nn.Conv2d(4, 8, 3, groups=2), (5, 4, 6, 6), "recompute materialise"),
@@ -296,6 +308,16 @@ def test_both_names_of_a_tied_weight() -> None:
     transformed = fxgrad.transform(model, quantity=fxgrad.NormSample(), strategy={"1.weight": "gram"})
     found = fxgrad.explain(transformed, torch.randn(5, 2, 4)).parameters[0]
     assert [step.contracted.way for step in found.steps if step.contracted] == ["gram", "gram"]
+
+
+def test_what_moves_a_parameter_has_its_strategy() -> None:
+    model, x = made("moved")
+    for way in ("gram", "materialise"):
+        made_so = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0), strategy={"w": way})
+        (found,) = fxgrad.explain(made_so, x).parameters
+        product = found.steps[-1].contracted
+        assert product is not None and (product.way, product.why) == (way, "strategy=")
+        assert found.materialised is (way == "materialise")
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
@@ -490,7 +512,7 @@ def test_explain_shows_what_was_chosen_and_why() -> None:
     assert 0 < gram.milliseconds < held.milliseconds
     assert step.contracted.why == "cheapest"
     why = [step.contracted.why for step in by_name["w"].steps if step.contracted]
-    assert why[0] == "its rule gives the gradient itself"
+    assert why[0] == "pulled back through a function of parameters"
     text = str(found)
     assert text.startswith("Several at B = 32, for ClippedGrad(1.0)") and "estimated for the reference machine" in text
     assert "cheapest" in text and "grad_sample" not in text

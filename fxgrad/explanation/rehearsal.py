@@ -20,6 +20,7 @@ from fxgrad.contractions import Way
 from fxgrad.costs import elements, is_product, term_flops
 from fxgrad.errors import OptionError
 from fxgrad.gradients import SampleGrads
+from fxgrad.parts import Kept, Virtual
 from fxgrad.samples.families import MOVEMENT
 from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Contributions, Strategy
@@ -183,20 +184,21 @@ class _RememberingTape(Tape):
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
         for slot, part in parts:
             term = part if isinstance(part, Term) else None
-            flops = self.each if term is None else term_flops(term)
+            moved = isinstance(part, Kept | Virtual)  # pulled back through a function of parameters
+            flops = ZERO if moved else self.each if term is None else term_flops(term)
             self.log.clear()
             with self._placed(use):
                 super().add(use, [(slot, part)], n, scaled=scaled)
-            choice = self._choice(use.wrt[slot])
+            choice = self._choice(use.wrt[slot], moved)
             self.found.parts.append(Part(use, slot, term, flops, choice))
             if choice is None and term is not None and flops is not None and is_product(term):
                 self.found.backward += flops
 
-    def _choice(self, key: int) -> Choice | None:
+    def _choice(self, key: int, moved: bool) -> Choice | None:
         """How what was just written down waits for the end; None where gradients are all that is asked for."""
         if not self.bounded:
             return None
-        if key >= len(self.likes):
+        if moved or key in self.bent:
             return Choice(Way.MATERIALISE, "pulled back through a function of parameters")
         dense = next((quantity for quantity in self.quantities if quantity.dense), None)
         if dense is not None:
@@ -229,7 +231,7 @@ class _RememberingTape(Tape):
                 self._count(own)
             else:
                 settled = last.get("") or last.get(_kind(own)) or own
-                sizes = [one.found.sizes if one.found is not None else None for one in (own, settled)]
+                sizes = [one.found.factors if one.found is not None else None for one in (own, settled)]
                 why = settled.why if sizes[1] in (None, sizes[0]) else f"{settled.why}, of its uses together"
                 self.found.parts[i] = replace(part, choice=replace(own, way=settled.way, why=why))
             self.found.chosen.setdefault(name, []).append(own)
