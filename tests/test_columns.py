@@ -60,7 +60,7 @@ PARTS: dict[str, Callable[[], list[Part]]] = {
     "windows in groups": lambda: [windows((4, 2, 3, 3), groups=2)],
     "transposed windows": lambda: [windows((4, 4, 3, 3), transposed=True)],
     "lines of two widths": lambda: [product(2, (42,)), Term("n...ab->nab", randn(3, 21, 2))],
-    "rows": lambda: [randn(5000)],
+    "rows": lambda: [randn(4500)],
     "small rows": lambda: [randn(3)],
 }
 
@@ -145,10 +145,9 @@ def test_the_gradients_are_never_held(quantity: Any, monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     transformed = fxgrad.transform(Net(), quantity=quantity, backend="aot_eager")
     ids = torch.randint(211, (SIZE, 3))
-    for _ in range(2):  # the first compiles
-        transformed.zero_grad()
-        loss = default_loss(transformed(ids))
-        most = peak(loss.backward)
+    default_loss(transformed(ids)).backward()  # compiles
+    transformed.zero_grad()
+    most = peak(default_loss(transformed(ids)).backward)
     whole = SIZE * P * 4
     if isinstance(quantity, fxgrad.GradSample):
         assert most >= whole
