@@ -7,6 +7,7 @@ products with a given tensor. Each is computed from the parts in the way that `f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.choices import Ways
+from fxgrad.columns import by_columns
 from fxgrad.contractions import Way, hint, way_of
 from fxgrad.norms import (
     as_vectors,
@@ -116,7 +118,11 @@ class SampleGrads:
             assert pair is not None
             g, x = pair
             return (g.squeeze(1).square().t() @ x.squeeze(1).square()).reshape(self.shape)
-        return self.dense().to(self.accumulating).square().sum(0)
+        return self._by_columns(parts, "squares").reshape(self.shape)
+
+    def variance(self) -> Tensor:
+        """The unbiased variance over samples, element by element, ``[*shape]``."""
+        return self._by_columns(merged(self.parts), "variance").reshape(self.shape)
 
     def gram(self) -> Tensor:
         """``<D_n, D_m>``, ``[n, n]``."""
@@ -126,8 +132,17 @@ class SampleGrads:
             assert pair is not None
             g, x = (side.squeeze(1).to(self.accumulating) for side in pair)
             return (g @ g.t()) * (x @ x.t())
-        rows = as_vectors(self.dense()).to(self.accumulating)
-        return rows @ rows.t()
+        return self._by_columns(parts, "gram")
+
+    def projected(self, dim: int, seed: int, key: int) -> Tensor:
+        """The product with a matrix of signs that (seed, key) names, ``[n, dim]``."""
+        return self._by_columns(merged(self.parts), "projection", dim, seed, key)
+
+    def _by_columns(self, parts: Sequence[Part], name: str, *settings: int) -> Tensor:
+        if not parts:
+            parts = [self.dense()]
+        dim, seed, key = settings or (0, 0, 0)
+        return by_columns(parts, (name, dim, seed, key), self.accumulating)
 
 
 def kept(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable

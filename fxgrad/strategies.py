@@ -43,6 +43,11 @@ class Strategy:
         return self.name == "rule" and self.use.output is None and RULES[self.use.op].keeps
 
     @property
+    def cuts(self) -> bool:
+        """Whether the op takes a piece of a parameter, or joins several: nothing is added up on the way back."""
+        return self.name == "rule" and self.use.output is None and RULES[self.use.op].cuts
+
+    @property
     def native(self) -> bool:
         """Whether the op is PyTorch's own, which takes float64 where it takes float32."""
         target = self.use.target

@@ -67,7 +67,7 @@ class Tape:
 
     def derive(self, key: int, strategy: Strategy) -> None:
         """One more function of parameters."""
-        if not strategy.keeps or any(parent in self.bent for parent in strategy.use.wrt.values()):
+        if not (strategy.keeps or strategy.cuts) or any(parent in self.bent for parent in strategy.use.wrt.values()):
             self.bent.add(key)
         else:
             self.moved[key] = self._name(next(iter(strategy.use.wrt.values())))

@@ -20,10 +20,9 @@ from fxgrad.choices import Ways
 from fxgrad.gradients import SampleGrads
 from fxgrad.norms import as_vectors, bounded, frobenius
 from fxgrad.parts import Kept, Part, Virtual, dense_of, rounding, shape_of, summed
+from fxgrad.pieces import Back, cut, traced
 from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
-
-Back = Callable[[Tensor], dict[int, Tensor]]  # [m, *u.shape] -> for each of f's parameters [m, *w.shape]
 
 
 class Pullback:
@@ -97,15 +96,36 @@ def pulled_back(
         return found
 
     if not strategy.keeps:
-        whole = Pullback(_value(parts, values, strategy, n, ways), back, False)
-        return [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
+        return _through(strategy, parts, values, n, ways, back)
     (slot,) = strategy.use.wrt
     found: Contributions = []
     for part in parts:
-        moved = _moved(part, lambda rows: back(rows)[slot])
+        moved = _moved(part, values, lambda rows: back(rows)[slot])
         if moved is None:
             moved = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
         found.append((slot, moved))
+    return found
+
+
+def _through(
+    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, ways: Ways, back: Back
+) -> Contributions:
+    """Through a function that does more than move one parameter's elements; pieces of products stay products."""
+    found: Contributions = []
+    others: list[Part] = []
+    for part in parts:
+        if strategy.cuts and isinstance(part, Tensor | Kept):
+            rows = back(dense_of(part))
+            found += [(slot, Kept(rows[slot], rounding(part))) for slot in strategy.use.wrt]
+            continue
+        pieces = cut(strategy, part, values, back) if strategy.cuts and isinstance(part, Term) else None
+        if pieces is None:
+            others.append(part)
+        else:
+            found += list(pieces.items())
+    if others:
+        whole = Pullback(_value(others, values, strategy, n, ways), back, False)
+        found += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
     return found
 
 
@@ -121,7 +141,7 @@ def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: 
     return SampleGrads(strategy.use.op, shape_of(parts[0]), dtype, n, like, list(parts), replace(ways, wishes={}))
 
 
-def _moved(part: Part, back: Callable[[Tensor], Tensor]) -> Part | None:
+def _moved(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) -> Part | None:
     """A part whose elements are moved, with the same factors; None where no term of the kind has them there.
 
     A tensor without memory goes the same way and shows it: what stays in order is the term in another shape, and
@@ -134,7 +154,7 @@ def _moved(part: Part, back: Callable[[Tensor], Tensor]) -> Part | None:
     if isinstance(part, Virtual):
         return None
     shape = part.own_shape()
-    probe = back(torch.empty(1, *shape, device="meta"))
+    _, probe = traced((1, *shape), values, back)
     own = tuple(probe.shape[1:])
     if probe.is_contiguous():
         natural = Term(part.equation, *part.factors)

@@ -14,7 +14,7 @@ import fxgrad
 from tests.programs import quick_dynamo
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-T, D = 66, 6
+T, D, C = 66, 6, 1e-3
 Function = Callable[..., Tensor]
 
 
@@ -91,39 +91,31 @@ def exact(model: Of, x: Tensor, g: Tensor) -> Tensor:
     return torch.stack(norms)
 
 
-def clipped(model: Of, x: Tensor, g: Tensor, c: float, *beside: Any, group_size: int = 1) -> Tensor:
-    quantity = fxgrad.ClippedGrad(c, group_size=group_size)
-    transformed = fxgrad.transform(model, quantity=[quantity, *beside], backend="eager")
+def weights(transformed: Any, quantity: fxgrad.ClippedGrad, x: Tensor, g: Tensor) -> Tensor:
+    """What each sample's gradient was multiplied by."""
     y = transformed(x)
     (y * g.reshape(y.shape)).sum().backward()
-    weight: Tensor = fxgrad.result(transformed, quantity).weight.double()
+    found: Tensor = fxgrad.result(transformed, quantity).weight.double()
     fxgrad.zero_grad(transformed)
-    return weight
+    return found
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_bound(name: str, device: torch.device) -> None:
+    """And where nothing cancels, nothing is given away."""
     torch.manual_seed(0)
-    beside = [fxgrad.GradSample()] if name in ("layer_norm", "scale", "weight norm", "steep") else []
     function, shapes = EVERY[name]
-    model = Of(function, *shapes).to(device)
+    model, clipped = Of(function, *shapes).to(device), fxgrad.ClippedGrad(C)
+    beside = [fxgrad.GradSample()] if name in ("layer_norm", "scale", "weight norm", "steep") else []
+    transformed = fxgrad.transform(model, quantity=[clipped, *beside], backend="eager")
     for kind in ("large ends", "pairs"):
         x, g = swamped(kind, device)
-        norms = exact(model, x, g)
-        weight = clipped(model, x, g, 1e-3, *beside)
+        weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
         assert bool((weight > 0).all())
-        assert bool((weight * norms <= 1e-3 * (1 + 1e-5)).all()), (kind, weight * norms / 1e-3)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_nothing_is_given_away_where_nothing_cancels(name: str, device: torch.device) -> None:
-    torch.manual_seed(0)
-    function, shapes = EVERY[name]
-    model = Of(function, *shapes).to(device)
+        assert bool((weight * norms <= C * (1 + 1e-5)).all()), (kind, weight * norms / C)
     x, g = swamped("plain", device)
-    norms = exact(model, x, g)
-    weight = clipped(model, x, g, 1e-3)
-    assert bool(((weight * (norms + 1e-6) / 1e-3 - 1).abs() <= 1e-3).all()), weight * norms / 1e-3
+    weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+    assert bool(((weight * (norms + 1e-6) / C - 1).abs() <= 1e-3).all()), weight * norms / C
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "scale", "a scaled weight", "einsum"])
@@ -136,8 +128,9 @@ def test_groups_of_rows(name: str, device: torch.device) -> None:
     order = [0, 2, 1, 3]  # one takes the other of its group back
     x, g = x[order], g[order]
     norms = exact(model, x.unflatten(0, (2, 2)).flatten(1, 2), g.unflatten(0, (2, 2)).flatten(1, 2))
-    weight = clipped(model, x, g, 1e-3, group_size=2)
-    assert bool((weight * norms <= 1e-3 * (1 + 1e-5)).all()), weight * norms / 1e-3
+    clipped = fxgrad.ClippedGrad(C, group_size=2)
+    weight = weights(fxgrad.transform(model, quantity=clipped, backend="eager"), clipped, x, g)
+    assert bool((weight * norms <= C * (1 + 1e-5)).all()), weight * norms / C
 
 
 def test_half_types(device: torch.device) -> None:
@@ -150,8 +143,9 @@ def test_half_types(device: torch.device) -> None:
         if name == "layer_norm":  # what is normalised is rounded, and taken as it is
             x = x.sign()
         norms = exact(model, x, g)
-        weight = clipped(model, x, g, 1e-3)
-        assert bool((weight * norms <= 1e-3 * (1 + 1e-5)).all()), (name, weight * norms / 1e-3)
+        clipped = fxgrad.ClippedGrad(C)
+        weight = weights(fxgrad.transform(model, quantity=clipped, backend="eager"), clipped, x, g)
+        assert bool((weight * norms <= C * (1 + 1e-5)).all()), (name, weight * norms / C)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "scale", "a scaled weight"])
@@ -160,10 +154,10 @@ def test_a_batch_of_one(name: str, device: torch.device) -> None:
     torch.manual_seed(0)
     function, shapes = EVERY[name]
     model = Of(function, *shapes).to(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager")
     for kind in ("large ends", "pairs", "plain"):
         x, g = swamped(kind, device)
-        transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e-3), backend="eager")
         (transformed(x[:1]) * g[:1]).sum().backward()
         length = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
-        assert float(length) <= 1e-3 * (1 + 1e-5)
+        assert float(length) <= C * (1 + 1e-5)
         fxgrad.zero_grad(transformed)

@@ -42,8 +42,8 @@ def normal(v: Tensor, g: Tensor) -> Tensor:
 
 
 def deep(w: Tensor) -> Tensor:
-    """Six diamonds: every value is read twice."""
-    for _ in range(6):
+    """Four diamonds: every value is read twice."""
+    for _ in range(4):
         w = w.sin() + w.cos()
     return w
 
@@ -56,10 +56,16 @@ MOVED: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "half of a mirror": (lambda x, w: F.linear(F.linear(x, w).tanh(), w.t()), [(37, 31)]),
     "permuted, then in another shape": (lambda x, w: F.linear(x, w.t().reshape(37, 31)), [(37, 31)]),
 }
+PIECES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "chunks": (lambda x, w: sum(F.linear(x, piece).sin() for piece in w.chunk(3)), [(39, 31)]),  # type: ignore
+    "columns, transposed": (lambda x, w: F.linear(x, w.split([29, 8], 1)[0].t().narrow(0, 3, 20)), [(31, 37)]),
+    "cat": (lambda x, v, w: F.linear(x, torch.cat([v, w])), [(17, 31), (20, 31)]),
+    "cat of columns": (lambda x, v, w: F.linear(x, torch.cat([v, w], 1)), [(37, 11), (37, 20)]),
+    "cat of pieces": (lambda x, w: F.linear(x, torch.cat([w.narrow(0, 9, 20), w.narrow(0, 2, 17)])), [(37, 31)]),
+}
 BENT: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "weight norm": (lambda x, v, g: F.linear(x, normal(v, g)), [(37, 31), (37, 1)]),
     "product": (lambda x, w, a, b: F.linear(x, w + a @ b), [(37, 31), (37, 2), (2, 31)]),
-    "cat": (lambda x, v, w: F.linear(x, torch.cat([v, w])), [(17, 31), (20, 31)]),
     "standardised convolution": (
         lambda x, w: F.conv1d(x.mT, (w - w.mean((1, 2), keepdim=True)) / w.std((1, 2), keepdim=True)),
         [(7, 31, 1)],
@@ -67,7 +73,7 @@ BENT: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "deep": (lambda x, w: F.linear(x, deep(w)), [(37, 31)]),
     "used twice": (lambda x, w: F.linear(F.linear(x, w.exp()).sin(), w.exp().t()), [(37, 31)]),
 }
-EVERY = MOVED | BENT
+EVERY = MOVED | PIECES | BENT
 
 
 def built(name: str, batch: int, device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -100,7 +106,7 @@ def check(model: nn.Module, x: Tensor, quantities: Sequence[Any], groups: Any, b
 def test_against_the_loop(name: str, device: torch.device) -> None:
     model, x = built(name, 5, device)
     clipped = fxgrad.ClippedGrad(0.5, groups="per_parameter")
-    check(model, x, [clipped, fxgrad.NormSample()], "per_parameter", "aot_eager")
+    check(model, x, [clipped, fxgrad.NormSample()], "per_parameter", "eager")
 
 
 @pytest.mark.parametrize("name", ["t", "permuted, then in another shape", "weight norm"])
@@ -139,13 +145,11 @@ def elements(gm: fx.GraphModule) -> list[int]:
     return [int(size) if isinstance(size, int) else int(size.node.hint) for size in sizes]
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", MOVED | PIECES)
 def test_nothing_of_a_weights_size_times_b(name: str, device: torch.device) -> None:
     model, x = built(name, 5, device)
-    for quantity in (fxgrad.ClippedGrad(0.5), fxgrad.NormSample()):
-        gm = backward_of(model, x, quantity)
-        assert max(elements(gm)) < 5 * 31 * 37
-        fxgrad.zero_grad(model)
+    gm = backward_of(model, x, fxgrad.ClippedGrad(0.5))
+    assert max(elements(gm)) < 5 * 11 * 37  # the smallest of the weights is that of "cat of columns"
 
 
 @pytest.mark.parametrize("name", ["weight norm", "product", "deep"])
@@ -155,5 +159,5 @@ def test_a_finished_sum_is_pulled_back_once(name: str, device: torch.device) -> 
     names = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
     assert sum("product_sum" in target for target in names) == 1  # at the function's value
     assert not any("dense_sum" in target for target in names)  # and no rows of a parameter wait for it
-    if name == "deep":  # one way through 6 diamonds; every path by itself would take 64
-        assert len(names) < 400, len(names)
+    if name == "deep":  # one way through 4 diamonds; every path by itself would take 16
+        assert len(names) < 300, len(names)

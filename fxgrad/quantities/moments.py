@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxgrad.gradients import SampleGrads
@@ -68,10 +67,4 @@ class GradVariance(Quantity):
         return [Delivery("grad_variance", name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
-        return [_variance(g).to(g.dtype) for g in grads]
-
-
-def _variance(grads: SampleGrads) -> Tensor:
-    rows = grads.dense().to(grads.accumulating)
-    centred = rows - rows.mean(0)
-    return centred.square().sum(0) / torch.full((), rows.shape[0] - 1, dtype=rows.dtype, device=rows.device)
+        return [g.variance().to(g.dtype) for g in grads]

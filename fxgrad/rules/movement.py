@@ -75,7 +75,7 @@ def repeat(g, input):
     return {"input": sum_dims(g.reshape(g.shape[0], *split), range(1, 2 * len(shape), 2), input.shape)}
 
 
-@rule("cat", of=("tensors",), shared=True)
+@rule("cat", of=("tensors",), shared=True, cuts=True)
 def cat(g, tensors, use, dim=0):
     """y = [.., W, ..]      dW_n = the part of g_n where W is"""
     rank = g.dim() - 1
@@ -106,13 +106,13 @@ def select(g, input, dim, index):
     return {"input": grad}
 
 
-@rule("narrow", of=("input",), shared=True)
+@rule("narrow", of=("input",), shared=True, cuts=True)
 def narrow(g, input, dim, start, length):
     """y = a range of W      dW_n = g_n there, 0 elsewhere"""
     return {"input": _placed(g, input, dim, start)}
 
 
-@rule("chunk", "split", "unbind", "tensor_split", "split_with_sizes", of=("input",), shared=True,
+@rule("chunk", "split", "unbind", "tensor_split", "split_with_sizes", of=("input",), shared=True, cuts=True,
       ignore=dict.fromkeys(("chunks", "split_size", "split_sizes", "sections", "indices"), "see use"))  # fmt: skip
 def pieces(g, input, use, dim=0):
     """y = one of W's pieces      dW_n = g_n there, 0 elsewhere"""

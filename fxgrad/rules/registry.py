@@ -20,7 +20,8 @@ class Rule:
 
     ``differentiates`` are the arguments it can give gradients for, ``batched`` those that must hold the
     samples for it to apply; with ``shared`` it also applies where no argument does. It ``keeps`` the elements
-    of its one parameter where it moves each of them to one place.
+    of its one parameter where it moves each of them to one place, and ``cuts`` where its value is a piece of
+    its parameter or made of its parameters as pieces.
     """
 
     op: str
@@ -32,6 +33,7 @@ class Rule:
     refuse: Mapping[str, str]
     ignore: Mapping[str, str]
     keeps: bool = False
+    cuts: bool = False
 
     def unhandled(self, call: Call) -> list[str]:
         """Given arguments the rule neither takes nor ignores."""
@@ -58,6 +60,7 @@ def rule(
     ignore: Mapping[str, str] | None = None,
     override: bool = False,
     keeps: bool = False,
+    cuts: bool = False,
 ) -> Callable[[F], F]:
     """Register ``function(g, **arguments) -> {argument: Term or Tensor}`` for an op's canonical name.
 
@@ -73,9 +76,8 @@ def rule(
                 raise RuleError(
                     f"{name} already has a rule", advice="Pass override=True to replace it on purpose."
                 )
-            RULES[name] = Rule(
-                name, function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {}, keeps
-            )
+            sets = frozenset(of), frozenset(batched)
+            RULES[name] = Rule(name, function, names, *sets, shared, refuse or {}, ignore or {}, keeps, cuts)
         return function
 
     return register

@@ -1,0 +1,164 @@
+"""Squares, variances, Gram matrices and projections: against the gradients, and never all of those at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fxgrad
+import fxgrad.columns
+from fxgrad.columns import by_columns, product_gram, table_gram
+from fxgrad.parts import Kept, Part, summed
+from fxgrad.signs import signs
+from fxgrad.terms import OneHot, Patches, Term
+from fxgrad.testing import default_loss, relative_error
+from tests.programs import quick_dynamo
+from tests.test_virtual import backward_of, elements
+
+N = 5
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_dynamo():
+        yield
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(N, *shape, dtype=torch.float64)
+
+
+def product(k: int, shape: tuple[int, ...] | None = None) -> Term:
+    return Term("n...o,n...i->noi", randn(k, 7), randn(k, 6), shape=shape)
+
+
+def table(k: int, padding: int | None = None) -> Term:
+    return Term("n...v,n...d->nvd", OneHot(torch.randint(7, (N, k)), 7, padding), randn(k, 6))
+
+
+def windows(kernel: tuple[int, ...], groups: int = 1, transposed: bool = False) -> Term:
+    g, x = randn(1, 4, 6, 7), randn(1, 4, 6, 7)
+    sides = tuple(size // 2 for size in kernel[2:])
+    patches = Patches(x, kernel, (1, 1), sides, (1, 1), groups, transposed)
+    return Term("nko...,nk...i->noi", g, patches)
+
+
+PARTS: dict[str, Callable[[], list[Part]]] = {
+    "one position": lambda: [product(1)],
+    "three positions": lambda: [product(3)],
+    "in another shape": lambda: [product(3, (21, 2))],
+    "table": lambda: [table(3)],
+    "table with padding": lambda: [table(4, padding=2)],
+    "tied": lambda: [product(3), table(3), Kept(randn(7, 6), torch.zeros(N))],
+    "windows": lambda: [windows((4, 4, 3, 5))],
+    "windows in groups": lambda: [windows((4, 2, 3, 3), groups=2)],
+    "transposed windows": lambda: [windows((4, 4, 3, 3), transposed=True)],
+    "lines of two widths": lambda: [product(2, (42,)), Term("n...ab->nab", randn(3, 21, 2))],
+    "rows": lambda: [randn(4500)],
+    "small rows": lambda: [randn(3)],
+}
+
+
+def expected(rows: Tensor, what: str) -> Tensor:
+    if what == "gram":
+        return rows @ rows.t()
+    if what == "projection":
+        return rows @ signs(torch.arange(rows.shape[1]), 11, 3, 8).double()
+    return rows.square().sum(0) if what == "squares" else rows.var(0)
+
+
+@pytest.mark.parametrize("block", [64, 1 << 20])
+@pytest.mark.parametrize("name", PARTS)
+def test_against_rows(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fxgrad.columns, "ELEMENTS", block)
+    torch.manual_seed(0)
+    parts = PARTS[name]()
+    flat = [part.dense() if isinstance(part, Term) else summed([part]) for part in parts]
+    rows = torch.stack([one.flatten(1) for one in flat]).sum(0)
+    for what in ("squares", "variance", "gram", "projection"):
+        settings = (11, 3, 8) if what == "projection" else (0, 0, 0)
+        found = by_columns(parts, (what, *settings), torch.float64)
+        assert relative_error({"": found}, {"": expected(rows, what)}) <= 1e-10, what
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_gram_matrices_of_positions(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fxgrad.columns, "ELEMENTS", block)
+    torch.manual_seed(0)
+    g, x, ids = randn(3, 7), randn(3, 6), torch.randint(4, (N, 3))
+    rows = (g.mT @ x).flatten(1)
+    assert relative_error({"": product_gram(g, x)}, {"": rows @ rows.t()}) <= 1e-10
+    rows = Term("n...v,n...d->nvd", OneHot(ids, 4, 2), g).dense().flatten(1)
+    assert relative_error({"": table_gram(ids, g, 2)}, {"": rows @ rows.t()}) <= 1e-10
+
+
+def test_one_sample() -> None:
+    alone = Term("n...o,n...i->noi", randn(3, 7)[:1], randn(3, 6)[:1])
+    found = by_columns([alone], ("variance", 0, 0, 0), torch.float64)
+    assert bool(found.isnan().all())
+
+
+class Net(nn.Module):
+    """A table, layers on three positions, a convolution, and a function of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(211, 31)
+        self.first, self.second = nn.Linear(31, 67), nn.Linear(67, 71)
+        self.conv = nn.Conv1d(71, 73, 3, padding=1)
+        self.turned = nn.Parameter(torch.randn(73, 79) / 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.second(self.first(self.table(ids)).tanh())
+        return F.linear(self.conv(h.mT).mT.contiguous().tanh(), self.turned.t())
+
+
+QUANTITIES = [fxgrad.SquaredGrad(), fxgrad.GradVariance(), fxgrad.GradGram(), fxgrad.GradProjection(5)]
+SIZE = 16
+P = 211 * 31 + 31 * 67 + 67 * 71 + 71 * 73 * 3 + 73 * 79
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes that are held at once, beyond what was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        call()
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("quantity", [*QUANTITIES, fxgrad.GradSample()], ids=str)
+def test_the_gradients_are_never_held(quantity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 x 36,000 elements; GradSample shows that the measure sees them."""
+    monkeypatch.setattr(fxgrad.columns, "ELEMENTS", 1 << 13)
+    monkeypatch.setattr(fxgrad.signs, "BLOCK", 1 << 13)
+    torch.manual_seed(0)
+    transformed = fxgrad.transform(Net(), quantity=quantity, backend="eager")
+    ids = torch.randint(211, (SIZE, 3))
+    default_loss(transformed(ids)).backward()  # compiles
+    transformed.zero_grad()
+    most = peak(default_loss(transformed(ids)).backward)
+    whole = SIZE * P * 4
+    if isinstance(quantity, fxgrad.GradSample):
+        assert most >= whole
+    else:
+        assert most <= whole / 4, most / whole
+
+
+@pytest.mark.parametrize("quantity", [QUANTITIES[0], QUANTITIES[2]], ids=str)
+def test_no_value_is_a_weight_s_size_times_b(quantity: Any) -> None:
+    torch.manual_seed(0)
+    gm = backward_of(Net(), torch.randint(211, (SIZE, 3)), quantity)
+    assert max(elements(gm)) < SIZE * 31 * 67  # the smallest of the weights
+
+
