@@ -298,10 +298,30 @@ def samples_through_a_view_of_others(m: Model, x: Tensor) -> Tensor:
     return h.tanh()
 
 
+def an_index_turned_in_place(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0], device=x.device)
+    index.copy_(index.flip(0))
+    return m.linear(x[index]) * m.b
+
+
+def an_index_turned_through_a_view(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0], device=x.device)
+    both = torch.stack([index, index])
+    both[0] = index.flip(0)
+    return m.linear(x[both[0]]) * m.b
+
+
+def an_index_turned_by_out(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0], device=x.device)
+    torch.sub(x.shape[0] - 1, index, out=index)
+    return m.linear(x[index]) * m.b
+
+
 @pytest.mark.parametrize(
     "body",
     [one_sample_from_the_next, one_sample_alone, in_the_order_of_the_data, an_index_of_all_samples, rows_by_mask,
-     samples_through_a_view_of_others],
+     samples_through_a_view_of_others, an_index_turned_in_place, an_index_turned_through_a_view,
+     an_index_turned_by_out],
     ids=lambda body: body.__name__,
 )  # fmt: skip
 def test_one_sample_written_into_another_is_refused(body: Any, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from fxgrad.calls import op_name
+from fxgrad.context import memory_of
 from fxgrad.samples.families import RANDOM
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
@@ -85,6 +86,7 @@ class Replay:
         self.symbols = symbols
         self.samples = samples  # what is known of a node's value
         self.constants: dict[tuple[fx.Node, int], Any] = {}
+        self.written: dict[fx.Graph, set[int | None]] = {}  # the memory that a graph's ops write over
 
     def layouts(self, node: fx.Node, outputs: Any) -> Any:
         """The layout of each output tensor of a movement op; None where it has none.
@@ -253,7 +255,7 @@ class Replay:
     def _compute(self, node: fx.Node, batch: int) -> Tensor:
         fake = node.meta["fake"]
         shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
-        computed = node.op in ("call_function", "call_method") and not _impure(node)
+        computed = node.op in ("call_function", "call_method") and not self._changes(node)
         if computed and self.samples(node).kind is Kind.CONSTANT:
             try:
                 return self._compute_call(node, batch)
@@ -266,7 +268,7 @@ class Replay:
             fake = arg.meta["fake"]
             if not isinstance(fake, Tensor):
                 return tree_map(lambda size: self.symbols.evaluate(size, batch), fake)
-            if arg.op not in ("call_function", "call_method") or not _is_index(fake) or _impure(arg):
+            if arg.op not in ("call_function", "call_method") or not _is_index(fake) or self._changes(arg):
                 raise _UnknownData
             if self.samples(arg).kind is not Kind.CONSTANT:
                 raise _UnknownData
@@ -284,6 +286,21 @@ class Replay:
         if not isinstance(result, Tensor):
             raise _UnknownData
         return result
+
+
+    def _changes(self, node: fx.Node) -> bool:
+        """Whether its values are drawn, or written over by an op in place, which is not run again here."""
+        if node.graph not in self.written:
+            self.written[node.graph] = {memory_of(base.meta["fake"]) for base in _written_to(node.graph)}
+        return _impure(node) or memory_of(node.meta["fake"]) in self.written[node.graph]
+
+
+def _written_to(graph: fx.Graph) -> list[fx.Node]:
+    """What the ops in place of a graph write to."""
+    calls = [node.meta["call"] for node in graph.nodes if "call" in node.meta]
+    bases = [next(iter(call.arguments.values())) for call in calls if call.inplace and call.arguments]
+    outs = [call.get("out") for call in calls]
+    return [base for base in (*bases, *outs) if isinstance(base, fx.Node)]
 
 
 def _is_batched(samples: Any) -> bool:
