@@ -206,6 +206,23 @@ def a_parameter_added_at_places(m: Model, x: Tensor) -> Tensor:
     return h.index_put(indices=[rows, (x[:, 0] > 0).long()], values=m.b[0]).tanh()
 
 
+def rows_added_to_their_samples(m: Model, x: Tensor) -> Tensor:
+    h, size = m.linear(x.repeat_interleave(2, 0)), x.shape[0]
+    own = torch.arange(2 * size, device=x.device) // 2
+    some = torch.zeros(size, 4, dtype=x.dtype, device=x.device).index_add_(0, own, h * m.b)
+    more = m.linear(x).index_add(0, own, h, alpha=3).scatter_add(0, own[:, None].expand(-1, 2), h[:, 1:3])
+    return some + x.new_zeros(size, 4).index_put((own,), h.sin(), accumulate=True) * more
+
+
+def samples_along_columns(m: Model, x: Tensor) -> Tensor:
+    """The positions of a sample next to each other, summed; then those of all samples for each position."""
+    h = m.linear(x).tanh()  # [B, 4]
+    pairs = torch.arange(4 * x.shape[0], device=x.device) // 2
+    flat = x.new_zeros(2 * x.shape[0]).index_add(0, pairs, h.reshape(-1)).view(-1, 2)
+    across = torch.arange(4 * x.shape[0], device=x.device) % (2 * x.shape[0])
+    return flat + x.new_zeros(2 * x.shape[0]).index_add(0, across, h.t().reshape(-1)).view(2, -1).t() * m.b[:2]
+
+
 BODIES = [
     a_parameter_into_a_slice, samples_and_a_parameter_into_zeros, columns_of_zeros, merged_samples,
     every_other_row, shifted, step_by_step, leading_ones, a_number_by_mask, a_parameter_by_mask,
@@ -213,6 +230,7 @@ BODIES = [
     samples_at_each_samples_own_place, views_changed_in_place, a_row_of_a_function, a_weight_put_together,
     a_weight_with_zeros, a_view_from_before, a_transposed_weight, without_gradients, index_copied_and_filled,
     places_of_a_function, a_mask_of_a_function, the_data_alone, a_mask_of_bytes, a_parameter_added_at_places,
+    rows_added_to_their_samples, samples_along_columns,
 ]  # fmt: skip
 
 
@@ -298,6 +316,16 @@ def samples_through_a_view_of_others(m: Model, x: Tensor) -> Tensor:
     return h.tanh()
 
 
+def added_to_the_next_sample(m: Model, x: Tensor) -> Tensor:
+    h, places = m.linear(x.repeat_interleave(2, 0)), torch.arange(2 * x.shape[0], device=x.device) % x.shape[0]
+    return x.new_zeros(x.shape[0], 4).index_add_(0, places, h) * m.b
+
+
+def a_parameter_added_to_the_first_samples(m: Model, x: Tensor) -> Tensor:
+    h, places = m.linear(x), torch.arange(4, device=x.device) % x.shape[0]
+    return h.index_add(0, places, m.b.expand(4, -1)).tanh()
+
+
 def an_index_turned_in_place(m: Model, x: Tensor) -> Tensor:
     index = torch.arange(x.shape[0], device=x.device)
     index.copy_(index.flip(0))
@@ -320,8 +348,8 @@ def an_index_turned_by_out(m: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "body",
     [one_sample_from_the_next, one_sample_alone, in_the_order_of_the_data, an_index_of_all_samples, rows_by_mask,
-     samples_through_a_view_of_others, an_index_turned_in_place, an_index_turned_through_a_view,
-     an_index_turned_by_out],
+     samples_through_a_view_of_others, added_to_the_next_sample, a_parameter_added_to_the_first_samples,
+     an_index_turned_in_place, an_index_turned_through_a_view, an_index_turned_by_out],
     ids=lambda body: body.__name__,
 )  # fmt: skip
 def test_one_sample_written_into_another_is_refused(body: Any, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from fxgrad.samples.families import RANDOM
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
 
+SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that ask another tensor for its shape alone
 BATCHES = (2, 3)  # the batch sizes of the two replays
 
 
@@ -268,6 +269,8 @@ class Replay:
             fake = arg.meta["fake"]
             if not isinstance(fake, Tensor):
                 return tree_map(lambda size: self.symbols.evaluate(size, batch), fake)
+            if op_name(node.target) in SHAPED_AS and arg is not node.args[0]:
+                return torch.empty([self.symbols.evaluate(size, batch) for size in fake.shape])
             if arg.op not in ("call_function", "call_method") or not _is_index(fake) or self._changes(arg):
                 raise _UnknownData
             if self.samples(arg).kind is not Kind.CONSTANT:
