@@ -16,6 +16,7 @@
        separate_draws     dropout(w) -> w * dropout(ones_like(w))
        attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
        prove_coverage     every gradient path that leaves a parameter ends in a tap
+       ask_policies       what a selective checkpoint holds asks its policy when it is traced
     --> AOTAutograd + Inductor
 """
 
@@ -28,6 +29,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxgrad.context import Context
+from fxgrad.passes.ask_policies import ask_policies
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_calls import decompose_calls
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
@@ -69,6 +71,8 @@ PASSES: tuple[Pass, ...] = (
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
 DEFINITIONS: tuple[Pass, ...] = (inline_regions, decompose_recurrent)  # what a graph says, in ops there are rules for
 SINGLE: tuple[Pass, ...] = (*DEFINITIONS, take_whole_gradient)
+
+LAST: tuple[Pass, ...] = (ask_policies,)  # what only the inner compiler has to see
 
 seconds: dict[str, float] = {}  # time spent in each pass since the process began
 
