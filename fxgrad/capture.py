@@ -352,6 +352,13 @@ def translated(error: Exception) -> Exception:
             where=_user_line(error),
             advice="Write that line in traceable PyTorch, or pass fullgraph=False.",
         )
+    if isinstance(error, exc.TorchRuntimeError):  # an op that works outside of Dynamo, and not on its fake tensors
+        said = re.search(r"call_\w+ (\S+?)\(.*: got \w+\([\"'](.+)[\"']\)", text)
+        return GraphBreak(
+            f"TorchDynamo cannot follow {f'{said[1]}: {said[2]}' if said else 'an op of the model'}",
+            where=_user_line(error),
+            advice="Write it with another op: torch.compile(model) fails there as well.",
+        )
     user = isinstance(error, exc.UserError) or "ConstraintViolation" in type(error).__name__
     if user and ("mark_dynamic" in text or "Constraints violated" in text):
         return BatchSizeError(

@@ -5,6 +5,7 @@
        wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
        wrap_transforms    a stretch under torch.func is one call
        decompose_recurrent  recurrent layers as one recurrence per layer and direction
+       replace_reshapes   x.t_() as a new value
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
        lower_assignments  x[i] = v as an in-place op on a view
@@ -39,6 +40,7 @@ from fxgrad.passes.lower_assignments import lower_assignments
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
+from fxgrad.passes.replace_reshapes import replace_reshapes
 from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
@@ -55,6 +57,7 @@ PASSES: tuple[Pass, ...] = (
     wrap_bodies,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
+    replace_reshapes,  # before shapes: a fake value would change its own under the nodes that stand before
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
     lower_assignments,

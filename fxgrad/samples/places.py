@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxgrad.samples.ids import sample_ids
 from fxgrad.samples.layouts import Kind, Layout
 from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
-from fxgrad.samples.replay import BATCHES, sample_ids
+from fxgrad.samples.replay import BATCHES
 
 _FOREIGN = Mixes("it writes one sample's values into another's places")
 _ADDED = frozenset({"index_add", "index_copy", "scatter_add"})
