@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxgrad.batch import PACKED_SIZES, Batch, Roles, dynamic_dim
-from fxgrad.captured import SAMPLE_DIM, Captured
+from fxgrad.captured import SAMPLE_DIM, Captured, called_with
 from fxgrad.compiler import compile_graph
 from fxgrad.context import last_own_line
 from fxgrad.distributed import check_whole
@@ -136,7 +136,7 @@ class Engine:
         if key not in self.compiled:
             self.compiled[key] = self._compile(method)
         try:
-            with marked(batch, self.options.fullgraph), sizes_unseen(), CAPTURING:
+            with marked(batch, self.options.fullgraph), called_with(args, kwargs), sizes_unseen(), CAPTURING:
                 return self.compiled[key](*args, **kwargs)
         except Exception as error:
             if _fails_without_dynamo(error):
