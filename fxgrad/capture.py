@@ -21,7 +21,7 @@ from torch.backends import opt_einsum
 from torch.utils._pytree import tree_leaves
 
 from fxgrad.batch import PACKED_SIZES, Batch, Roles, dynamic_dim
-from fxgrad.captured import SAMPLE_DIM, Captured
+from fxgrad.captured import SAMPLE_DIM, Captured, called_with
 from fxgrad.compiler import compile_graph
 from fxgrad.context import last_own_line
 from fxgrad.distributed import check_whole
@@ -139,7 +139,7 @@ class Engine:
         if key not in self.compiled:
             self.compiled[key] = self._compile(method)
         try:
-            with marked(batch, self.options.fullgraph), sizes_unseen(), CAPTURING:
+            with marked(batch, self.options.fullgraph), called_with(args, kwargs), sizes_unseen(), CAPTURING:
                 return self.compiled[key](*args, **kwargs)
         except Exception as error:
             if _fails_without_dynamo(error):
@@ -355,6 +355,13 @@ def translated(error: Exception) -> Exception:
             f"the model does not capture as one graph: {_reason(text)}",
             where=_user_line(error),
             advice="Write that line in traceable PyTorch, or pass fullgraph=False.",
+        )
+    if isinstance(error, exc.TorchRuntimeError):  # an op that works outside of Dynamo, and not on its fake tensors
+        said = re.search(r"call_\w+ (\S+?)\(.*: got \w+\([\"'](.+)[\"']\)", text)
+        return GraphBreak(
+            f"TorchDynamo cannot follow {f'{said[1]}: {said[2]}' if said else 'an op of the model'}",
+            where=_user_line(error),
+            advice="Write it with another op: torch.compile(model) fails there as well.",
         )
     user = isinstance(error, exc.UserError) or "ConstraintViolation" in type(error).__name__
     if user and ("mark_dynamic" in text or "Constraints violated" in text):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,17 @@ from fxgrad.options import Options
 from fxgrad.samples.symbols import Symbols, expression
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
+_CALL: ContextVar[dict[str, Any]] = ContextVar("call")  # what Dynamo's names of inputs begin with
+
+
+@contextlib.contextmanager
+def called_with(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
+    """The user's arguments, as long as the call lasts: a size may be all that a graph takes of one."""
+    token = _CALL.set({"args": args, "kwargs": kwargs})
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
 
 
 @dataclass
@@ -67,6 +80,14 @@ class Captured:
             if counted is not None:
                 dims[i] = counted
         return dims
+
+    def counts(self, i: int) -> bool:
+        """Whether an input is the number of samples in a tensor that the graph takes nothing else of."""
+        source: Any = getattr(self.placeholders[i], "_dynamo_source", None)
+        if not isinstance(self.values[i], torch.SymInt) or not hasattr(source, "base"):
+            return False
+        role = getattr(_named(source.base), SAMPLE_DIM, None)
+        return role is not None and role != LOST and counting_dim(role) == getattr(source, "idx", None) is not None
 
     def packed(self) -> dict[int, tuple[int, int] | None]:
         """The inputs that are a PackedSequence's; the data's with the positions of batch_sizes and sorted_indices."""
@@ -150,6 +171,19 @@ def _attribute(node: fx.Node) -> str:
     return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", text))
 
 
+def _named(source: Any) -> Any:
+    """The value that Dynamo calls ``L['args'][1]['y']``; None where it is reached in another way."""
+    name = getattr(source, "name", None)
+    found = re.fullmatch(r"L\['(args|kwargs)'\]((?:\[(?:\d+|'[^']*')\])*)", str(name() if callable(name) else name))
+    value: Any = _CALL.get({}).get(found[1]) if found else None
+    for number, key in re.findall(r"\[(?:(\d+)|'([^']*)')\]", found[2] if found else ""):
+        try:
+            value = value[int(number) if number else key]
+        except (LookupError, TypeError):
+            return None
+    return value
+
+
 def make_context(
     captured: Captured, options: Options, dims: dict[int, int], *, single: bool = False
 ) -> Context:
@@ -195,6 +229,7 @@ def _own_inputs(
         size = captured.values[i].shape[dim]
         if isinstance(size, torch.SymInt):
             known[expression(size)] = batch
+    known |= {expression(size): batch for i, size in enumerate(captured.values) if captured.counts(i)}
 
     def translate(size: Any) -> Any:
         if not isinstance(size, torch.SymInt):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.contractions import hint
-from fxgrad.kernels import BLOCK, conv_rows
+from fxgrad.convolutions import blocks, conv_rows
 from fxgrad.norms import as_vectors
 from fxgrad.parts import Part, dense_of
 from fxgrad.signs import times_signs
@@ -213,9 +213,10 @@ def _reader_of_windows(g: Tensor, input: Tensor, sizes: Sequence[Sequence[int]])
 
     def read(chosen: Lines) -> Tensor:
         own = g[:, :, chosen]
-        shape = (own.shape[2], *kernel[1:])
-        blocks = [slice(start, start + BLOCK) for start in range(0, len(g), BLOCK)]
-        return torch.cat([conv_rows(own[block], input[block], shape, *settings).flatten(1) for block in blocks])
+        out = g.new_empty(len(g), own.shape[2], *kernel[1:])
+        for rows in blocks(own, input, out.shape[1:]):
+            conv_rows(own[rows], input[rows], out.shape[1:], *settings, out[rows])
+        return out.flatten(1)
 
     return read
 

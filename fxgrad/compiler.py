@@ -20,7 +20,7 @@ from fxgrad.explanation.rehearsal import rehearse
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
 from fxgrad.passes.infer_samples import infer_samples
-from fxgrad.pipeline import DEFINITIONS, PASSES, SINGLE, run_passes
+from fxgrad.pipeline import DEFINITIONS, LAST, PASSES, SINGLE, run_passes
 from fxgrad.quantities import Delivery
 from fxgrad.store import Forward, Ghosts, Store, watch
 from fxgrad.targets import TAPS
@@ -36,7 +36,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     dims = {} if single else captured.sample_dims()
     ctx = make_context(captured, options, dims, single=single)
     with _own_saved_tensors():
-        gm = run_passes(captured.gm, ctx, SINGLE if single else PASSES)
+        gm = run_passes(captured.gm, ctx, (*(SINGLE if single else PASSES), *LAST))
         if options.wishes and not single:
             _check_wishes(gm, ctx, captured.batch_size, options)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
@@ -99,7 +99,7 @@ def _own_saved_tensors() -> Any:
 def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
     """A graph without trainable parameters runs as it is; a later one has to find the samples in its outputs."""
     dims = {} if captured.fullgraph or captured.batch_size == 1 else captured.sample_dims()
-    defined = run_passes(captured.gm, make_context(captured, options, {}, single=True), DEFINITIONS)
+    defined = run_passes(captured.gm, make_context(captured, options, {}, single=True), (*DEFINITIONS, *LAST))
     compiled = inner(defined, captured.values)
     if not dims:
         return compiled

@@ -25,6 +25,7 @@ class Facts(TypedDict, total=False):
     traced: Any  # propagate_shapes: whether a trainable parameter's gradient flows into it
     call: Any  # normalize_calls: fxgrad.calls.Call
     samples: Any  # infer_samples: fxgrad.samples.layouts.Samples, or a list of them for several outputs
+    policy: Any  # inline_regions: the fxgrad.checkpointing.Policy of a selective checkpoint around the node
     use: Any  # attach_taps: fxgrad.uses.Use, on the nodes that stand behind an op with parameters
 
 
@@ -146,7 +147,8 @@ def place_beside(node: fx.Node, new: fx.Node) -> None:
     new.meta.update({key: node.meta[key] for key in _OF_A_PLACE if key in node.meta})
 
 
-_OF_A_PLACE = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
+OF_A_CHECKPOINT = frozenset({"recompute", "ac_graph_id", "policy"})
+_OF_A_PLACE = ("stack_trace", "nn_module_stack", *OF_A_CHECKPOINT)
 
 
 def memory_of(fake: Any) -> int | None:

@@ -5,6 +5,7 @@
        wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
        wrap_transforms    a stretch under torch.func is one call
        decompose_recurrent  recurrent layers as one recurrence per layer and direction
+       replace_reshapes   x.t_() as a new value
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
        lower_assignments  x[i] = v as an in-place op on a view
@@ -16,6 +17,7 @@
        separate_draws     dropout(w) -> w * dropout(ones_like(w))
        attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
        prove_coverage     every gradient path that leaves a parameter ends in a tap
+       ask_policies       what a selective checkpoint holds asks its policy when it is traced
     --> AOTAutograd + Inductor
 """
 
@@ -28,6 +30,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxgrad.context import Context
+from fxgrad.passes.ask_policies import ask_policies
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_calls import decompose_calls
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
@@ -37,6 +40,7 @@ from fxgrad.passes.lower_assignments import lower_assignments
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
+from fxgrad.passes.replace_reshapes import replace_reshapes
 from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
@@ -53,6 +57,7 @@ PASSES: tuple[Pass, ...] = (
     wrap_bodies,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
+    replace_reshapes,  # before shapes: a fake value would change its own under the nodes that stand before
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
     lower_assignments,
@@ -69,6 +74,8 @@ PASSES: tuple[Pass, ...] = (
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
 DEFINITIONS: tuple[Pass, ...] = (inline_regions, decompose_recurrent)  # what a graph says, in ops there are rules for
 SINGLE: tuple[Pass, ...] = (*DEFINITIONS, take_whole_gradient)
+
+LAST: tuple[Pass, ...] = (ask_policies,)  # what only the inner compiler has to see
 
 seconds: dict[str, float] = {}  # time spent in each pass since the process began
 

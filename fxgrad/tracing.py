@@ -12,7 +12,7 @@ from torch._dynamo import exc
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture import CAPTURING, Engine, fresh_function, marked, sizes_unseen, translated
-from fxgrad.captured import make_context
+from fxgrad.captured import called_with, make_context
 from fxgrad.context import Context
 from fxgrad.errors import FxgradError
 from fxgrad.pipeline import PASSES, SINGLE, Pass, run_passes
@@ -82,7 +82,7 @@ def capture(
 
     compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
     try:
-        with marked(batch), sizes_unseen(), CAPTURING:
+        with marked(batch), called_with(args, kwargs), sizes_unseen(), CAPTURING:
             compiled(*args, **kwargs)
     except exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, _Captured):

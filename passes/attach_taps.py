@@ -119,7 +119,16 @@ class _Attachment:
         traced = [s for s in samples if s is not None and s.traced]
         if used and traced and all(s.kind is Kind.BATCHED for s in traced):
             return self._tap_several(node, samples)
-        if used and any(s.kind is not Kind.UNIFORM for s in traced):
+        kinds = {s.kind for s in traced}
+        if used and Kind.BATCHED in kinds and Kind.MIXED not in kinds:
+            raise UnsupportedOp(
+                f"one of the values that {call.op.rpartition('.')[2]} returns depends on parameters alone, "
+                "and another on samples",
+                where=source_line(node),
+                path=path_to(node, self.ctx),
+                advice="Compute what depends on parameters alone outside of it.",
+            )
+        if used and kinds - {Kind.UNIFORM}:
             raise UnsupportedOp(
                 f"{call.op} returns several values that depend on a parameter and on samples",
                 where=source_line(node),

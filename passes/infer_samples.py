@@ -14,7 +14,7 @@ from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.samples.families import MOVEMENT, Family, family_of
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.operands import Mixes, Op, Operand, by_shape
-from fxgrad.samples.replay import Replay
+from fxgrad.samples.replay import SHAPED_AS, Replay
 from fxgrad.samples.symbols import expression
 from fxgrad.samples.tracking import track
 from fxgrad.samples.writes import after_write
@@ -109,6 +109,8 @@ class _Inference:
         flows = node.meta["traced"] if isinstance(fake, tuple | list) else [node.meta["traced"]]
         family = family_of(call.op)
         operands = self._decided(node, call, self._operands(node, call))
+        if call.op in SHAPED_AS and _constant(call.get("input")):
+            return [self._constant(outputs[0])]
         if family is Family.FACTORY or not operands:
             return [self._constant(out) for out in outputs]
         kinds = {operand.samples.kind for operand in operands}
@@ -428,6 +430,10 @@ def _as_lists(output: Any) -> Any:
 
 def _batched(samples: Any) -> bool:
     return isinstance(samples, Samples) and samples.kind is Kind.BATCHED
+
+
+def _constant(arg: Any) -> bool:
+    return isinstance(arg, fx.Node) and arg.meta["samples"] == Samples(Kind.CONSTANT)
 
 
 def _undecided(samples: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -10,7 +9,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context
+from fxgrad.checkpointing import policy_of
+from fxgrad.context import OF_A_CHECKPOINT, Context
 from fxgrad.inlining import inline
 
 # Where each operator that runs a body once has its operands; a body is its first argument.
@@ -26,7 +26,8 @@ def inline_regions(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: a graph as Dynamo left it. After: no op that runs a body once.
 
     ``checkpoint(body, x, w)`` -> the body's ops, tagged for AOTAutograd's partitioner to compute them again in the
-    backward, as the checkpoint operator itself would tag them. A tap among them is part of the one graph.
+    backward, as the checkpoint operator itself would tag them; those of a selective one have its ``policy``. A tap
+    among them is part of the one graph.
     """
     while regions := [node for node in gm.graph.nodes if _name(node) in _OPERANDS]:
         for node in regions:
@@ -43,18 +44,15 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     assert isinstance(attribute, fx.Node)
     body = getattr(gm, str(attribute.target))
     checkpointed = name == "higher_order::tag_activation_checkpoint"
-    inline(gm, node, body, node.args[_OPERANDS[name] :], _tagging(node, checkpointed))
+    around = {key: node.meta[key] for key in OF_A_CHECKPOINT & node.meta.keys()}
+    tags = _of_a_checkpoint(body) if checkpointed else around
+    inline(gm, node, body, node.args[_OPERANDS[name] :], lambda copy, inner: copy.meta.update(tags))
     if not attribute.users:
         gm.graph.erase_node(attribute)
 
 
-def _tagging(node: fx.Node, checkpointed: bool) -> Callable[[fx.Node, fx.Node], None]:
-    """The tags of a checkpoint, or those of the region around it. A later id is an inner checkpoint's."""
-    tags: dict[str, Any] = {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
-    if checkpointed:
-        tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_IDS)}
-
-    def tag(copy: fx.Node, inner: fx.Node) -> None:
-        copy.meta.update(tags)
-
-    return tag
+def _of_a_checkpoint(body: Any) -> dict[str, Any]:
+    """The tags of a checkpoint's nodes. A later id is an inner checkpoint's."""
+    graph_id = next(_IDS)
+    policy = policy_of(body, graph_id)
+    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": graph_id, "policy": policy}

@@ -18,7 +18,7 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: every call has ``call``. After: the same; ``setitem`` is left only where nothing says what it does.
 
     ``x[:, 0] = v`` -> ``x[:, 0].copy_(v)``, with a boolean mask ``x.copy_(where(mask, v, x))``, with integer
-    tensors ``x.index_put_(indices, v)``.
+    tensors ``x.index_put_(indices, v)``. ``x.pow_(w)`` -> ``x.copy_(x.clone().pow(w))``: see Note [Saved results].
     """
     traced: set[int | None] = set()  # memory that gradients flow through by now
     stopped = without_gradients(gm.graph)
@@ -28,9 +28,18 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             _Assignment(gm.graph, node, ctx, traced, node in stopped).lower()
         elif call is not None and call.op == "index_put":
             _Assignment(gm.graph, node, ctx, traced, node in stopped).spread(call)
+        elif call is not None and call.inplace and call.op in _SAVED and any(map(_flows, node.args[1:])):
+            _Assignment(gm.graph, node, ctx, traced, node in stopped).keep_result(call)
         elif call is not None and call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
             traced.add(memory_of(node.args[0].meta["fake"]))
     return gm
+
+
+# Note [Saved results]
+# ~~~~~~~~~~~~~~~~~~~~
+# The backward of some ops looks at their result. The tap of an op in place says that it changed that result, which
+# it did not; so autograd would refuse it. So they work out of place, on a copy, and what they give is written back.
+_SAVED = frozenset({"copysign", "float_power", "hypot", "pow"})
 
 
 def _flows(value: Any) -> bool:
@@ -55,7 +64,9 @@ class _Assignment:
         basic, advanced = parts
         with self.graph.inserting_before(self.node):
             view = self._call(operator.getitem, self.base, basic)
-            if not advanced:
+            if 0 in view.meta["fake"].shape or [] in advanced.values():  # nothing is written
+                self.graph.erase_node(view)
+            elif not advanced:
                 self._write(view)
             elif len(advanced) == 1 and _is_mask(*advanced.values()):
                 self._write_masked(view, *next(iter(advanced.items())))
@@ -65,6 +76,16 @@ class _Assignment:
                 self.graph.erase_node(view)
                 return
         self.graph.erase_node(self.node)
+
+    def keep_result(self, call: Call) -> None:
+        """See Note [Saved results]."""
+        with self.graph.inserting_before(self.node):
+            before = self._call("clone", self.base)
+            result = self._call(call.op, before, *self.node.args[1:], **self.node.kwargs)
+            written = self._inplace("copy_", self.base, result)
+        self.node.replace_all_uses_with(written)
+        self.graph.erase_node(self.node)
+        bind_again(written.users)
 
     def spread(self, call: Call) -> None:
         """``x.index_put_(indices, v)``: the values are one for each place."""
@@ -132,10 +153,11 @@ class _Assignment:
             extra += 1
         return self._call(operator.getitem, value, (0,) * extra) if extra else value
 
-    def _inplace(self, target: Callable[..., Any] | str, view: fx.Node, *args: Any) -> None:
+    def _inplace(self, target: Callable[..., Any] | str, view: Any, *args: Any) -> fx.Node:
         written = self._call(target, view, *args)
         if _flows(written):
             self.traced.add(memory_of(self.base.meta["fake"]))  # type: ignore[union-attr]
+        return written
 
     def _call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node; a gradient arrives through written memory as well."""

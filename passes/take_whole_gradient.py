@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context, without_gradients
+from fxgrad.context import Context, memory_of, tensors_of, without_gradients
 from fxgrad.opening import add_ghosts, open_tape
 from fxgrad.targets import SingleTarget
 
@@ -23,14 +23,81 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     handle = cursor
     stopped = without_gradients(graph)
     for key, node in enumerate(trainable):
-        readers = [user for user in sorted(node.users) if user not in stopped]
-        written = [user for user in sorted(node.users) if user in stopped and op_name(user.target).endswith("_")]
+        versions = _Versions(node, stopped)
         with graph.inserting_after(cursor):
-            cursor = single = graph.call_function(SingleTarget(key), (tape, handle, node))
-        for reader in readers:
-            if written and written[0] < reader:  # what is written without gradients goes to the parameter itself
-                written = [write for write in written if not write < reader]
-                with graph.inserting_before(reader):
-                    single = graph.call_function(SingleTarget(key), (tape, handle, node))
-            reader.replace_input_with(node, single)
+            cursor = graph.call_function(SingleTarget(key), (tape, handle, node))
+        versions.read_from(cursor)
     return gm
+
+
+class _Versions:
+    """A parameter and its views. Those that are read behind a write without gradients are made again there.
+
+    Such a write goes to the parameter itself, and autograd refuses what was a view of ``single`` before it.
+    """
+
+    def __init__(self, parameter: fx.Node, stopped: set[fx.Node]) -> None:
+        self.parameter, self.graph, self.stopped = parameter, parameter.graph, stopped
+        self.views = _views(parameter, stopped)
+        self.reads = [(view, user) for view in self.views for user in sorted(view.users) if user not in stopped]
+        self.writes = [node for node in self.graph.nodes if node in stopped and _writes(node, parameter)]
+        self.first = {self._behind(user): user for user in sorted({user for _, user in self.reads}, reverse=True)}
+        self.made = {(view, self._behind(view)): view for view in self.views[1:]}
+
+    def read_from(self, single: fx.Node) -> None:
+        """Let the parameter be read behind ``single``, and another one behind each write."""
+        self.made[self.parameter, 0] = single
+        for view, user, now in [(view, user, self._now(view, self._behind(user))) for view, user in self.reads]:
+            user.replace_input_with(view, now)
+        for view in self.views[1:]:
+            for user in [user for user in view.users if user in self.stopped]:
+                with self.graph.inserting_before(user):
+                    user.replace_input_with(view, self._raw(view))
+
+    def _raw(self, view: fx.Node) -> fx.Node:
+        """A view of the parameter itself, for what has no gradients."""
+        singles = {now for (of, _), now in self.made.items() if of is self.parameter}
+        if view is self.parameter or view in singles:
+            return self.parameter
+        views = {*self.views, *self.made.values()}
+        return self.graph.node_copy(view, lambda arg: self._raw(arg) if arg in views else arg)
+
+    def _behind(self, node: fx.Node) -> int:
+        """How many writes stand before a node."""
+        return sum(write < node for write in self.writes)
+
+    def _now(self, view: fx.Node, writes: int) -> fx.Node:
+        """What shows a view's memory behind a number of writes."""
+        if (view, writes) not in self.made:
+            sources = {source: self._now(source, writes) for source in view.all_input_nodes if source in self.views}
+            with self.graph.inserting_before(self.first[writes]):
+                if view is self.parameter:
+                    single = self.made[self.parameter, 0]
+                    new = self.graph.call_function(single.target, single.args)  # type: ignore[arg-type]
+                else:
+                    new = self.graph.node_copy(view, lambda arg: sources.get(arg, arg))
+            self.made[view, writes] = new
+        return self.made[view, writes]
+
+
+def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:
+    """A parameter, and the views of it that gradients flow through, each behind what it is a view of."""
+    memory, found = _memory(parameter), [parameter]
+    for node in parameter.graph.nodes:
+        source = node.args[0] if node.args and node.op in ("call_function", "call_method") else None
+        view = source in found and node not in stopped and not op_name(node.target).endswith("_")
+        if view and memory is not None and _memory(node) == memory:
+            found.append(node)
+    return found
+
+
+def _memory(node: fx.Node) -> int | None:
+    return next(map(memory_of, tensors_of(node.meta.get("example_value"))), None)
+
+
+def _writes(node: fx.Node, parameter: fx.Node) -> bool:
+    """Whether an op in place writes to a parameter, or through a view of it."""
+    base = node.args[0] if node.args and op_name(node.target).endswith("_") else None
+    if not isinstance(base, fx.Node):
+        return False
+    return base is parameter or (_memory(base) is not None and _memory(base) == _memory(parameter))

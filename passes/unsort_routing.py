@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.context import Context, tensors_of
+from fxgrad.context import Context, memory_of, tensors_of
 from fxgrad.making import bind_again, make
 from fxgrad.samples.families import RANDOM, Family, family_of
 from fxgrad.samples.symbols import expression
 
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # what a group's number survives a cast to
 _CASTS = frozenset("to float int long clone contiguous _to_copy detach".split())
+_BY_ROW = frozenset({"rows", "ids", "order"})
+_PUTS = {"index_add": "source", "index_copy": "source", "scatter_add": "src", "index_put": "values"}
+_INDEX = (torch.int32, torch.int64)  # a byte is a mask
 _GROUPED = frozenset("grouped_mm _grouped_mm transformers::grouped_mm_fallback".split())
 
 
@@ -26,7 +29,8 @@ def unsort_routing(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
     What is done to sorted rows one by one may as well be done to them unsorted. So every value that the order
     reaches has to be known: rows in that order, the order itself or its inverse, or the sizes of the groups.
-    One that is none of these leaves the graph as it is, for infer_samples to refuse.
+    One that is none of these leaves the graph as it is, for infer_samples to refuse. Rows go back through the
+    inverse (``y[inverse]``), or are written to where their order says (``out.index_add_(0, perm // k, y)``).
     """
     for node in list(gm.graph.nodes):
         if _sorts(node, ctx):
@@ -49,8 +53,8 @@ def _sorts(node: fx.Node, ctx: Context) -> bool:
 class _Routing:
     """One sort, and what becomes of its order.
 
-    ``kinds`` says of each value: "order" (which row stands where), "tokens" (that, divided: which token's),
-    "inverse", "ids" (the sorted groups), "rows" (anything row by row in that order), "sizes" (of the groups).
+    ``kinds`` says of each value: "order" (which row stands where), "inverse", "ids" (the sorted groups),
+    "rows" (anything row by row in that order, such as the order divided), "sizes" (of the groups).
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node, ctx: Context) -> None:
@@ -58,6 +62,7 @@ class _Routing:
         self.ids: fx.Node = node.meta["call"].get("input")
         self.size = expression(self.ids.meta["fake"].shape[0])
         self.kinds: dict[fx.Node, str] = {}
+        self.returned = False  # whether rows were seen to go back
         if node.meta["call"].op == "argsort":
             self.kinds[node] = "order"
 
@@ -75,7 +80,7 @@ class _Routing:
                 return False
             if kind:
                 self.kinds[node] = kind
-        return "inverse" in self.kinds.values()
+        return self.returned or "inverse" in self.kinds.values()
 
     def _kind(self, node: fx.Node) -> str | None:
         """What a value is that the order reaches; "" for one in the samples' own order, None for none of these."""
@@ -86,20 +91,19 @@ class _Routing:
             return "order" if node.args[1] == 1 else "ids"
         family = family_of(call.op)
         first: Any = node.args[0] if node.args else None
-        if call.inplace and kinds.get(first) in ("ids", "order", "tokens"):
+        if call.inplace and isinstance(first, fx.Node) and memory_of(first.meta["fake"]) in self._replaced():
             return None
         if family is Family.FACTORY:
             return ""
         if call.op in ("getitem", "index", "index_select"):
             return self._indexed(node, kinds)
-        if call.op == "index_put":
-            return self._inverted(node, kinds)
+        if call.op in _PUTS:
+            back = self._inverted(node, kinds) if call.op == "index_put" else None
+            return back or self._put_back(call, kinds)
         if call.op == "argsort" and found == {"order"} and len(node.args) == 1 and not node.kwargs:
             return "inverse"
-        if found == {"order"}:
-            divided = call.op in ("floor_divide", "div") and isinstance(call.get("other"), int)
-            whole = call.op == "floor_divide" or call.get("rounding_mode") == "floor"
-            return "tokens" if divided and whole else None
+        if found == {"order"} and call.op in ("floor_divide", "div") and call.get("other") == 1:
+            return "order" if call.op == "floor_divide" or call.get("rounding_mode") == "floor" else "rows"
         if found == {"ids"} and call.op in _CASTS and node.meta["fake"].dtype in _EXACT:
             return "ids"
         if found == {"ids"} and call.op in ("histc", "bincount"):
@@ -109,9 +113,14 @@ class _Routing:
             return "sizes" if exact else None
         if call.op in _GROUPED:
             return "rows" if self._grouped(call) else None
-        if found <= {"rows", "ids"} and call.op not in RANDOM:
+        if found <= _BY_ROW and call.op not in RANDOM:
             return "rows" if self._row_by_row(node, call, family, kinds) else None
         return None
+
+    def _replaced(self) -> set[int | None]:
+        """The memory of what has another node in its place afterwards."""
+        replaced = ("ids", "order", "inverse")
+        return {memory_of(node.meta["fake"]) for node, kind in self.kinds.items() if kind in replaced}
 
     def _counts(self, call: Any) -> bool:
         if call.op == "bincount":
@@ -146,21 +155,25 @@ class _Routing:
         several = isinstance(source, fx.Node) and not isinstance(source.meta["fake"], Tensor)
         if several:  # one of the pieces that rows were cut into
             return self.kinds.get(source)
-        if isinstance(index, tuple | list):
-            if kinds.get(source) == "rows" and not any(isinstance(i, fx.Node) and i in kinds for i in index):
-                return "rows" if index and index[0] in (Ellipsis, slice(None)) and self._wide(source, index) else None
-            if kinds.get(source) == "inverse" and all(i in (Ellipsis, slice(None)) for i in index):
-                return "inverse"
-            if any(not (item is None or item in (Ellipsis, slice(None))) for item in index[1:]):
-                return None
-            index = index[0]
-        of_source, of_index = kinds.get(source), kinds.get(index)
-        if of_source is None and of_index in ("order", "tokens", "ids"):
-            ids = of_index == "order" and source is self.ids
+        items = list(index) if isinstance(index, tuple | list) else [index]
+        reached = [item for item in items if isinstance(item, fx.Node) and item in kinds]
+        of_source, of_index = kinds.get(source), [kinds[item] for item in reached]
+        if of_source in _BY_ROW and not of_index:
+            whole = items and items[0] in (Ellipsis, slice(None)) and self._wide(source, items)
+            return "rows" if whole else None
+        if of_source == "inverse" and all(item in (Ellipsis, slice(None)) for item in items):
+            return "inverse"
+        rest = items[len(reached) :]
+        if not reached or items[: len(reached)] != reached or any(i not in (None, Ellipsis, slice(None)) for i in rest):
+            return None
+        if of_source is None and all(self._places(item) for item in reached):
+            ids = of_index == ["order"] and source is self.ids and not rest
             return "ids" if ids else "rows"
-        if of_source in ("rows", "ids") and of_index == "inverse":
-            return ""
-        return None
+        return "" if of_source in ("rows", "ids") and of_index == ["inverse"] else None
+
+    def _places(self, index: Any) -> bool:
+        """Whether it names a place for each row."""
+        return self.kinds.get(index) in _BY_ROW and index.meta["fake"].dtype in _INDEX
 
     def _wide(self, source: Any, index: Sequence[Any]) -> bool:
         """Whether an index that begins with ... leaves dimension 0 alone."""
@@ -181,6 +194,24 @@ class _Routing:
             self.kinds[view.args[0]] = "inverse"
         return "inverse"
 
+    def _put_back(self, call: Any, kinds: dict[fx.Node, str]) -> str | None:
+        """``out.index_add_(0, order // k, y)``: a sum does not ask for an order; what is put needs a place each."""
+        base, values, index = call.get("input"), call.get(_PUTS[call.op]), call.get("index")
+        if call.op == "index_put":
+            index, *others = call.get("indices")
+            if any(other is not None for other in others):
+                return None
+        adds = call.op in ("index_add", "scatter_add") or bool(call.get("accumulate"))
+        if base in kinds or set(kinds) != {index, values} or kinds.get(values) not in _BY_ROW:
+            return None
+        lined_up = (base, values, index) if call.op == "scatter_add" else (base, values)
+        ranks = {arg.meta["fake"].dim() for arg in lined_up}
+        first = len(ranks) == 1 and call.get("dim", 0) in (0, -max(ranks))
+        if not (first and self._places(index) and (adds or kinds[index] == "order")):
+            return None
+        self.returned = True
+        return ""
+
     def _row_by_row(self, node: fx.Node, call: Any, family: Family | None, kinds: dict[fx.Node, str]) -> bool:
         outputs = tensors_of(node.meta["fake"])
         rank = max(arg.meta["fake"].dim() if isinstance(arg.meta["fake"], Tensor) else 0 for arg in kinds)
@@ -191,6 +222,11 @@ class _Routing:
         first = kinds.get(call.get("input")) is not None and len(kinds) == 1
         if call.op == "linear" or (call.op in ("matmul", "mm") and outputs[0].dim() == 2):
             return first and rank == 2
+        if call.op in ("expand", "expand_as", "broadcast_to", "repeat"):
+            return kinds.get(call.get("input")) is not None and outputs[0].dim() == rank
+        if call.op in ("view", "reshape", "view_as", "reshape_as"):
+            same = outputs[0].dtype == call.get("input").meta["fake"].dtype
+            return kinds.get(call.get("input")) is not None and same
         if call.op in ("unsqueeze", "chunk", "split", "softmax", "sum", "mean"):
             dim = call.get("dim", 0)
             size = rank + (call.op == "unsqueeze")
@@ -221,7 +257,7 @@ class _Routing:
             elif kind == "ids" and node.meta["call"].op in ("getitem", "index", "index_select"):
                 node.replace_all_uses_with(self.ids)
         for node in reversed(list(dict.fromkeys([self.node, *self.kinds]))):
-            if not node.users:
+            if not node.users and self.kinds.get(node) != "rows":  # rows may be written to through a view
                 self.graph.erase_node(node)
         bind_again(self.graph.nodes)
 
@@ -236,7 +272,8 @@ class _Routing:
             target = torch.ops.fxgrad.grouped_rows.default
             new = make(self.graph, self.ctx, target, (rows, weight, self.ids), beside=node)
         node.replace_all_uses_with(new)
-        self.kinds[new] = "rows"
+        self.graph.erase_node(node)
+        del self.kinds[node]
 
 
 def _way(node: fx.Node) -> list[fx.Node]:

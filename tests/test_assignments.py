@@ -206,6 +206,67 @@ def a_parameter_added_at_places(m: Model, x: Tensor) -> Tensor:
     return h.index_put(indices=[rows, (x[:, 0] > 0).long()], values=m.b[0]).tanh()
 
 
+def rows_added_to_their_samples(m: Model, x: Tensor) -> Tensor:
+    h, size = m.linear(x.repeat_interleave(2, 0)), x.shape[0]
+    own = torch.arange(2 * size, device=x.device) // 2
+    some = torch.zeros(size, 4, dtype=x.dtype, device=x.device).index_add_(0, own, h * m.b)
+    more = m.linear(x).index_add(0, own, h, alpha=3).scatter_add(0, own[:, None].expand(-1, 2), h[:, 1:3])
+    return some + x.new_zeros(size, 4).index_put((own,), h.sin(), accumulate=True) * more
+
+
+def samples_along_columns(m: Model, x: Tensor) -> Tensor:
+    """The positions of a sample next to each other, summed; then those of all samples for each position."""
+    h = m.linear(x).tanh()  # [B, 4]
+    pairs = torch.arange(4 * x.shape[0], device=x.device) // 2
+    flat = x.new_zeros(2 * x.shape[0]).index_add(0, pairs, h.reshape(-1)).view(-1, 2)
+    across = torch.arange(4 * x.shape[0], device=x.device) % (2 * x.shape[0])
+    return flat + x.new_zeros(2 * x.shape[0]).index_add(0, across, h.t().reshape(-1)).view(2, -1).t() * m.b[:2]
+
+
+def half_by_half(m: Model, x: Tensor) -> Tensor:
+    """Merged samples written in parts: position by position, then all samples of a position, through a view too."""
+    h, size = m.linear(x), x.shape[0]
+    by_sample, by_position, viewed = (x.new_zeros(2 * size, 4) for _ in range(3))
+    by_sample[0::2] = h
+    by_sample[1::2] = h.sin()
+    by_position[:size] = h * m.b
+    by_position[size:] = m.b
+    viewed.view(size, 2, 4)[:, 0] = h
+    viewed.mul_(m.b)
+    viewed.view(size, 2, 4)[:, 1] = h.cos()
+    return by_sample.view(-1, 8) * viewed.view(-1, 8) * by_position.view(2, -1, 4).transpose(0, 1).reshape(-1, 8)
+
+
+def nothing_written(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    h[:0] = m.b
+    h[x.shape[0] :] = 1.0
+    h[:, []] = 2.0
+    h[:, 4:] = m.b[:0]
+    return h * m.b
+
+
+def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
+    h, u, mask = m.linear(x), 2 * m.b, x.new_ones(4)
+    h.sin_().unsqueeze_(1)
+    h.mul_(2)
+    t = m.linear(x)
+    t.t_().add_(m.b[:, None])
+    u.unsqueeze_(0)
+    mask.unsqueeze_(0)
+    return (h * u).transpose_(0, 1).squeeze_(0) * t.t() * mask
+
+
+def results_that_are_saved(m: Model, x: Tensor) -> Tensor:
+    h, signed = m.linear(x).abs() + 0.5, m.linear(x).sin()
+    same = h
+    h **= m.b.abs()
+    signed[:, :2].copysign_(m.b[2:])
+    u = 2 * m.b.abs()
+    u.pow_(m.b)
+    return m.linear(x).hypot_(m.b) * same.sin() * signed + (x[:, :1] * x[:, :1] + u).float_power_(m.b)
+
+
 BODIES = [
     a_parameter_into_a_slice, samples_and_a_parameter_into_zeros, columns_of_zeros, merged_samples,
     every_other_row, shifted, step_by_step, leading_ones, a_number_by_mask, a_parameter_by_mask,
@@ -213,6 +274,8 @@ BODIES = [
     samples_at_each_samples_own_place, views_changed_in_place, a_row_of_a_function, a_weight_put_together,
     a_weight_with_zeros, a_view_from_before, a_transposed_weight, without_gradients, index_copied_and_filled,
     places_of_a_function, a_mask_of_a_function, the_data_alone, a_mask_of_bytes, a_parameter_added_at_places,
+    rows_added_to_their_samples, samples_along_columns, half_by_half, nothing_written, reshaped_in_place,
+    results_that_are_saved,
 ]  # fmt: skip
 
 
@@ -298,10 +361,40 @@ def samples_through_a_view_of_others(m: Model, x: Tensor) -> Tensor:
     return h.tanh()
 
 
+def added_to_the_next_sample(m: Model, x: Tensor) -> Tensor:
+    h, places = m.linear(x.repeat_interleave(2, 0)), torch.arange(2 * x.shape[0], device=x.device) % x.shape[0]
+    return x.new_zeros(x.shape[0], 4).index_add_(0, places, h) * m.b
+
+
+def a_parameter_added_to_the_first_samples(m: Model, x: Tensor) -> Tensor:
+    h, places = m.linear(x), torch.arange(4, device=x.device) % x.shape[0]
+    return h.index_add(0, places, m.b.expand(4, -1)).tanh()
+
+
+def an_index_turned_in_place(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0], device=x.device)
+    index.copy_(index.flip(0))
+    return m.linear(x[index]) * m.b
+
+
+def an_index_turned_through_a_view(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0], device=x.device)
+    both = torch.stack([index, index])
+    both[0] = index.flip(0)
+    return m.linear(x[both[0]]) * m.b
+
+
+def an_index_turned_by_out(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0], device=x.device)
+    torch.sub(x.shape[0] - 1, index, out=index)
+    return m.linear(x[index]) * m.b
+
+
 @pytest.mark.parametrize(
     "body",
     [one_sample_from_the_next, one_sample_alone, in_the_order_of_the_data, an_index_of_all_samples, rows_by_mask,
-     samples_through_a_view_of_others],
+     samples_through_a_view_of_others, added_to_the_next_sample, a_parameter_added_to_the_first_samples,
+     an_index_turned_in_place, an_index_turned_through_a_view, an_index_turned_by_out],
     ids=lambda body: body.__name__,
 )  # fmt: skip
 def test_one_sample_written_into_another_is_refused(body: Any, device: torch.device) -> None:

@@ -285,3 +285,36 @@ class Fixed(nn.Module):
 def test_a_batch_size_fixed_by_the_model(device: torch.device) -> None:
     with pytest.raises((BatchSizeError, fxgrad.errors.LostLayout), match=r"(?s)number of samples.*view\(4, 2\)"):
         fxgrad.transform(Fixed().to(device), backend="eager")(torch.randn(4, 3, device=device))
+
+
+class Counted(nn.Module):
+    """Takes nothing but the number of samples from an input, and copies of a weight for so many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(3, 2), nn.Parameter(torch.randn(4))
+
+    def forward(self, batch: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        copies = self.scale.expand(batch["ids"].shape[0], -1).sin()
+        return self.fc(x), copies * x.new_ones(batch["ids"].shape[0], 1)
+
+
+@pytest.mark.parametrize("length", [5, 7])
+def test_a_size_of_an_input_that_is_used_for_nothing_else(length: int, device: torch.device) -> None:
+    batch = {"ids": torch.zeros(5, length, dtype=torch.long, device=device)}
+    assert_per_sample_grads(
+        Counted().double().to(device), batch, torch.randn(5, 3, dtype=torch.double, device=device), backend="eager"
+    )
+
+
+def test_another_size_of_such_an_input_is_not_the_batch(device: torch.device) -> None:
+    """Its length is five by chance: what has that size holds no samples."""
+
+    class Length(Counted):
+        def forward(self, batch: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.fc(x), self.scale.expand(batch["ids"].shape[1], -1).sin()
+
+    gs = fxgrad.transform(Length().to(device), backend="eager")
+    _, copies = gs({"ids": torch.zeros(5, 5, dtype=torch.long, device=device)}, torch.randn(5, 3, device=device))
+    with pytest.raises(fxgrad.errors.UniformOutput, match="depends on parameters alone"):
+        copies.sum().backward()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition as partitioned
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fxgrad
 from fxgrad.testing import assert_per_sample_grads
@@ -120,9 +126,13 @@ def test_what_is_checkpointed_is_computed_again(device: torch.device) -> None:
         torch._dynamo.reset()
         gs = fxgrad.transform(Checkpointed(reentrant, width=32, layers=4).to(device))
         out = gs(torch.randn(8, 64, 32, device=device))
-        saved = [value for value in _saved(out) if isinstance(value, Tensor)]
-        kept[reentrant] = sum({v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in saved}.values())
+        kept[reentrant] = _bytes_kept(out)
     assert kept[False] < 0.5 * kept[None]
+
+
+def _bytes_kept(out: Tensor) -> int:
+    saved = [value.untyped_storage() for value in _saved(out) if isinstance(value, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in saved}.values())
 
 
 def _saved(out: Tensor) -> list[Any]:
@@ -135,6 +145,90 @@ def _saved(out: Tensor) -> list[Any]:
         found += list(getattr(node, "saved_tensors", ()))
         stack += [following for following, _ in node.next_functions]
     return found
+
+
+class Selective(Checkpointed):
+    """Blocks of which a policy keeps every second product; it counts them, anew for each checkpoint."""
+
+    def __init__(self, reentrant: bool | None, context_fn: Any = None, width: int = 4) -> None:
+        super().__init__(reentrant, width)
+        self.context_fn = context_fn
+
+    def block(self, i: int, x: Tensor) -> Tensor:
+        block: Block = self.blocks[i]  # type: ignore[assignment]
+        return x + block.down(torch.sin(block.up(block.norm(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(2):
+            if self.context_fn is None:
+                x = checkpoint(self.block, i, x, use_reentrant=False)
+            else:
+                x = checkpoint(self.block, i, x, use_reentrant=False, context_fn=self.context_fn)
+        out: Tensor = self.head(x)
+        return out
+
+
+def every_second_product() -> Any:
+    seen = 0
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal seen
+        if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen += 1
+        return CheckpointPolicy.MUST_SAVE if seen % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+every_product = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("backend", ["eager", partitioned], ids=["eager", "partitioned"])
+def test_a_selective_checkpoint_against_the_loop(backend: Any, size: int, device: torch.device) -> None:
+    x = torch.randn(size, 6, 4, dtype=torch.double, device=device, requires_grad=True)
+    model = Selective(False, every_second_product).double().to(device)
+    assert_per_sample_grads(model, x, backend=backend)
+
+
+def test_what_a_policy_saves_is_kept(device: torch.device) -> None:
+    """As much as the plain compiled model keeps, to the byte."""
+    kept = []
+    for context_fn in (None, every_second_product, every_product):
+        torch._dynamo.reset()
+        model, x = Selective(False, context_fn).to(device), torch.randn(8, 6, 4, device=device)
+        own = _bytes_kept(fxgrad.transform(model, backend=partitioned)(x))
+        kept.append(own)
+        if context_fn is every_second_product:
+            torch._dynamo.reset()
+            assert own == _bytes_kept(torch.compile(model, backend=partitioned, dynamic=True)(x))
+    assert kept[0] < kept[1] < kept[2]
+
+
+def test_a_policy_is_asked_about_each_op_once(device: torch.device) -> None:
+    asked = []
+
+    def contexts() -> Any:
+        asked.append("begin")
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            asked.append(op._schema.name.removeprefix("aten::"))
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    class One(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            body = super().forward
+            out: Tensor = checkpoint(lambda t: torch.sin(body(t)), x, use_reentrant=False, context_fn=contexts)
+            return out
+
+    fxgrad.transform(One(4, 3).to(device), backend="aot_eager")(torch.randn(5, 4, device=device))
+    assert asked[-4:] == ["begin", "t", "addmm", "sin"]
+    assert asked.count("addmm") == 1
 
 
 def test_a_nested_compile_region(device: torch.device) -> None:

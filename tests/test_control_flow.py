@@ -13,7 +13,7 @@ from torch._higher_order_ops.map import map as _typed_map
 from torch._higher_order_ops.while_loop import while_loop
 
 import fxgrad
-from fxgrad.errors import MixedSamples
+from fxgrad.errors import MixedSamples, UnsupportedOp
 from fxgrad.testing import assert_per_sample_grads
 
 torch_map: Any = _typed_map
@@ -170,3 +170,24 @@ def test_mixing_is_refused(body: Any, reason: str, device: torch.device) -> None
     gs = fxgrad.transform(Model(body).to(device), backend="eager")
     with pytest.raises(MixedSamples, match=reason):
         gs(torch.randn(4, 5, 3, device=device))
+
+
+def of_parameters_alone_by_cond(m: Model, x: Tensor) -> Tensor:
+    h, u = torch.cond(m.flag > 0, lambda t, b: (t * b, b * 2), lambda t, b: (t + b, b * 3), (m.a(x), m.b.bias))
+    return h * u
+
+
+def of_parameters_alone_by_scan(m: Model, x: Tensor) -> Tensor:
+    start = (x.new_zeros(x.shape[0], 3), m.b.bias * 1)
+    carry, _ = scan(lambda c, t: ((c[0] + t * m.b.bias, c[1] * m.b.bias), t * 2), start, torch.stack([x, m.a(x)]))
+    return carry[0] * carry[1]
+
+
+@pytest.mark.parametrize("body", [of_parameters_alone_by_cond, of_parameters_alone_by_scan], ids=["cond", "scan"])
+def test_a_result_of_parameters_alone_beside_others_is_refused(body: Any, device: torch.device) -> None:
+    name = body.__name__.rpartition("_")[2]
+    said = f"one of the values that {name} returns depends on parameters alone, and another on samples"
+    with pytest.raises(UnsupportedOp, match=said) as raised:
+        fxgrad.transform(Model(body).to(device), backend="eager")(torch.randn(5, 3, device=device))
+    assert "Compute what depends on parameters alone outside of it." in str(raised.value)
+    assert "path: x -> " in str(raised.value)

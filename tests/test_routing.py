@@ -82,9 +82,69 @@ def argsort_twice(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> T
     return out[order.argsort()].view(tokens.shape[0], m.top, -1).sum(1)
 
 
+def sorted_work(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The weighted results in the experts' order, and that order."""
+    sorted_ids, order = torch.sort(ids)
+    out = m.work(tokens[order // m.top], sorted_ids, sizes_of(sorted_ids))
+    return out * weights[order].unsqueeze(-1), order
+
+
+def added_at_the_tokens(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out, order = sorted_work(m, tokens, ids, weights)
+    return torch.zeros_like(tokens).index_add_(0, order // m.top, out)
+
+
+def added_at_listed_tokens(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Which token a place is, from a table of them, and half of the sum onto what was there."""
+    table = torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1).expand(-1, m.top).reshape(-1)
+    sorted_ids, order = torch.sort(ids)
+    token = table[order]
+    out = m.work(tokens[token], sorted_ids, sizes_of(sorted_ids)) * weights[order].view(-1, 1)
+    return (2 * tokens).index_add(0, token, out, alpha=0.5)
+
+
+def scattered(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out, order = sorted_work(m, tokens, ids, weights)
+    token = order.div(m.top, rounding_mode="floor")
+    half = torch.zeros_like(tokens).scatter_add_(0, token.unsqueeze(-1).expand_as(out), out)
+    return half + tokens.scatter_add(0, token[:, None].expand(-1, out.shape[1]), out)
+
+
+def put_and_accumulated(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out, order = sorted_work(m, tokens, ids, weights)
+    final = tokens.new_zeros(tokens.shape[0], 4)
+    return final.index_put_((order // m.top,), out, accumulate=True)
+
+
+def assigned_in_order(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out, order = sorted_work(m, tokens, ids, weights)
+    places = torch.empty_like(out)
+    places[order] = out
+    places[order] += out
+    return places.view(tokens.shape[0], m.top, -1).sum(1)
+
+
+def scaled_in_place(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    sorted_ids, order = torch.sort(ids)
+    out = m.work(tokens[order // m.top], sorted_ids, sizes_of(sorted_ids))
+    out[:, :2].mul_(weights[order].unsqueeze(-1))
+    return out[order.argsort()].view(tokens.shape[0], m.top, -1).sum(1)
+
+
+def copied_in_order(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out, order = sorted_work(m, tokens, ids, weights)
+    return out.new_zeros(out.shape).index_copy_(0, order, out).view(tokens.shape[0], m.top, -1).sum(1)
+
+
+WAYS_BACK = [
+    sort_and_put_back, argsort_twice, added_at_the_tokens, added_at_listed_tokens, scattered, put_and_accumulated,
+    assigned_in_order, copied_in_order, scaled_in_place,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("top", [1, 2])
-@pytest.mark.parametrize("body", [sort_and_put_back, argsort_twice], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", WAYS_BACK, ids=lambda body: body.__name__)
 def test_against_the_loop(body: Callable[..., Tensor], top: int, backend: str, device: torch.device) -> None:
     x = torch.randn(4, 5, 4, dtype=torch.double, device=device, requires_grad=True)
     model = Experts(body, top).double().to(device)
@@ -93,8 +153,9 @@ def test_against_the_loop(body: Callable[..., Tensor], top: int, backend: str, d
 
 
 @pytest.mark.inductor
-def test_through_inductor(device: torch.device) -> None:
-    model = Experts(sort_and_put_back).to(device)
+@pytest.mark.parametrize("body", [sort_and_put_back, added_at_the_tokens], ids=lambda body: body.__name__)
+def test_through_inductor(body: Callable[..., Tensor], device: torch.device) -> None:
+    model = Experts(body).to(device)
     assert_per_sample_grads(model, torch.randn(4, 5, 4, device=device), tolerance=1e-4)
 
 
@@ -132,11 +193,36 @@ def never_put_back(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> 
     return out.view(tokens.shape[0], m.top, -1).sum(1)
 
 
+def added_at_the_next_token(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out, order = sorted_work(m, tokens, ids, weights)
+    return torch.zeros_like(tokens).index_add_(0, (order // m.top + 1) % tokens.shape[0], out)
+
+
+def added_by_expert(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out, order = sorted_work(m, tokens, ids, weights)
+    return tokens + out.new_zeros(3, out.shape[1]).index_add_(0, ids[order], out)[0].tanh()
+
+
+def unsorted_rows_added(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    _, order = sorted_work(m, tokens, ids, weights)
+    rows = (tokens @ m.bias[:, :4].T @ m.bias[:, :4]).repeat_interleave(m.top, 0)
+    return torch.zeros_like(tokens).index_add_(0, order // m.top, rows)
+
+
+def assigned_twice(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Which of a token's two rows stays depends on their order."""
+    out, order = sorted_work(m, tokens, ids, weights)
+    final = torch.zeros_like(tokens)
+    final[order // m.top] += out
+    return final
+
+
 @pytest.mark.parametrize(
     "body",
-    [only_the_first, other_sizes, sizes_of_truncated_ids, next_to_each_other, never_put_back],
+    [only_the_first, other_sizes, sizes_of_truncated_ids, next_to_each_other, never_put_back,
+     added_at_the_next_token, added_by_expert, unsorted_rows_added, assigned_twice],
     ids=lambda body: body.__name__,
-)
+)  # fmt: skip
 def test_what_depends_on_the_order_is_refused(body: Callable[..., Tensor], device: torch.device) -> None:
     gs = fxgrad.transform(Experts(body).to(device), backend="eager")
     with pytest.raises(FxgradError):

@@ -7,7 +7,7 @@ are 1..B; 0 stands for a value of no sample (a constant, padding).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -16,66 +16,14 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from fxgrad.calls import op_name
+from fxgrad.context import memory_of
 from fxgrad.samples.families import RANDOM
+from fxgrad.samples.ids import read_copies, read_layout, sample_ids
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
 
+SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that ask another tensor for its shape alone
 BATCHES = (2, 3)  # the batch sizes of the two replays
-
-
-def sample_ids(layout: Layout, shape: Sequence[int], batch: int) -> Tensor:
-    """Sample ids 1..batch of a value with this layout; dims that hold no samples have stride 0."""
-    size = shape[layout.dim]
-    if layout.rows is not None:
-        layout, batch = Layout(layout.dim), size
-    inner = layout.inner if layout.inner is not None else size // (batch * (layout.outer or 1))
-    outer = layout.outer if layout.outer is not None else size // (batch * inner)
-    ids = torch.arange(1, batch + 1, dtype=torch.int32).view(1, batch, 1).expand(outer, batch, inner)
-    flat = ids.reshape([-1 if dim == layout.dim else 1 for dim in range(len(shape))])
-    return flat.expand(tuple(shape))
-
-
-def read_layout(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
-    """(dim, outer, inner) of a tensor of sample ids, or None where the samples have no dim of their own."""
-    if ids.numel() == 0:
-        return None
-    kept = [dim for dim in range(ids.dim()) if ids.stride(dim) != 0 and ids.shape[dim] > 1]
-    small = ids[tuple(slice(None) if dim in kept else 0 for dim in range(ids.dim()))]
-    found = None
-    for position, dim in enumerate(kept):
-        rows = small.movedim(position, 0).reshape(ids.shape[dim], -1)
-        low = torch.where(rows == 0, batch + 1, rows).amin(1)
-        if (low == batch + 1).any() or not bool((low == rows.amax(1)).all()):
-            continue
-        if found is not None:
-            return None
-        found = (dim, low.tolist())
-    if found is None:
-        return None
-    dim, row = found
-    inner = next((i for i, sample in enumerate(row) if sample != row[0]), len(row))
-    outer, rest = divmod(len(row), inner * batch)
-    expected = [n for _ in range(outer) for n in range(1, batch + 1) for _ in range(inner)]
-    return (dim, outer, inner) if not rest and row == expected else None
-
-
-def read_copies(elements: Tensor, dim: int, batch: int) -> tuple[int, int, int] | None:
-    """(dim, outer, inner) of a shared value's copies for the samples, from ids of its elements.
-
-    ``W.repeat(B, 1)`` and ``W.expand(B, -1)`` put equal copies along ``dim``: the split in which nothing
-    depends on the sample.
-    """
-    size = elements.shape[dim]
-    total, rest = divmod(size, batch)
-    if rest:
-        return None
-    rows = elements.movedim(dim, 0)
-    fits = []
-    for inner in (i for i in range(1, total + 1) if total % i == 0):
-        split = rows.reshape(total // inner, batch, inner, *rows.shape[1:])
-        if bool((split == split[:, :1]).all()):
-            fits.append((dim, total // inner, inner))
-    return fits[0] if len(fits) == 1 else None
 
 
 class Replay:
@@ -85,6 +33,7 @@ class Replay:
         self.symbols = symbols
         self.samples = samples  # what is known of a node's value
         self.constants: dict[tuple[fx.Node, int], Any] = {}
+        self.written: dict[fx.Graph, set[int | None]] = {}  # the memory that a graph's ops write over
 
     def layouts(self, node: fx.Node, outputs: Any) -> Any:
         """The layout of each output tensor of a movement op; None where it has none.
@@ -186,14 +135,14 @@ class Replay:
                 return False
         return True
 
-    def read(self, runs: list[Any], output: Any) -> Layout | None:
+    def read(self, runs: list[Any], output: Any, reader: Any = read_layout) -> Layout | None:
         """The layout that results of two replays show; None where they show none, or two."""
         if not isinstance(output, Tensor):
             return None
         shapes = [tuple(self.symbols.evaluate(s, b) for s in output.shape) for b in BATCHES]
         if [tuple(run.shape) for run in runs] != shapes:
             return None
-        found = [read_layout(run, batch) for run, batch in zip(runs, BATCHES, strict=True)]
+        found = [reader(run, batch) for run, batch in zip(runs, BATCHES, strict=True)]
         return self._agreed(found, output)
 
     def _agreed(self, found: list[Any], output: Tensor) -> Layout | None:
@@ -253,7 +202,7 @@ class Replay:
     def _compute(self, node: fx.Node, batch: int) -> Tensor:
         fake = node.meta["fake"]
         shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
-        computed = node.op in ("call_function", "call_method") and not _impure(node)
+        computed = node.op in ("call_function", "call_method") and not self._changes(node)
         if computed and self.samples(node).kind is Kind.CONSTANT:
             try:
                 return self._compute_call(node, batch)
@@ -266,7 +215,9 @@ class Replay:
             fake = arg.meta["fake"]
             if not isinstance(fake, Tensor):
                 return tree_map(lambda size: self.symbols.evaluate(size, batch), fake)
-            if arg.op not in ("call_function", "call_method") or not _is_index(fake) or _impure(arg):
+            if op_name(node.target) in SHAPED_AS and arg is not node.args[0]:
+                return torch.empty([self.symbols.evaluate(size, batch) for size in fake.shape])
+            if arg.op not in ("call_function", "call_method") or not _is_index(fake) or self._changes(arg):
                 raise _UnknownData
             if self.samples(arg).kind is not Kind.CONSTANT:
                 raise _UnknownData
@@ -284,6 +235,21 @@ class Replay:
         if not isinstance(result, Tensor):
             raise _UnknownData
         return result
+
+
+    def _changes(self, node: fx.Node) -> bool:
+        """Whether its values are drawn, or written over by an op in place, which is not run again here."""
+        if node.graph not in self.written:
+            self.written[node.graph] = {memory_of(base.meta["fake"]) for base in _written_to(node.graph)}
+        return _impure(node) or memory_of(node.meta["fake"]) in self.written[node.graph]
+
+
+def _written_to(graph: fx.Graph) -> list[fx.Node]:
+    """What the ops in place of a graph write to."""
+    calls = [node.meta["call"] for node in graph.nodes if "call" in node.meta]
+    bases = [next(iter(call.arguments.values())) for call in calls if call.inplace and call.arguments]
+    outs = [call.get("out") for call in calls]
+    return [base for base in (*bases, *outs) if isinstance(base, fx.Node)]
 
 
 def _is_batched(samples: Any) -> bool:

@@ -16,6 +16,7 @@ from fxgrad.samples.families import Family
 from fxgrad.samples.layouts import Layout
 from fxgrad.samples.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
 from fxgrad.samples.over_dims import over_dims, worked_dims
+from fxgrad.samples.places import index_put, per_index
 from fxgrad.samples.worked_dims import OVER_LAST
 
 
@@ -269,42 +270,6 @@ def _compared(op: Op, operand: Operand) -> Sequence[int]:
         return range(ndim)
     scores = operand.name == "input" or operand.fake.is_floating_point()  # a target may hold probabilities
     return [min(1, ndim - 1)] if scores and ndim else ()
-
-
-def per_index(op: Op, output: Tensor) -> Answer:
-    """gather, scatter: the same place in every operand, and not the dim that is indexed."""
-    table = op.operand("input")
-    if op.call.op in ("gather", "take_along_dim") and table is not None and table.layout is None:
-        return by_shape(op, output)  # each sample looks up in a table that all share
-    index = op.operand("index")
-    if op.call.op in ("index_add", "index_copy", "index_fill") and index is not None and index.layout is not None:
-        return Mixes("its index, which all samples share, holds samples")
-    answer = by_shape(op, output)
-    if isinstance(answer, Mixes):
-        return answer
-    dims = op.dims("dim", output.dim())
-    if dims is None or answer.dim in dims:
-        return Mixes("it indexes the sample dimension")
-    if any(layout != answer for _, layout in op.batched):
-        return Mixes("its operands hold the samples in different places")
-    if op.call.op.startswith("scatter") and any(o.layout is None and o.fake.dim() == output.dim() for o in op.operands):
-        return Mixes("it writes to the first samples only")  # an index may be smaller than what it writes to
-    return answer
-
-
-def index_put(op: Op, output: Tensor) -> Answer:
-    """Where the places that are written to are read, they have to hold the samples of what is written."""
-    answer = by_shape(op, output)
-    base, values = op.operand("input"), op.operand("values")
-    if isinstance(answer, Mixes) or base is None or base.layout is None:
-        return answer if isinstance(answer, Mixes) else Mixes("what it writes to holds no samples")
-    layout, rank = op.replay.read_back(op.node)
-    if layout is None:
-        return Mixes("the places that it writes to are not those of one sample")
-    if values is not None and values.layout is not None:
-        same = values.layout.dim - values.fake.dim() == layout.dim - rank and values.layout.at(0) == layout.at(0)
-        return answer if same else Mixes("it writes one sample's values into another's places")
-    return answer
 
 
 def recurrent(op: Op, output: Tensor) -> Answer:

@@ -12,15 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
+from fxgrad.samples.ids import read_partly, sample_ids
 from fxgrad.samples.layouts import Kind, Samples
-from fxgrad.samples.replay import BATCHES, Replay, sample_ids
+from fxgrad.samples.replay import BATCHES, Replay
 from fxgrad.samples.symbols import Symbols
 
 
 def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay: Replay) -> Mapping[fx.Node, Samples]:
     """The samples of each view, the first of which shows all of the memory, after ``new`` is written through one.
 
-    A view in which the samples have no dimension of their own is mixed from then on.
+    A view in which the samples have no dimension of their own is mixed from then on. Where only some of a dimension's
+    rows are written so far (``out[0::2] = a``), the others have to be constants.
     """
     whole = views[0].meta["samples"]
     followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
@@ -39,7 +41,10 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
             uniform = Kind.UNIFORM in (old.kind, new.kind)
             found[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
         else:
-            layout = replay.read([memory.ids(view) for memory in memories], view.meta["fake"])
+            ids = [memory.ids(view) for memory in memories]
+            layout = replay.read(ids, view.meta["fake"])
+            if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
+                layout = replay.read(ids, view.meta["fake"], read_partly)
             kind = Kind.MIXED if layout is None else Kind.BATCHED
             found[view] = Samples(kind, layout, traced)
     return found

@@ -1,0 +1,144 @@
+"""Ops that write to places which an index names: whose places are they, and whose values go there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.samples.ids import sample_ids
+from fxgrad.samples.layouts import Kind, Layout
+from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
+from fxgrad.samples.replay import BATCHES
+
+_FOREIGN = Mixes("it writes one sample's values into another's places")
+_ADDED = frozenset({"index_add", "index_copy", "scatter_add"})
+_VALUES = ("source", "src", "values")  # what the ops call what they write
+
+
+def per_index(op: Op, output: Tensor) -> Answer:
+    """gather, scatter: the same place in every operand, and not the dim that is indexed."""
+    table = op.operand("input")
+    if op.call.op in ("gather", "take_along_dim") and table is not None and table.layout is None:
+        return by_shape(op, output)  # each sample looks up in a table that all share
+    index = op.operand("index")
+    values = next((found for name in _VALUES if (found := op.operand(name)) is not None), None)
+    dims = op.dims("dim", output.dim())
+    if op.call.op in _ADDED and values is not None and values.layout is not None and values.layout.dim in (dims or ()):
+        return _by_places(op, output, values)
+    if op.call.op in ("index_add", "index_copy", "index_fill") and index is not None and index.layout is not None:
+        return Mixes("its index, which all samples share, holds samples")
+    answer = by_shape(op, output)
+    if isinstance(answer, Mixes):
+        return answer
+    if dims is None or answer.dim in dims:
+        return Mixes("it indexes the sample dimension")
+    if any(layout != answer for _, layout in op.batched):
+        return Mixes("its operands hold the samples in different places")
+    if op.call.op.startswith("scatter") and any(o.layout is None and o.fake.dim() == output.dim() for o in op.operands):
+        return Mixes("it writes to the first samples only")  # an index may be smaller than what it writes to
+    return answer
+
+
+def index_put(op: Op, output: Tensor) -> Answer:
+    """Where the places that are written to are read, they have to hold the samples of what is written."""
+    answer = by_shape(op, output)
+    base, values = op.operand("input"), op.operand("values")
+    given = [node for node in (base and base.node, *_indices(op)) if node]
+    if values is not None and values.layout is not None and all(_known(op, n).kind is Kind.CONSTANT for n in given):
+        return _by_places(op, output, values)
+    if isinstance(answer, Mixes) or base is None or base.layout is None:
+        return answer if isinstance(answer, Mixes) else Mixes("what it writes to holds no samples")
+    layout, rank = op.replay.read_back(op.node)
+    if layout is None:
+        return Mixes("the places that it writes to are not those of one sample")
+    if values is not None and values.layout is not None:
+        same = values.layout.dim - values.fake.dim() == layout.dim - rank and values.layout.at(0) == layout.at(0)
+        return answer if same else _FOREIGN
+    return answer
+
+
+def _by_places(op: Op, output: Tensor, values: Operand) -> Answer:
+    """Values of samples, written along the dim that holds the samples: by an index that is made of sizes alone.
+
+    ``index_add(zeros(B*T, d), 0, arange(B*T*k) // k, x)``: the write is replayed on sample ids. Each place has to
+    get ids of one sample only, the one whose place it is.
+    """
+    base = op.operand("input")
+    if base is None or any(_known(op, node).kind is not Kind.CONSTANT for node in _indices(op)):
+        return Mixes("the data decides to which samples' places it writes")
+    held = _known(op, base.node).kind
+    if held is Kind.CONSTANT:
+        blank = _replayed(op, output, None, values)
+        if blank is not None:
+            return blank
+    if held in (Kind.CONSTANT, Kind.BATCHED) and base.layout is not None:
+        return _replayed(op, output, base.layout, values) or _FOREIGN
+    return _FOREIGN
+
+
+def _known(op: Op, node: fx.Node) -> Any:
+    return op.replay.samples(node)
+
+
+def _indices(op: Op) -> list[fx.Node]:
+    given = op.call.get("index", op.call.get("indices"))
+    return [index for index in (given if isinstance(given, tuple | list) else [given]) if isinstance(index, fx.Node)]
+
+
+def _replayed(op: Op, output: Tensor, held: Layout | None, values: Operand) -> Layout | None:
+    """Where the result holds samples, if what is written to holds them so, or none; None where they meet."""
+    try:
+        runs = [_written(op, output, held, values, batch) for batch in BATCHES]
+    except (RuntimeError, IndexError):  # no such place at two or three samples
+        return None
+    return None if any(run is None for run in runs) else op.replay.read(runs, output)
+
+
+def _written(op: Op, output: Tensor, held: Layout | None, values: Operand, batch: int) -> Tensor | None:
+    """The sample ids that the write leaves; None where it puts two samples' into one place."""
+
+    def shape(fake: Tensor) -> list[int]:
+        return [op.symbols.evaluate(size, batch) for size in fake.shape]
+
+    assert values.layout is not None
+    before = torch.zeros(shape(output), dtype=torch.int32)
+    if held is not None:
+        before.copy_(sample_ids(held, shape(output), batch))
+    new = sample_ids(values.layout, shape(values.fake), batch)
+    write, read = _REPLAYS[op.call.op]
+    places = [op.replay.constant(node, batch).long() for node in _indices(op)]
+    dim = (op.dims("dim", output.dim()) or [0])[0]
+    if op.call.op == "scatter_add":  # an index may be smaller than what is written
+        new = new[tuple(slice(size) for size in places[0].shape)]
+    after = write(before, dim, op.call, places, new)
+    same = bool((read(after, dim, op.call, places) == new).all()) and (held is None or torch.equal(after, before))
+    return after if same else None
+
+
+def _slots(call: Any, places: list[Tensor]) -> list[Tensor | None]:
+    """The places of an ``index_put``, where it has them."""
+    rest = iter(places)
+    return [next(rest) if isinstance(index, fx.Node) else None for index in call.get("indices")]
+
+
+_Write = Callable[[Tensor, int, Any, list[Tensor], Tensor], Tensor]
+_Read = Callable[[Tensor, int, Any, list[Tensor]], Tensor]
+_BY_INDEX: tuple[_Write, _Read] = (
+    lambda ids, dim, call, places, new: ids.index_copy(dim, places[0], new.contiguous()),
+    lambda ids, dim, call, places: ids.index_select(dim, places[0]),
+)
+_REPLAYS: dict[str, tuple[_Write, _Read]] = {
+    "index_add": _BY_INDEX,
+    "index_copy": _BY_INDEX,
+    "scatter_add": (
+        lambda ids, dim, call, places, new: ids.scatter(dim, places[0], new.contiguous()),
+        lambda ids, dim, call, places: ids.gather(dim, places[0]),
+    ),
+    "index_put": (
+        lambda ids, dim, call, places, new: torch.ops.aten.index_put(ids, _slots(call, places), new),
+        lambda ids, dim, call, places: torch.ops.aten.index(ids, _slots(call, places)),
+    ),
+}
