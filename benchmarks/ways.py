@@ -21,11 +21,11 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from fxgrad.choices import Ways
-from fxgrad.contractions import Way, contraction_of, costs
-from fxgrad.gradients import SampleGrads, kept
-from fxgrad.machines import REFERENCE, Machine, measure
-from fxgrad.parts import in_full_precision
+from fxgrad.costs.choices import Ways
+from fxgrad.costs.contractions import Way, contraction_of, costs
+from fxgrad.costs.machines import REFERENCE, Machine, measure
+from fxgrad.gradients.parts import in_full_precision
+from fxgrad.gradients.sample_grads import SampleGrads, kept
 from fxgrad.terms import OneHot, Patches, Term
 
 LINEAR = [(32, k, d, d) for d in (64, 256, 1024) for k in (1, 16, 64, 256)]  # n, k, o, i

@@ -11,8 +11,8 @@ from torch import nn
 
 from fxgrad.batch import Roles
 from fxgrad.capture import Engine, check_parameters
-from fxgrad.choices import Strategy, wishes_of
 from fxgrad.context import Mixing
+from fxgrad.costs.choices import Strategy, wishes_of
 from fxgrad.distributed import check_distribution, replicated
 from fxgrad.errors import OptionError
 from fxgrad.options import Inner, Options, check_strategy, inner_compiler, loss_scale

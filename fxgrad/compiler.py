@@ -13,8 +13,8 @@ import torch.compiler.config
 from torch import Tensor, fx
 
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
-from fxgrad.choices import check_applied
 from fxgrad.context import Context, memory_of, tensors_of
+from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, LostLayout
 from fxgrad.explanation.rehearsal import rehearse
 from fxgrad.options import Inner, Options, inner_compiler

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor, fx
 
-from fxgrad.choices import Ways
+from fxgrad.costs.choices import Ways
 from fxgrad.quantities import Delivery, GradSample, Quantity
 from fxgrad.samples.symbols import Symbols
 

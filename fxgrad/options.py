@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxgrad.choices import NAMES, Ways, Wish
 from fxgrad.context import Mixing
+from fxgrad.costs.choices import NAMES, Ways, Wish
+from fxgrad.costs.machines import machine_of
 from fxgrad.errors import OptionError
-from fxgrad.machines import machine_of
 from fxgrad.quantities import GradSample, Quantity
 
 Inner = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]

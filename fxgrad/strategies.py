@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fxgrad.calls import Call
 from fxgrad.errors import UnsupportedOp
-from fxgrad.generic import per_sample_vjp, register_program
-from fxgrad.parts import Part
+from fxgrad.gradients.parts import Part
+from fxgrad.operators.generic import per_sample_vjp, register_program
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import elementwise
 from fxgrad.rules.linear import einsum_applies

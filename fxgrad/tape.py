@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.fx import traceback as fx_traceback
 
-from fxgrad.choices import Ways
-from fxgrad.gradients import SampleGrads, kept
-from fxgrad.parts import Part, has_complex, in_full_precision, joined, summed
+from fxgrad.costs.choices import Ways
+from fxgrad.gradients.parts import Part, has_complex, in_full_precision, joined, summed
+from fxgrad.gradients.sample_grads import SampleGrads, kept
+from fxgrad.gradients.virtual import pulled_back
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import Contributions, OwnStrategy, Strategy, matched
 from fxgrad.terms import Term
 from fxgrad.uses import Use
-from fxgrad.virtual import pulled_back
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxgrad.choices import Ways
+from fxgrad.costs.choices import Ways
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import OwnStrategy, Strategy
 from fxgrad.tape import Collect, Derive, Like, OwnTap, Single, Tap, Tape, TapSeveral

@@ -6,7 +6,7 @@ sample dimension ``n`` in front, contracted by an einsum. The linear layer's wei
     Term("n...o, n...i -> noi", g, x)
 
 Every quantity is an operation on terms, written once and not once per op. This file holds the one
-that multiplies a term out, ``dense``; `fxgrad.gradients` holds those that do not have to.
+that multiplies a term out, ``dense``; `fxgrad.gradients.sample_grads` holds those that do not have to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.kernels import conv_weight_grad, products
+from fxgrad.operators.kernels import conv_weight_grad, products
 
 
 @dataclass(frozen=True)

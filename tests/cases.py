@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxgrad.grouped import grouped_rows
+from fxgrad.operators.grouped import grouped_rows
 
 BATCH = 5
 EXTRA: tuple[tuple[int, ...], ...] = ((), (BATCH,), (2, 3))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._inductor.config
 
-from fxgrad import machines
+from fxgrad.costs import machines
 from fxgrad.rules import RULES
 from fxgrad.samples.families import _REGISTERED, family_of
 

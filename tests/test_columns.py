@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fxgrad
-import fxgrad.columns
-from fxgrad.columns import by_columns, product_gram, table_gram
-from fxgrad.parts import Kept, Part, summed
-from fxgrad.signs import signs
+import fxgrad.gradients.columns
+from fxgrad.gradients.columns import by_columns, product_gram, table_gram
+from fxgrad.gradients.parts import Kept, Part, summed
+from fxgrad.operators.signs import signs
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, relative_error
 from tests.programs import quick_dynamo
@@ -76,7 +76,7 @@ def expected(rows: Tensor, what: str) -> Tensor:
 @pytest.mark.parametrize("block", [64, 1 << 20])
 @pytest.mark.parametrize("name", PARTS)
 def test_against_rows(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fxgrad.columns, "ELEMENTS", block)
+    monkeypatch.setattr(fxgrad.gradients.columns, "ELEMENTS", block)
     torch.manual_seed(0)
     parts = PARTS[name]()
     flat = [part.dense() if isinstance(part, Term) else summed([part]) for part in parts]
@@ -89,7 +89,7 @@ def test_against_rows(name: str, block: int, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
 def test_gram_matrices_of_positions(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fxgrad.columns, "ELEMENTS", block)
+    monkeypatch.setattr(fxgrad.gradients.columns, "ELEMENTS", block)
     torch.manual_seed(0)
     g, x, ids = randn(3, 7), randn(3, 6), torch.randint(4, (N, 3))
     rows = (g.mT @ x).flatten(1)
@@ -140,8 +140,8 @@ def peak(call: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("quantity", [*QUANTITIES, fxgrad.GradSample()], ids=str)
 def test_the_gradients_are_never_held(quantity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 x 36,000 elements; GradSample shows that the measure sees them."""
-    monkeypatch.setattr(fxgrad.columns, "ELEMENTS", 1 << 13)
-    monkeypatch.setattr(fxgrad.signs, "BLOCK", 1 << 13)
+    monkeypatch.setattr("fxgrad.gradients.columns.ELEMENTS", 1 << 13)
+    monkeypatch.setattr("fxgrad.operators.signs.BLOCK", 1 << 13)
     torch.manual_seed(0)
     transformed = fxgrad.transform(Net(), quantity=quantity, backend="eager")
     ids = torch.randint(211, (SIZE, 3))

@@ -20,11 +20,11 @@ from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import fxgrad
-from fxgrad import contractions, machines
-from fxgrad.choices import Ways, wishes_of
-from fxgrad.contractions import TABLES, Way, contraction_of, costs, way_of
+from fxgrad.costs import contractions, machines
+from fxgrad.costs.choices import Ways, wishes_of
+from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs, way_of
+from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
-from fxgrad.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.samples.symbols import Symbols
 from fxgrad.targets import NewTape
 from fxgrad.terms import OneHot, Patches, Term

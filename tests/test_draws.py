@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.generic import per_sample_vjp, register_program
+from fxgrad.operators.generic import per_sample_vjp, register_program
 from fxgrad.testing import assert_per_sample_grads
 
 B, T, E = 3, 4, 6

@@ -13,10 +13,10 @@ from fxgrad.api import engine_of, transform
 from fxgrad.batch import SHARED, map_tensors
 from fxgrad.calls import op_name
 from fxgrad.capture import Engine
-from fxgrad.choices import Choice
 from fxgrad.context import Context, tensors_of
-from fxgrad.contractions import Way
-from fxgrad.costs import at, formula
+from fxgrad.costs.choices import Choice
+from fxgrad.costs.contractions import Way
+from fxgrad.costs.flops import at, formula
 from fxgrad.errors import BatchSizeError, OptionError
 from fxgrad.explanation.findings import (
     Contracted,

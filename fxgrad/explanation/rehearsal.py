@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxgrad.choices import Choice
 from fxgrad.context import Context, path_to, source_line, tensors_of
-from fxgrad.contractions import Way
-from fxgrad.costs import elements, is_product, term_flops
+from fxgrad.costs.choices import Choice
+from fxgrad.costs.contractions import Way
+from fxgrad.costs.flops import elements, is_product, term_flops
 from fxgrad.errors import OptionError
-from fxgrad.gradients import SampleGrads
-from fxgrad.parts import Kept, Virtual
+from fxgrad.gradients.parts import Kept, Virtual
+from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.samples.families import MOVEMENT
 from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Contributions, Strategy

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxgrad.gradients import SampleGrads
+from fxgrad.gradients.sample_grads import SampleGrads
 
 GRAD = "grad"  # the place of what is added to p.grad, as any gradient is
 RESULT = "result"  # the place of what belongs to no parameter alone: fxgrad.result(model, quantity)

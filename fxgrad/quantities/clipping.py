@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fxgrad.errors import NonFinite, OptionError
-from fxgrad.gradients import SampleGrads
-from fxgrad.norms import root_sum_squares
+from fxgrad.gradients.sample_grads import SampleGrads
+from fxgrad.operators.norms import root_sum_squares
 from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity, accumulating, first
 
 Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
@@ -119,7 +119,7 @@ class ClippedGrad(Quantity):
             finite = finite | (given[0] == 0)
             weight = torch.where(given[0] == 0, 0, weight * given[0])
         of = {name: i for i, group in enumerate(groups) for name in group}
-        rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once (`fxgrad.virtual`)
+        rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once
         summed = [g.weighted(rows[of[g.name]]) for g in grads]
         shape = (n,) if len(groups) == 1 else (len(groups), n)
         return [*summed, by_group[:, 0].to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum().float()]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxgrad.gradients import SampleGrads
-from fxgrad.norms import root_sum_squares
+from fxgrad.gradients.sample_grads import SampleGrads
+from fxgrad.operators.norms import root_sum_squares
 from fxgrad.quantities.base import RESULT, Delivery, Quantity, accumulating, first
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.errors import OptionError
-from fxgrad.gradients import SampleGrads
+from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.quantities.base import RESULT, Delivery, Quantity, accumulating, first
 
 

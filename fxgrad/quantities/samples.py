@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxgrad.gradients import SampleGrads
+from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.quantities.base import Delivery, Quantity
 
 

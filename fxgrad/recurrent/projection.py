@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxgrad.onednn import rows_times
+from fxgrad.operators.onednn import rows_times
 
 
 @torch.library.custom_op("fxgrad::input_gradient", mutates_args=())

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.memory import fresh
-from fxgrad.onednn import rows_times
+from fxgrad.operators.memory import fresh
+from fxgrad.operators.onednn import rows_times
 from fxgrad.recurrent.projection import input_gradient
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}

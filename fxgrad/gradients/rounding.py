@@ -1,8 +1,8 @@
 """How far rounding may put the norm of a multiplied-out term from the one in exact arithmetic.
 
-A sum of m products errs by at most γ(m) times the sum of their absolute values (`fxgrad.norms`). Of one factor those
-are added up beside the sum itself. Of several, the contraction of absolute values is at most the product of the
-factors' norms (Cauchy and Schwarz), times √m where m values are added up that meet no other factor.
+A sum of m products errs by at most γ(m) times the sum of their absolute values (`fxgrad.operators.norms`). Of one
+factor those are added up beside the sum itself. Of several, the contraction of absolute values is at most the product
+of the factors' norms (Cauchy and Schwarz), times √m where m values are added up that meet no other factor.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from fxgrad.contractions import hint
-from fxgrad.norms import frobenius, gamma, product_rounding, window_rounding
+from fxgrad.costs.contractions import hint
+from fxgrad.operators.norms import frobenius, gamma, product_rounding, window_rounding
 from fxgrad.terms import Term
 
 

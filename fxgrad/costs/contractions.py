@@ -1,8 +1,9 @@
 """What it takes to contract a term where its gradient itself is not asked for: the cost model, as a page.
 
 A term has a few ways to its norms and to its weighted sum over samples. For each of them the tables below say what it
-takes, in what `fxgrad.machines` measures the speed of: flops in large products, in a product for each sample and in
-convolution kernels; bytes in memory and in the cache; calls of operators. Its time is the sum of each over its speed.
+takes, in what `fxgrad.costs.machines` measures the speed of: flops in large products, in a product for each sample
+and in convolution kernels; bytes in memory and in the cache; calls of operators. Its time is the sum of each over its
+speed.
 
     n  samples         k  positions of a sample     e  bytes of an element
     o  fan-out         i  fan-in                    w  elements of the weight
@@ -23,7 +24,7 @@ import sympy
 from sympy import Expr, Integer, Rational
 from torch import Tensor
 
-from fxgrad.machines import REFERENCE, Machine
+from fxgrad.costs.machines import REFERENCE, Machine
 from fxgrad.terms import Patches, Term
 
 

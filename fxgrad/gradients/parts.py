@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fxgrad.rounding import rounding_of_term
+from fxgrad.gradients.rounding import rounding_of_term
 from fxgrad.terms import Factor, OneHot, Patches, Term
 
 
@@ -24,7 +24,7 @@ class Kept:
 
 
 class Pulled(Protocol):
-    """Gradients that arrived at a function of parameters (`fxgrad.virtual`)."""
+    """Gradients that arrived at a function of parameters (`fxgrad.gradients.virtual`)."""
 
     keeps: bool
 

@@ -1,7 +1,7 @@
 """The per-sample gradients of one parameter, as the sum of parts that were not multiplied out.
 
 A quantity asks for what it needs: the gradients themselves, their norms, a weighted sum over samples, their
-products with a given tensor. Each is computed from the parts in the way that `fxgrad.choices` chose.
+products with a given tensor. Each is computed from the parts in the way that `fxgrad.costs.choices` chose.
 """
 
 from __future__ import annotations
@@ -14,10 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxgrad.choices import Ways
-from fxgrad.columns import by_columns
-from fxgrad.contractions import Way, hint, way_of
-from fxgrad.norms import (
+from fxgrad.costs.choices import Ways
+from fxgrad.costs.contractions import Way, hint, way_of
+from fxgrad.gradients.columns import by_columns
+from fxgrad.gradients.parts import (
+    Kept,
+    Part,
+    Virtual,
+    dense_of,
+    grouped,
+    has_complex,
+    merged,
+    rounding,
+    summed,
+)
+from fxgrad.operators.norms import (
     as_vectors,
     bounded,
     frobenius,
@@ -29,19 +40,16 @@ from fxgrad.norms import (
     window_norms,
     window_rows,
 )
-from fxgrad.onednn import FEW
-from fxgrad.parts import (
-    Kept,
-    Part,
-    Virtual,
-    dense_of,
-    grouped,
-    has_complex,
-    merged,
-    rounding,
-    summed,
+from fxgrad.operators.onednn import FEW
+from fxgrad.operators.sums import (
+    SMALL,
+    dense_sum,
+    product_sum,
+    rank_one_sum,
+    rows_sum,
+    small_sum,
+    window_sum,
 )
-from fxgrad.sums import SMALL, dense_sum, product_sum, rank_one_sum, rows_sum, small_sum, window_sum
 from fxgrad.terms import Term
 
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxgrad.convolutions import CACHED, blocks, conv_rows
-from fxgrad.kernels import ANY_LAYOUT
-from fxgrad.memory import fresh
+from fxgrad.operators.convolutions import CACHED, blocks, conv_rows
+from fxgrad.operators.kernels import ANY_LAYOUT
+from fxgrad.operators.memory import fresh
 
 CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache

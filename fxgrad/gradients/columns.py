@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxgrad.contractions import hint
-from fxgrad.convolutions import blocks, conv_rows
-from fxgrad.norms import as_vectors
-from fxgrad.parts import Part, dense_of
-from fxgrad.signs import times_signs
-from fxgrad.sums import SMALL
+from fxgrad.costs.contractions import hint
+from fxgrad.gradients.parts import Part, dense_of
+from fxgrad.operators.convolutions import blocks, conv_rows
+from fxgrad.operators.norms import as_vectors
+from fxgrad.operators.signs import times_signs
+from fxgrad.operators.sums import SMALL
 from fxgrad.terms import Term
 
 ELEMENTS = 1 << 20  # elements of gradients that are multiplied out together

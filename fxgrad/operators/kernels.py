@@ -1,7 +1,7 @@
 """The opaque operators: work that is done at run time, behind one node of the compiled graph.
 
 Large products go into fresh memory on huge pages, and so do the weight gradients of a convolution per sample
-(fxgrad/convolutions.py). Operators take values in any memory format: where a compiler has a convolution's channels
+(convolutions.py). Operators take values in any memory format: where a compiler has a convolution's channels
 last, copying a few samples at a time will do.
 """
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fxgrad.convolutions import blocks, conv_rows
-from fxgrad.memory import fresh
+from fxgrad.operators.convolutions import blocks, conv_rows
+from fxgrad.operators.memory import fresh
 
 if TYPE_CHECKING:
     from fxgrad.terms import Patches

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxgrad.kernels import ANY_LAYOUT
-from fxgrad.onednn import outer_products
+from fxgrad.operators.kernels import ANY_LAYOUT
+from fxgrad.operators.onednn import outer_products
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 

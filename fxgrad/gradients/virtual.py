@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.choices import Ways
-from fxgrad.gradients import SampleGrads
-from fxgrad.norms import as_vectors, bounded, frobenius
-from fxgrad.parts import Kept, Part, Virtual, dense_of, rounding, shape_of, summed
-from fxgrad.pieces import Back, cut, traced
+from fxgrad.costs.choices import Ways
+from fxgrad.gradients.parts import Kept, Part, Virtual, dense_of, rounding, shape_of, summed
+from fxgrad.gradients.pieces import Back, cut, traced
+from fxgrad.gradients.sample_grads import SampleGrads
+from fxgrad.operators.norms import as_vectors, bounded, frobenius
 from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
 

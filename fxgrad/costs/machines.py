@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.convolutions import conv_rows
-from fxgrad.memory import fresh
-from fxgrad.onednn import outer_products
+from fxgrad.operators.convolutions import conv_rows
+from fxgrad.operators.memory import fresh
+from fxgrad.operators.onednn import outer_products
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from fxgrad.contractions import (
+from fxgrad.costs.contractions import (
     TABLES,
     Contraction,
     Cost,
@@ -20,8 +20,8 @@ from fxgrad.contractions import (
     contraction_of,
     costs,
 )
+from fxgrad.costs.machines import REFERENCE, Machine
 from fxgrad.errors import OptionError
-from fxgrad.machines import REFERENCE, Machine
 from fxgrad.terms import Term
 
 Strategy = str | Mapping[str, str]  # a way, or for names of parameters, or patterns of names, one each
