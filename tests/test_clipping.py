@@ -16,7 +16,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxgrad
 from fxgrad.errors import AlreadySet, GraphBreak, NonFinite, OptionError
 from fxgrad.gradients.sample_grads import norms_of
-from fxgrad.operators.norms import product_norms, row_norms, window_gram, window_norms
+from fxgrad.operators.norms import product_norms, window_gram, window_norms
+from fxgrad.operators.tables import row_norms
 from fxgrad.quantities.clipping import at_most
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, per_sample_grads, relative_error

@@ -36,7 +36,6 @@ from fxgrad.operators.norms import (
     product_norms,
     product_rows,
     rank_one_norms,
-    row_norms,
     window_norms,
     window_rows,
 )
@@ -50,6 +49,7 @@ from fxgrad.operators.sums import (
     small_sum,
     window_sum,
 )
+from fxgrad.operators.tables import row_norms
 from fxgrad.terms import Term
 
 

@@ -2,7 +2,6 @@
 
     product    D_n = Σ_k g_nk ⊗ x_nk     Gram: ‖D_n‖² = Σ_kl (g_k·g_l)(x_k·x_l), or D itself, a few samples at a time
     windows    D_n of a convolution, by its native kernel, a few samples at a time; or its windows' Gram matrix
-    rows       D_n of a table: sort the ids, add up rows of one id, square
 
 Every operator returns ``[2, n]`` in float64: the norms, and upper bounds that hold for the gradients in exact
 arithmetic. A sum of m products in a dtype of unit roundoff u errs by at most γ(m) Σ|products|, whatever its order
@@ -85,7 +84,7 @@ def rank_one_norms(g: Tensor, x: Tensor) -> Tensor:
 @torch.library.custom_op("fxgrad::product_norms", mutates_args=(), tags=ANY_LAYOUT)
 def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
-    g, x = _computable(g), _computable(x)
+    g, x = computable(g), computable(x)
     (n, k, o), i = g.shape, x.shape[2]
     size = (k * k * 2 if gram else o * i) * g.element_size()
     of_rows = _gram_norms if gram else _product_rows_norms
@@ -262,7 +261,7 @@ def window_norms(
     gram: bool,
 ) -> Tensor:
     """The norms of a convolution's per-sample weight gradients, and their bounds."""
-    g, input = _computable(g), _computable(input)
+    g, input = computable(g), computable(input)
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     positions, copies = _terms_of_windows(g, input, kernel, transposed)
 
@@ -345,37 +344,7 @@ def _(
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
-@torch.library.custom_op("fxgrad::row_norms", mutates_args=(), tags=ANY_LAYOUT)
-def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
-    """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
-    n, k = ids.shape
-    g = _computable(g)
-    if padding_idx >= 0:
-        g = g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
-    sample = torch.arange(n, device=ids.device).unsqueeze(1)
-    keys, places = torch.unique(ids + sample * classes, return_inverse=True)
-    flat = g.flatten(0, 1)
-    sums = flat.new_zeros(len(keys), flat.shape[1]).index_add_(0, places.flatten(), flat)
-    lengths = flat.new_zeros(len(keys), 1).index_add_(0, places.flatten(), flat.norm(dim=1, keepdim=True))
-    owners = torch.div(keys, classes, rounding_mode="floor")
-    norms = _by_owner(frobenius(sums), owners, n)
-    rounding = gamma(k, g.dtype) * _by_owner(frobenius(lengths), owners, n)
-    return torch.stack([norms, norms * (1 + 1e-12) + rounding])
-
-
-@row_norms.register_fake
-def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
-    return g.new_empty((2, ids.shape[0]), dtype=torch.float64)
-
-
-def _by_owner(norms: Tensor, owners: Tensor, n: int) -> Tensor:
-    scale = norms.new_zeros(n).scatter_reduce_(0, owners, norms, "amax")
-    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
-    squares = (norms / safe[owners]).square()
-    return safe * norms.new_zeros(n).index_add_(0, owners, squares).sqrt()
-
-
-def _computable(value: Tensor) -> Tensor:
+def computable(value: Tensor) -> Tensor:
     """Half types as float32."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
