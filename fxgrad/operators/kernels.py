@@ -47,17 +47,7 @@ def _(g: Tensor, x: Tensor) -> Tensor:
 
 def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
     """``[n, *weight.shape]`` from g ``[n, k, out, *space]`` and the windows of the input."""
-    grad: Tensor = _conv_weight_grad(
-        g,
-        patches.input,
-        patches.kernel,
-        patches.stride,
-        patches.padding,
-        patches.dilation,
-        patches.transposed,
-        patches.output_padding or (0,) * len(patches.stride),
-        patches.groups,
-    )
+    grad: Tensor = _conv_weight_grad(g, patches.input, *patches.settings)
     return grad
 
 

@@ -265,19 +265,16 @@ def window_norms(
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     positions, copies = _terms_of_windows(g, input, kernel, transposed)
 
-    def of_rows(rows: slice) -> Tensor:
-        grads = g.new_empty(len(g[rows]), *kernel)
-        conv_rows(g[rows], input[rows], kernel, *settings, grads)
-        return measured(grads, window_rounding(g[rows], input[rows], positions, copies, quick_frobenius))
+    def of(g: Tensor, input: Tensor) -> Tensor:
+        grads = g.new_empty(len(g), *kernel)
+        conv_rows(g, input, kernel, *settings, grads)
+        return measured(grads, window_rounding(g, input, positions, copies, quick_frobenius))
 
     def carefully(row: int) -> Tensor:
-        one, its = g[row : row + 1].double(), input[row : row + 1].double()
-        grads = one.new_empty(1, *kernel)
-        conv_rows(one, its, kernel, *settings, grads)
-        return measured(grads, window_rounding(one, its, positions, copies))
+        return of(g[row : row + 1].double(), input[row : row + 1].double())
 
     if not gram:
-        return _by_blocks(blocks(g, input, kernel), of_rows, carefully)
+        return _by_blocks(blocks(g, input, kernel), lambda rows: of(g[rows], input[rows]), carefully)
 
     def by_gram(rows: slice) -> Tensor:
         by_g = _pixels(g[rows]).mT @ _pixels(g[rows])
