@@ -9,6 +9,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -138,9 +139,16 @@ class Engine:
         method = key[0]
         if key not in self.compiled:
             self.compiled[key] = self._compile(method)
+        call = partial(self._captured_call, self.compiled[key], batch, args, kwargs)
         try:
-            with marked(batch, self.options.fullgraph), called_with(args, kwargs), sizes_unseen(), CAPTURING:
-                return self.compiled[key](*args, **kwargs)
+            try:
+                return call(self.options.fullgraph)
+            except Exception as error:
+                if not _fixes_the_batch(error):
+                    raise
+            # PyTorch's shape rules may take the batch for another size that equals it (`where` with two rows): a graph
+            # of this size alone. What the passes follow is a symbol all the same.
+            return call(False)
         except Exception as error:
             if _fails_without_dynamo(error):
                 with torch.no_grad():  # PyTorch's own sentence says it best
@@ -149,6 +157,13 @@ class Engine:
             if own is error:
                 raise
             raise own from (None if isinstance(own, FxgradError) else error)
+
+    @staticmethod
+    def _captured_call(
+        compiled: Callable[..., Any], batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], every_size: bool
+    ) -> Any:
+        with marked(batch, every_size), called_with(args, kwargs), sizes_unseen(), CAPTURING:
+            return compiled(*args, **kwargs)
 
     def _compile(self, method: str) -> Callable[..., Any]:
         return torch.compile(
@@ -292,16 +307,18 @@ def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
 def sizes_unseen() -> Iterator[None]:
     """Equal sizes are no reason for one symbol: a sequence may be as long as the batch by chance.
 
-    Nor may sizes choose the order of an einsum: opt_einsum, where installed, makes the batch a number.
+    Nor may sizes choose the order of an einsum: opt_einsum, where installed, makes the batch a number. Where PyTorch
+    makes it one, that is no news for the log.
     """
-    duck, einsum = shapes_config.use_duck_shape, opt_einsum.enabled
+    duck, einsum, silent = shapes_config.use_duck_shape, opt_einsum.enabled, torch._guards.log.disabled
     # Neither `config.patch`, which makes a class at every call, nor opt_einsum's `flags`, which do not nest.
     shapes_config.use_duck_shape = opt_einsum.enabled = False
+    torch._guards.log.disabled = True
     try:
         with recurrent_modules():
             yield
     finally:
-        shapes_config.use_duck_shape, opt_einsum.enabled = duck, einsum
+        shapes_config.use_duck_shape, opt_einsum.enabled, torch._guards.log.disabled = duck, einsum, silent
 
 
 def _leaves(outputs: Any) -> list[Any]:
@@ -342,6 +359,14 @@ def _fails_without_dynamo(error: Exception) -> bool:
     return own or isinstance(error, exc.TorchRuntimeError)
 
 
+def _fixes_the_batch(error: Exception) -> bool:
+    """Whether Dynamo found that its graph holds for one batch size only."""
+    from torch._dynamo import exc
+
+    user = isinstance(error, exc.UserError) or "ConstraintViolation" in type(error).__name__
+    return user and ("mark_dynamic" in str(error) or "Constraints violated" in str(error))
+
+
 def translated(error: Exception) -> Exception:
     """Dynamo's exceptions as fxgrad's: the reason and the user's line, without the tracer's own stack."""
     from torch._dynamo import exc
@@ -362,13 +387,6 @@ def translated(error: Exception) -> Exception:
             f"TorchDynamo cannot follow {f'{said[1]}: {said[2]}' if said else 'an op of the model'}",
             where=_user_line(error),
             advice="Write it with another op: torch.compile(model) fails there as well.",
-        )
-    user = isinstance(error, exc.UserError) or "ConstraintViolation" in type(error).__name__
-    if user and ("mark_dynamic" in text or "Constraints violated" in text):
-        return BatchSizeError(
-            "the model fixes its batch size: it works for one number of samples only",
-            where=_user_line(error),
-            advice="Write sizes in terms of x.shape[0], or pass in_dims= if this is not the sample dimension.",
         )
     if isinstance(error, exc.UserError | exc.InternalTorchDynamoError):
         return GraphBreak(

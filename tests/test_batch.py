@@ -287,6 +287,46 @@ def test_a_batch_size_fixed_by_the_model(device: torch.device) -> None:
         fxgrad.transform(Fixed().to(device), backend="eager")(torch.randn(4, 3, device=device))
 
 
+class TwoRows(nn.Module):
+    """Makes PyTorch's shape rule of `where` take two samples for the other two rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.rows = nn.Parameter(torch.randn(1, 3)), torch.tensor([True, False]).view(2, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.where(self.rows.to(x.device), torch.stack([x, x]), 0.2) @ self.w
+        return rows.transpose(0, 1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_batch_size_fixed_by_pytorch(backend: str, device: torch.device, capfd: Any) -> None:
+    model = TwoRows().double().to(device)
+    for size in (2, 3, 2):
+        assert_per_sample_grads(model, torch.randn(size, 1, dtype=torch.double, device=device), backend=backend)
+    assert "Constraints violated" not in capfd.readouterr().err
+
+
+class AsksForSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.shape[0] != 4 else self.fc(x).sin()
+
+
+def test_a_model_that_asks_for_its_batch_size(device: torch.device) -> None:
+    model = AsksForSize().double().to(device)
+    gs, x = fxgrad.transform(model, backend="eager"), torch.randn(5, 3, dtype=torch.double, device=device)
+    for size in (4, 5):
+        gs(x[:size]).sum().backward()
+        slope = model.fc(x[:4]).cos() if size == 4 else x.new_ones(size, 2)
+        found: Tensor = model.fc.weight.grad_sample  # type: ignore[attr-defined]
+        torch.testing.assert_close(found, slope[:, :, None] * x[:size, None])
+        fxgrad.zero_grad(model)
+
+
 class Counted(nn.Module):
     """Takes nothing but the number of samples from an input, and copies of a weight for so many."""
 

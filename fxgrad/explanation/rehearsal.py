@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxgrad.context import Context, path_to, source_line, tensors_of
@@ -75,7 +76,7 @@ def _rehearse(gm: fx.GraphModule, ctx: Context, size: int | None) -> Rehearsal:
     found = Rehearsal()
     values = _inputs(gm, ctx, size)
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
-    with ctx.symbols.mode, torch.enable_grad(), warnings.catch_warnings():
+    with ctx.symbols.mode, enable_python_dispatcher(), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with _saved(found, [value for value in values if isinstance(value, Tensor)]), forward:
             outputs = _Interpreter(gm, ctx, found, backward).run(*values)
