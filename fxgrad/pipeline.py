@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torch import fx
+from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxgrad.context import Context
@@ -86,12 +87,13 @@ def run_passes(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass] = PASSES
     A pass gets a graph of its own, so the one before it stays as it was.
     """
     ctx.analyse = _analyse
-    for run in passes:
-        start = time.perf_counter()
-        gm = run(copy_graph(gm), ctx)
-        gm.graph.lint()
-        check_spec(gm, ctx, after=run.__name__)
-        seconds[run.__name__] = seconds.get(run.__name__, 0.0) + time.perf_counter() - start
+    with tracing(TracingContext(ctx.symbols.mode)):  # what PyTorch traces in here has our fake tensors, not Dynamo's
+        for run in passes:
+            start = time.perf_counter()
+            gm = run(copy_graph(gm), ctx)
+            gm.graph.lint()
+            check_spec(gm, ctx, after=run.__name__)
+            seconds[run.__name__] = seconds.get(run.__name__, 0.0) + time.perf_counter() - start
     gm.recompile()
     return gm
 
