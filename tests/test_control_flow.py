@@ -112,7 +112,7 @@ BODIES = [
 # PyTorch's own scan refuses a transposed batch of one: it takes that for an alias of its input. Before 2.13 it takes
 # a carried value that starts as zeros for one, of any size: torch.compile alone fails on it.
 SCANS = (a_scan_over_time, a_scan_from_a_layer)
-REFUSED = (a_scan_over_time,) if torch.__version__ < (2, 13) else ()
+REFUSED = (a_scan_over_time,) if torch.__version__ < "2.13" else ()
 
 
 @pytest.mark.parametrize(
