@@ -20,6 +20,8 @@ from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import fxgrad
+from benchmarks.models import MODELS as BENCHMARKS
+from benchmarks.tasks import Training
 from fxgrad.costs import contractions, machines
 from fxgrad.costs.choices import Ways, wishes_of
 from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs, way_of
@@ -459,6 +461,17 @@ def test_what_is_not_marked_is_nowhere_in_the_graph() -> None:
     for name, p in model.named_parameters():
         if name not in marked:
             assert 11 * p.numel() not in sizes, name
+
+
+@pytest.mark.parametrize("name", ["MLP-3", "TF-4", "c02-mnist", "c05-lstm", "c06-simple"])
+def test_few_gradients_are_held_where_factors_are_smaller(name: str) -> None:
+    """At most a tenth of B times the model's size at once; where factors are larger than gradients, those wait."""
+    spec = BENCHMARKS[name]
+    model = Training(spec.build(), spec.losses)
+    found = fxgrad.explain(model, *spec.data(spec.batch), quantity=fxgrad.ClippedGrad(1.0))
+    (held,) = (total for total in found.totals if total.what == "gradients held")
+    every = sum(p.numel() * p.element_size() for p in model.parameters()) * spec.batch
+    assert held.fxgrad.value is not None and 0 < held.fxgrad.value <= every / 10
 
 
 def test_the_choice_is_written_into_the_graph_that_caches_are_keyed_by() -> None:
