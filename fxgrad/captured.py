@@ -56,6 +56,11 @@ class Captured:
             if isinstance(example, nn.Parameter) and example.requires_grad
         ]
 
+    def frozen(self) -> dict[int, str]:
+        """The positions of the other parameters, with their names."""
+        own = {i for i, example in enumerate(self.examples) if isinstance(example, nn.Parameter)}
+        return {i: self.name(i) for i in own.difference(self.trainable())}
+
     def name(self, i: int) -> str:
         """The user's name for an input: ``encoder.weight``, ``x``, ``batch['ids']``."""
         known = self.names.get(id(self.examples[i]))

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
 from fxgrad.context import Context, memory_of, tensors_of
 from fxgrad.costs.choices import check_applied
-from fxgrad.errors import FxgradError, LostLayout
+from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.explanation.rehearsal import rehearse
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
@@ -44,7 +44,8 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     names = [captured.name(i) for i in trainable]
     with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
-    return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size)
+    frozen = {} if options.fullgraph else captured.frozen()
+    return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size, frozen)
 
 
 def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
@@ -101,16 +102,27 @@ def _without_parameters(captured: Captured, options: Options, inner: Inner) -> C
     dims = {} if captured.fullgraph or captured.batch_size == 1 else captured.sample_dims()
     defined = run_passes(captured.gm, make_context(captured, options, {}, single=True), (*DEFINITIONS, *LAST))
     compiled = inner(defined, captured.values)
-    if not dims:
+    frozen = {} if captured.fullgraph else captured.frozen()
+    if not dims and not frozen:
         return compiled
     passes = PASSES[: PASSES.index(infer_samples) + 1]
-    gm = run_passes(captured.gm, make_context(captured, options, dims), passes)
-    roles = output_roles(gm)
+    roles = output_roles(run_passes(captured.gm, make_context(captured, options, dims), passes)) if dims else {}
 
     def run(*args: Any) -> Any:
+        check_frozen(frozen, args)
         return _with_roles(compiled(*args), roles)
 
     return run
+
+
+def check_frozen(frozen: dict[int, str], args: Sequence[Any], now_frozen: Sequence[str] = ()) -> None:
+    """Behind a graph break Dynamo of torch 2.11 does not look at requires_grad, and uses the same graph again."""
+    changed = [name for i, name in frozen.items() if args[i].requires_grad] + list(now_frozen)
+    if changed:
+        raise GraphBreak(
+            f"behind a graph break, what is trainable has changed since the first call: {', '.join(changed)}",
+            advice="Call torch._dynamo.reset() after freezing or unfreezing, or remove the graph break.",
+        )
 
 
 def _with_roles(outputs: Any, roles: dict[int, int]) -> Any:
@@ -160,12 +172,14 @@ class Transformed:
     roles: dict[int, int]
     store: Store
     batch_size: int
+    frozen: dict[int, str]  # parameters that were not trainable, where there may be graph breaks
 
     def __call__(self, *args: Any) -> Any:
         n = self._batch_size(args)
         parameters = dict(zip(self.names, (args[i] for i in self.trainable), strict=True))
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
+        check_frozen(self.frozen, args, [name for name in parameters if name not in forward.parameters])
         ghosts = Ghosts.apply(  # type: ignore[no-untyped-call]
             self.store, forward, tuple(parameters), *parameters.values()
         )

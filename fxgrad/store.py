@@ -113,11 +113,11 @@ class Store:
                         advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
                     )
 
-    def deliveries(self, forward: Forward, names: tuple[str, ...] | None = None) -> list[list[Delivery]]:
+    def deliveries(self, forward: Forward, of: Mapping[str, Tensor] | None = None) -> list[list[Delivery]]:
         """What each quantity delivers of a forward, or of the parameters of one of its graphs."""
+        names = None if of is None else tuple(of)
         if names not in forward.deliveries:
-            of = forward.parameters
-            forward.deliveries[names] = self._ask(forward.size, of if names is None else {n: of[n] for n in names})
+            forward.deliveries[names] = self._ask(forward.size, forward.parameters if of is None else of)
         return forward.deliveries[names]
 
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> list[list[Delivery]]:
@@ -204,7 +204,7 @@ class Store:
                 self._report(place, missing, forward)
 
     def deliver(
-        self, grads: Sequence[Tensor | None], forward: Forward, names: tuple[str, ...]
+        self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str]
     ) -> list[Tensor | None]:
         """Store what one graph's backward returned; the gradients for p.grad are left to autograd."""
         parameters = {name: forward.parameters[name] for name in names}
@@ -212,7 +212,7 @@ class Store:
         by_name: dict[str, Tensor | None] = {}
         forward.delivered = forward.task()
         stored: list[tuple[int, Quantity, list[Delivery], list[Tensor | None]]] = []
-        every = self.deliveries(forward, names)
+        every = self.deliveries(forward, parameters)
         for place, (quantity, deliveries) in enumerate(zip(self.quantities, every, strict=True)):
             stored.append((place, quantity, deliveries, left[: len(deliveries)]))
             del left[: len(deliveries)]
@@ -278,7 +278,8 @@ class Ghosts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.store, ctx.of, ctx.names = store, forward, names
         ctx.set_materialize_grads(False)
-        every = (one for deliveries in store.deliveries(forward, names) for one in deliveries)
+        given = dict(zip(names, parameters, strict=True))
+        every = (one for deliveries in store.deliveries(forward, given) for one in deliveries)
         return tuple(
             torch.empty_strided(one.shape, (0,) * len(one.shape), dtype=one.dtype, device=one.device)
             for one in every
