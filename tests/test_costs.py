@@ -25,6 +25,7 @@ from fxgrad.costs.choices import Ways, wishes_of
 from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs, way_of
 from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
+from fxgrad.operators.convolutions import Settings
 from fxgrad.samples.symbols import Symbols
 from fxgrad.targets import NewTape
 from fxgrad.terms import OneHot, Patches, Term
@@ -53,7 +54,7 @@ def linear(n: int, k: int, o: int, i: int) -> Term:
 def conv(n: int, channels: int, size: int, kernel: int = 3, groups: int = 1) -> Term:
     x, sides = meta(n, 1, channels, size, size), (kernel // 2,) * 2
     weight = (channels, channels // groups, kernel, kernel)
-    return Term("nko...,nk...i->noi", x, Patches(x, weight, (1, 1), sides, (1, 1), groups))
+    return Term("nko...,nk...i->noi", x, Patches(x, weight, Settings((1, 1), sides, (1, 1), False, (0, 0), groups)))
 
 
 def table(n: int, k: int, v: int, d: int) -> Term:
@@ -132,7 +133,7 @@ def test_no_guard_on_a_symbolic_size() -> None:
     b, t = symbols.batch(hint=32), symbols.new("T", 16)
     with symbols.mode:
         term = Term("n...o,n...i->noi", torch.empty(b, t, 1024), torch.empty(b, t, 1024))
-        window = Patches(torch.empty(b, 1, 8, t, t), (8, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+        window = Patches(torch.empty(b, 1, 8, t, t), (8, 8, 3, 3), Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1))
         before = len(symbols.env.guards)
         assert Ways(REFERENCE, batch=32).of("w", term) is Way.GRAM
         assert Ways(REFERENCE, batch=32).of("w", Term("nko...,nk...i->noi", window.input, window))

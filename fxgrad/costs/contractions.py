@@ -242,7 +242,7 @@ def contraction_of(term: Term) -> Contraction:
 
 def _windows(g: Tensor, patches: Patches, itemsize: int) -> Contraction:
     x = patches.input
-    met = x if patches.transposed else g  # each of its pixels meets the weights of its window
+    met = x if patches.settings.transposed else g  # each of its pixels meets the weights of its window
     elements, factors = math.prod(patches.kernel), _elements(g) + _elements(x)
     sizes = (
         met.shape[1] * math.prod(met.shape[3:]),
@@ -253,7 +253,7 @@ def _windows(g: Tensor, patches: Patches, itemsize: int) -> Contraction:
         math.prod(patches.kernel[2:]),
         factors,
     )
-    gram = _is_one(g.shape[1]) and not patches.transposed and patches.groups == 1
+    gram = _is_one(g.shape[1]) and not patches.settings.transposed and patches.settings.groups == 1
     return Contraction("windows", sizes, _ways("windows", {Way.GRAM: gram}), factors, elements, itemsize)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.operators.convolutions import conv_rows
+from fxgrad.operators.convolutions import Settings, conv_rows
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import outer_products
 
@@ -176,11 +176,11 @@ def _probes(device: torch.device) -> dict[str, Probe]:
         """Memory that is asked for and written once."""
         return fresh(row, (64, 512, 512)).fill_(0)
 
-    settings = (1, 1), (1, 1), (1, 1), False, (0, 0), 1
+    settings = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     return {
         "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
-        "convolution": (lambda: conv_rows(pixels, pixels, kernel, *settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
+        "convolution": (lambda: conv_rows(pixels, pixels, kernel, settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
         "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
         "fresh": (anew, 1, 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
@@ -170,7 +169,7 @@ def _multiplied_out(term: Term) -> Kept:
     else:
         assert windows is not None
         g, patches = windows
-        rows, found = window_rows(g, patches.input, *patches.settings)
+        rows, found = window_rows(g, patches.input, patches.kernel, patches.settings.numbers())
     rows = rows if term.shape is None else rows.reshape(rows.shape[0], *term.shape)
     return Kept(rows, found[1] - found[0], found)
 
@@ -197,7 +196,8 @@ def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa
         return found
     if windows is not None:
         g, patches = windows
-        found = window_norms(g, patches.input, *patches.settings, ways.of(name, part, waits=True) is Way.GRAM)
+        gram = ways.of(name, part, waits=True) is Way.GRAM
+        found = window_norms(g, patches.input, patches.kernel, patches.settings.numbers(), gram)
         return found
     return bounded(part.dense(), rounding(part))
 
@@ -241,7 +241,7 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
         return rows_sum(rows.ids, g, c, rows.classes, rows.padding_idx)
     if windows is not None:
         g, patches = windows
-        found = window_sum(g, patches.input, c, *patches.settings)
+        found = window_sum(g, patches.input, c, patches.kernel, patches.settings.numbers())
         return found
     return _dense_sum(part.dense(), c)
 
@@ -251,10 +251,6 @@ def _dense_sum(rows: Tensor, c: Tensor) -> Tensor:
         return small_sum(rows, c)
     found: Tensor = dense_sum(rows, c)
     return found
-
-
-_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def _dot(part: Part, vector: Tensor) -> Tensor:
@@ -276,13 +272,7 @@ def _dot(part: Part, vector: Tensor) -> Tensor:
         return (g * read).sum((1, 2))
     if windows is not None:
         g, patches = windows
-        spatial = len(patches.stride)
-        settings = (patches.stride, patches.padding)
         x, vector = patches.input.flatten(0, 1).to(vector.dtype), vector.reshape(patches.kernel)
-        if patches.transposed:
-            extra = patches.output_padding or (0,) * spatial
-            y = _TRANSPOSED[spatial](x, vector, None, *settings, extra, patches.groups, patches.dilation)
-        else:
-            y = _CONVOLUTIONS[spatial](x, vector, None, *settings, patches.dilation, patches.groups)
+        y = torch.convolution(x, vector, None, *patches.settings)
         return (g.flatten(0, 1) * y).view(g.shape[0], -1).sum(1)
     return as_vectors(part.dense() * vector).sum(1)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxgrad.operators.convolutions import Settings
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.onednn import outer_products
 
@@ -50,18 +51,7 @@ def _(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("fxgrad::window_sum", mutates_args=(), tags=ANY_LAYOUT)
-def window_sum(
-    g: Tensor,
-    input: Tensor,
-    c: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """A convolution's weight gradient with every sample's part weighted."""
     c = c.to(g.dtype)
     if g.numel() <= input.numel():
@@ -69,24 +59,12 @@ def window_sum(
     else:
         g, input = without(g, c), weighted(input, c)
     operands = (g.flatten(0, 1), input.flatten(0, 1), g.new_empty(()).expand(tuple(kernel)), None)
-    settings = (stride, padding, dilation, transposed, output_padding, groups)
-    grad: Tensor = torch.ops.aten.convolution_backward(*operands, *settings, (False, True, False))[1]
+    grad: Tensor = torch.ops.aten.convolution_backward(*operands, *Settings.of(numbers), (False, True, False))[1]
     return grad.contiguous()
 
 
 @window_sum.register_fake
-def _(
-    g: Tensor,
-    input: Tensor,
-    c: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     return g.new_empty(*kernel)
 
 
