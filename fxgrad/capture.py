@@ -94,7 +94,6 @@ class Engine:
         check_whole(self.model, parameters, leaves)
         check_parameters(parameters)
         check_reverse_mode([*parameters.values(), *leaves])
-        self.store.check_clear(parameters, torch._C._current_graph_task_id(), "a forward")
         weight = self._sample_weight(kwargs)
         given: dict[int, Tensor] = {}
         args, kwargs = with_indices(args, given), with_indices(kwargs, given)
@@ -102,6 +101,7 @@ class Engine:
         size = check_groups(self.options.quantities, batch.size)
         check_sample_weight(weight, size)
         forward = Forward(batch.size, parameters, weight)
+        self.store.check_clear(forward, forward.enclosing, "a forward")
         with self.store.during(forward):
             if batch.size == 0:
                 outputs = self._on_no_samples(method, forward, args, kwargs)

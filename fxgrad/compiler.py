@@ -167,7 +167,7 @@ class Transformed:
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
         ghosts = Ghosts.apply(  # type: ignore[no-untyped-call]
-            self.store, forward, n, tuple(parameters), *parameters.values()
+            self.store, forward, tuple(parameters), *parameters.values()
         )
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
         inputs = list(args)
@@ -187,7 +187,7 @@ class Transformed:
         """Where torch.compile called the backend, nobody began a forward: this graph is all of it."""
         forward = Forward(n, parameters)
         if torch.is_grad_enabled():
-            self.store.check_clear(forward.parameters, forward.enclosing, "a forward")
+            self.store.check_clear(forward, forward.enclosing, "a forward")
         return forward
 
     def _check_size(self, n: int, size: int) -> None:

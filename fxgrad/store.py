@@ -33,6 +33,7 @@ class Forward:
         self.size, self.parameters, self.sample_weight = size, parameters, sample_weight
         self.ghosts: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
+        self.deliveries: dict[tuple[str, ...] | None, list[list[Delivery]]] = {}  # of all parameters, or of a graph's
         # Reentrant checkpointing runs a forward and a graph task of its own inside of a backward call:
         # what it finds belongs to that call.
         self.enclosing = torch._C._current_graph_task_id()
@@ -98,12 +99,13 @@ class Store:
         packed = getattr(quantity, "packed", None)
         return packed(found) if packed is not None else found[0] if len(found) == 1 else tuple(found)
 
-    def check_clear(self, parameters: Mapping[str, Tensor], task: int, what: str) -> None:
+    def check_clear(self, forward: Forward, task: int, what: str) -> None:
         """Raise before anything is computed, where a result would have no place."""
         if self.policy != "error":
             return
-        for place in self._places(parameters):
-            for name, parameter in parameters.items():
+        every = {one.place for deliveries in self.deliveries(forward) for one in deliveries}
+        for place in every - {GRAD, RESULT}:  # the attributes of parameters that are set
+            for name, parameter in forward.parameters.items():
                 found = getattr(parameter, place, None)
                 if found is not None and (task == -1 or _task_of(found) != task):
                     raise AlreadySet(
@@ -111,13 +113,15 @@ class Store:
                         advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
                     )
 
-    def _places(self, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """The attributes of parameters that are set."""
-        every = (d.place for deliveries in self.deliveries(1, parameters) for d in deliveries)
-        return tuple(place for place in dict.fromkeys(every) if place not in (GRAD, RESULT))
+    def deliveries(self, forward: Forward, names: tuple[str, ...] | None = None) -> list[list[Delivery]]:
+        """What each quantity delivers of a forward, or of the parameters of one of its graphs."""
+        if names not in forward.deliveries:
+            of = forward.parameters
+            forward.deliveries[names] = self._ask(forward.size, of if names is None else {n: of[n] for n in names})
+        return forward.deliveries[names]
 
-    def deliveries(self, n: int, parameters: Mapping[str, Tensor]) -> list[list[Delivery]]:
-        """What each quantity delivers; remembered, since every step asks for the same."""
+    def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> list[list[Delivery]]:
+        """The quantities' own answers; remembered, since every step asks for the same."""
         key = (n, *((name, p.shape, p.dtype, p.device) for name, p in parameters.items()))
         if key not in self.asked:
             if len(self.asked) >= 64:
@@ -141,7 +145,7 @@ class Store:
                 f"trainable parameters were used outside of every transformed graph: {names}",
                 advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
             )
-        self.check_clear(forward.parameters, forward.task(), "a backward")
+        self.check_clear(forward, forward.task(), "a backward")
         self._check_alone(forward)
         self._check_sizes(forward)
         forward.checked = task
@@ -167,8 +171,8 @@ class Store:
 
     def _check_sizes(self, forward: Forward) -> None:
         """Results of one backward, or of several under "sum", are added: they need the same samples."""
-        every = self.deliveries(forward.size, forward.parameters)
-        for delivery in (one for deliveries in every for one in deliveries if one.place == "grad_sample"):
+        every = (one for deliveries in self.deliveries(forward) for one in deliveries)
+        for delivery in (one for one in every if one.place == "grad_sample"):
             found = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
             adds = self.policy == "sum" or _task_of(found) == forward.task()
             if isinstance(found, Tensor) and adds and len(found) != delivery.shape[0]:
@@ -181,7 +185,7 @@ class Store:
         """Zeros where no gradient reached."""
         task = forward.task()
         self.forwards.discard(forward)
-        for place, deliveries in enumerate(self.deliveries(forward.size, forward.parameters)):
+        for place, deliveries in enumerate(self.deliveries(forward)):
             missing = []
             reported = self._reported(place, task)
             for delivery in deliveries:
@@ -199,14 +203,16 @@ class Store:
             if missing:
                 self._report(place, missing, forward)
 
-    def deliver(self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str]) -> list[Tensor | None]:
+    def deliver(
+        self, grads: Sequence[Tensor | None], forward: Forward, names: tuple[str, ...]
+    ) -> list[Tensor | None]:
         """Store what one graph's backward returned; the gradients for p.grad are left to autograd."""
         parameters = {name: forward.parameters[name] for name in names}
         left = list(grads)
         by_name: dict[str, Tensor | None] = {}
         forward.delivered = forward.task()
         stored: list[tuple[int, Quantity, list[Delivery], list[Tensor | None]]] = []
-        every = self.deliveries(forward.size, parameters)
+        every = self.deliveries(forward, names)
         for place, (quantity, deliveries) in enumerate(zip(self.quantities, every, strict=True)):
             stored.append((place, quantity, deliveries, left[: len(deliveries)]))
             del left[: len(deliveries)]
@@ -268,20 +274,19 @@ class Ghosts(torch.autograd.Function):
 
     @staticmethod
     def forward(  # with its context: without, PyTorch binds the arguments' names at every call
-        ctx: Any, store: Store, forward: Forward, n: int, names: tuple[str, ...], *parameters: Tensor
+        ctx: Any, store: Store, forward: Forward, names: tuple[str, ...], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.store, ctx.of, ctx.names = store, forward, names
         ctx.set_materialize_grads(False)
-        given = dict(zip(names, parameters, strict=True))
+        every = (one for deliveries in store.deliveries(forward, names) for one in deliveries)
         return tuple(
-            torch.empty((), dtype=d.dtype, device=d.device).expand(d.shape)
-            for deliveries in store.deliveries(n, given)
-            for d in deliveries
+            torch.empty_strided(one.shape, (0,) * len(one.shape), dtype=one.dtype, device=one.device)
+            for one in every
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names))
+        return (None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names))
 
 
 class Unseen(torch.autograd.Function):

@@ -33,7 +33,7 @@ class Of(nn.Module):
         self.weights = nn.ParameterList([torch.rand(shape) + 0.5 for shape in shapes])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.weights)
+        return self.function(x, *list(self.weights))  # Dynamo of 2.12 unpacks no ParameterList
 
 
 SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {

@@ -149,7 +149,8 @@ def test_what_is_saved_in_addition() -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
     saved = {t.what: t for t in fxgrad.explain(model, torch.randn(5, 3)).totals}["saved for the backward"]
     assert saved.plain.value == saved_by(model, torch.randn(5, 3)) == 16  # the norm
-    assert saved.fxgrad.value == 80  # from which the weight's gradient is pulled back, op by op
+    # From which the weight's gradient is pulled back, op by op; Dynamo of 2.14 writes the norm in three of them.
+    assert saved.fxgrad.value in (80, 144)
 
 
 def test_generic_and_opaque_work_is_not_counted_and_said() -> None:

@@ -34,7 +34,7 @@ class Of(nn.Module):
         self.weights = nn.ParameterList([torch.randn(shape) / shape[-1] for shape in shapes])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.weights)
+        return self.function(x, *list(self.weights))  # Dynamo of 2.12 unpacks no ParameterList
 
 
 def normal(v: Tensor, g: Tensor) -> Tensor:
