@@ -49,6 +49,7 @@ from fxgrad.operators.sums import (
     window_sum,
 )
 from fxgrad.operators.tables import row_norms
+from fxgrad.precision import accumulating
 from fxgrad.terms import Term
 
 
@@ -66,8 +67,8 @@ class SampleGrads:
 
     @property
     def accumulating(self) -> torch.dtype:
-        """The dtype that sums are taken in: float32 for half types."""
-        return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+        """The dtype that norms and sums are taken in."""
+        return accumulating(self.dtype)
 
     def dense(self) -> Tensor:
         """``[n, *shape]``"""

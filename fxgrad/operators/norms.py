@@ -22,6 +22,7 @@ from torch import Tensor
 from fxgrad.operators.convolutions import CACHED, Settings, blocks, conv_rows
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.memory import fresh
+from fxgrad.precision import computable
 
 CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
@@ -291,11 +292,6 @@ def _inside(start: int, step: int, size: int, out: int) -> tuple[slice, slice]:
 @window_norms.register_fake
 def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)
-
-
-def computable(value: Tensor) -> Tensor:
-    """Half types as float32."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _slices(n: int, size: int) -> list[slice]:

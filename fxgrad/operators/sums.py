@@ -13,6 +13,7 @@ from torch import Tensor
 from fxgrad.operators.convolutions import Settings
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.onednn import outer_products
+from fxgrad.precision import accumulating
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 
@@ -70,7 +71,7 @@ def _(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Seque
 
 def small_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]`` of small rows, as ops that fuse with others."""
-    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    kind = accumulating(rows.dtype)
     c = c.to(kind).view(-1, *[1] * (rows.dim() - 1))
     return torch.where(c == 0, 0, rows.to(kind) * c).sum(0)
 
@@ -84,14 +85,14 @@ def rank_one_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
 @torch.library.custom_op("fxgrad::dense_sum", mutates_args=(), tags=ANY_LAYOUT)
 def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]``"""
-    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    kind = accumulating(rows.dtype)
     c = c.to(kind)
     return (c @ without(rows, c).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
 
 
 @dense_sum.register_fake
 def _(rows: Tensor, c: Tensor) -> Tensor:
-    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    kind = accumulating(rows.dtype)
     return rows.new_empty(rows.shape[1:], dtype=kind)
 
 
