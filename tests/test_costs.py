@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 import fxgrad
 from fxgrad.costs import contractions, machines
 from fxgrad.costs.choices import Ways, wishes_of
-from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs, way_of
+from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs
 from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
 from fxgrad.operators.convolutions import Settings
@@ -91,7 +91,7 @@ def test_what_is_chosen_on_the_reference_machine(name: str) -> None:
 def test_one_position_is_rank_one_whatever_the_sizes() -> None:
     for o in (1, 2, 8, 100, 5000):
         for i in (1, 3, 64, 5000):
-            assert way_of(linear(32, 1, o, i)) is Way.RANK_ONE
+            assert Ways().of("w", linear(32, 1, o, i)) is Way.RANK_ONE
 
 
 def test_prices_are_the_pages_expressions() -> None:

@@ -24,7 +24,7 @@ import sympy
 from sympy import Expr, Integer, Rational
 from torch import Tensor
 
-from fxgrad.costs.machines import REFERENCE, Machine
+from fxgrad.costs.machines import Machine
 from fxgrad.terms import Patches, Term
 
 
@@ -350,9 +350,3 @@ def cheapest(prices: Mapping[Way, Cost]) -> Way:
     """The way of least time; of those that noise does not tell apart, the first in the order of `Way`."""
     least = min(price.seconds for price in prices.values())
     return next(way for way in Way if way in prices and prices[way].seconds <= NOISE * least)
-
-
-def way_of(term: Term) -> Way:
-    """The cheapest way to a term's norms and weighted sums, on the reference machine."""
-    found = contraction_of(term)
-    return cheapest(costs(found, REFERENCE, 32))

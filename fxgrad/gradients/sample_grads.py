@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.costs.contractions import Way, hint, way_of
+from fxgrad.costs.contractions import Way, contraction_of, hint
 from fxgrad.gradients.columns import by_columns
 from fxgrad.gradients.parts import (
     Kept,
@@ -121,11 +121,10 @@ class SampleGrads:
     def squared(self) -> Tensor:
         """``Σ_n D_n²``, element by element, ``[*shape]``."""
         parts = merged(self.parts)
-        if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
-            pair = parts[0].product()
-            assert pair is not None
+        pair = _rank_one(parts)
+        if pair is not None:
             g, x = pair
-            return (g.squeeze(1).square().t() @ x.squeeze(1).square()).reshape(self.shape)
+            return (g.square().t() @ x.square()).reshape(self.shape)
         return self._by_columns(parts, "squares").reshape(self.shape)
 
     def variance(self) -> Tensor:
@@ -135,10 +134,9 @@ class SampleGrads:
     def gram(self) -> Tensor:
         """``<D_n, D_m>``, ``[n, n]``."""
         parts = merged(self.parts)
-        if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
-            pair = parts[0].product()
-            assert pair is not None
-            g, x = (side.squeeze(1).to(self.accumulating) for side in pair)
+        pair = _rank_one(parts)
+        if pair is not None:
+            g, x = (side.to(self.accumulating) for side in pair)
             return (g @ g.t()) * (x @ x.t())
         return self._by_columns(parts, "gram")
 
@@ -151,6 +149,19 @@ class SampleGrads:
             parts = [self.dense()]
         dim, seed, key = settings or (0, 0, 0)
         return by_columns(parts, (name, dim, seed, key), self.accumulating)
+
+
+def _rank_one(parts: Sequence[Part]) -> tuple[Tensor, Tensor] | None:
+    """g ``[n, o]`` and x ``[n, i]`` where the gradients are g_n ⊗ x_n; None for others.
+
+    On any machine squares and products of such gradients are cheaper to have from the factors: nothing is chosen.
+    """
+    if len(parts) != 1 or not isinstance(parts[0], Term) or Way.RANK_ONE not in contraction_of(parts[0]).ways:
+        return None
+    pair = parts[0].product()
+    assert pair is not None
+    g, x = pair
+    return g.squeeze(1), x.squeeze(1)
 
 
 def kept(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable
