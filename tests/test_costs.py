@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,6 +166,32 @@ def test_a_machine_is_measured_once_and_kept(elsewhere: Path, monkeypatch: pytes
         monkeypatch.setattr(torch, "get_num_threads", lambda: 96)
         machine_of(CPU)
         assert measured.call_count == 2 and len(json.loads(elsewhere.read_text())) == 2
+
+
+def test_a_busy_machine_is_measured_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By other processes, an hour later, until that was done often enough; the better of each speed stays."""
+    fast, now = replace(FAST, name=machines.entry_of(CPU)), 1e9
+    slow = replace(fast, product=fast.product / 3, cache=2 * fast.cache)
+    with mock.patch.object(machines, "measure", side_effect=[slow, REFERENCE, fast, slow, slow]) as measured:
+
+        def after(hours: float) -> Machine:
+            nonlocal now
+            now += hours * 3601
+            machines._known.clear()
+            with mock.patch.object(time, "time", return_value=now):
+                return machine_of(CPU)
+
+        assert after(0) == after(0.5) == slow and measured.call_count == 1
+        assert after(1) == slow and measured.call_count == 2  # it could not be measured
+        best = replace(fast, cache=slow.cache)
+        assert after(0) == best and measured.call_count == 3
+        assert after(2) == after(2) == after(2) == after(2) == best and measured.call_count == 5
+    with mock.patch.object(machines, "measure", side_effect=AssertionError):
+        held = json.loads(elsewhere.read_text())
+        for entry in held.values():
+            del entry["measured"]  # as somebody would write it
+        elsewhere.write_text(json.dumps(held))
+        assert after(100) == best
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"%s": {"product": 1}}', '{"%s": {"product": "x"}}', "\0"])
