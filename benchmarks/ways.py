@@ -26,6 +26,7 @@ from fxgrad.costs.contractions import Way, contraction_of, costs
 from fxgrad.costs.machines import REFERENCE, Machine, measure
 from fxgrad.gradients.parts import in_full_precision
 from fxgrad.gradients.sample_grads import SampleGrads, kept
+from fxgrad.operators.convolutions import Settings
 from fxgrad.terms import OneHot, Patches, Term
 
 LINEAR = [(32, k, d, d) for d in (64, 256, 1024) for k in (1, 16, 64, 256)]  # n, k, o, i
@@ -56,9 +57,10 @@ def linear(n: int, k: int, o: int, i: int) -> tuple[Sequence[Tensor], Make, tupl
 
 def conv(n: int, channels: int, size: int, groups: int) -> tuple[Sequence[Tensor], Make, tuple[int, ...]]:
     kernel = (channels, channels // groups, 3, 3)
+    settings = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), groups)
 
     def make(g: Tensor, x: Tensor) -> Term:
-        return Term("nko...,nk...i->noi", g, Patches(x, kernel, (1, 1), (1, 1), (1, 1), groups))
+        return Term("nko...,nk...i->noi", g, Patches(x, kernel, settings))
 
     return (torch.randn(n, 1, channels, size, size), torch.randn(n, 1, channels, size, size)), make, kernel
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxgrad.operators.convolutions import Settings
 from fxgrad.operators.kernels import conv_weight_grad, products
 
 
@@ -37,18 +37,7 @@ class Patches:
 
     input: Tensor  # [n, k, channels, *space]
     kernel: tuple[int, ...]  # the weight's own shape
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    transposed: bool = False
-    output_padding: tuple[int, ...] = ()
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """What the native kernels are told, in their order."""
-        extra = self.output_padding or (0,) * len(self.stride)
-        return self.kernel, self.stride, self.padding, self.dilation, self.transposed, extra, self.groups
+    settings: Settings
 
 
 Factor = Tensor | OneHot | Patches

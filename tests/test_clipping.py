@@ -16,6 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxgrad
 from fxgrad.errors import AlreadySet, GraphBreak, NonFinite, OptionError
 from fxgrad.gradients.sample_grads import norms_of
+from fxgrad.operators.convolutions import Settings
 from fxgrad.operators.norms import product_norms, window_gram, window_norms
 from fxgrad.operators.tables import row_norms
 from fxgrad.quantities.clipping import at_most
@@ -107,14 +108,14 @@ def test_the_bound_over_all_scales(seed: int, k: int, a: float, b: float, back: 
 
 def test_the_bound_of_windows_and_rows(device: torch.device) -> None:
     torch.manual_seed(0)
+    kernel, settings = (4, 4, 3, 3), Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     for scale in (1.0, 1e15, 1e-20):
         x, g = (torch.randn(3, 1, 4, 9, 9, device=device) * scale for _ in range(2))
-        patches = Patches(x, (4, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-        exact = Term("nko...,nk...i->noi", g.double(), Patches(x.double(), (4, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1))
+        exact = Term("nko...,nk...i->noi", g.double(), Patches(x.double(), kernel, settings))
         wanted = exact.dense().flatten(1).norm(dim=1)
-        found, bound = norms_of(Term("nko...,nk...i->noi", g, patches))
+        found, bound = norms_of(Term("nko...,nk...i->noi", g, Patches(x, kernel, settings)))
         assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
-        found, bound = window_norms(g, x, *patches.settings, True)
+        found, bound = window_norms(g, x, kernel, settings.numbers(), True)
         assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
         assert bool(((found - wanted).abs() <= 1e-4 * wanted).all())
         ids = torch.randint(5, (3, 20), device=device)
@@ -142,7 +143,8 @@ def test_the_windows_products(space: Any, kernel: Any, stride: Any, padding: Any
     conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(space)]
     windows = conv(x, picks, None, stride, padding, dilation)
     flat = windows.flatten(2)
-    assert close(window_gram(x, windows.shape[2:], kernel, stride, padding, dilation), flat.mT @ flat)
+    settings = Settings(stride, padding, dilation, False, (0,) * len(space), 1)
+    assert close(window_gram(x, windows.shape[2:], kernel, settings), flat.mT @ flat)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])

@@ -15,6 +15,7 @@ import fxgrad
 import fxgrad.gradients.columns
 from fxgrad.gradients.columns import by_columns, product_gram, table_gram
 from fxgrad.gradients.parts import Kept, Part, summed
+from fxgrad.operators.convolutions import Settings
 from fxgrad.operators.signs import signs
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, relative_error
@@ -45,7 +46,7 @@ def table(k: int, padding: int | None = None) -> Term:
 def windows(kernel: tuple[int, ...], groups: int = 1, transposed: bool = False) -> Term:
     g, x = randn(1, 4, 6, 7), randn(1, 4, 6, 7)
     sides = tuple(size // 2 for size in kernel[2:])
-    patches = Patches(x, kernel, (1, 1), sides, (1, 1), groups, transposed)
+    patches = Patches(x, kernel, Settings((1, 1), sides, (1, 1), transposed, (0, 0), groups))
     return Term("nko...,nk...i->noi", g, patches)
 
 

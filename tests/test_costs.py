@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,9 +24,10 @@ from benchmarks.models import MODELS as BENCHMARKS
 from benchmarks.tasks import Training
 from fxgrad.costs import contractions, machines
 from fxgrad.costs.choices import Ways, wishes_of
-from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs, way_of
+from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs
 from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
+from fxgrad.operators.convolutions import Settings
 from fxgrad.samples.symbols import Symbols
 from fxgrad.targets import NewTape
 from fxgrad.terms import OneHot, Patches, Term
@@ -55,7 +56,7 @@ def linear(n: int, k: int, o: int, i: int) -> Term:
 def conv(n: int, channels: int, size: int, kernel: int = 3, groups: int = 1) -> Term:
     x, sides = meta(n, 1, channels, size, size), (kernel // 2,) * 2
     weight = (channels, channels // groups, kernel, kernel)
-    return Term("nko...,nk...i->noi", x, Patches(x, weight, (1, 1), sides, (1, 1), groups))
+    return Term("nko...,nk...i->noi", x, Patches(x, weight, Settings((1, 1), sides, (1, 1), False, (0, 0), groups)))
 
 
 def table(n: int, k: int, v: int, d: int) -> Term:
@@ -92,7 +93,7 @@ def test_what_is_chosen_on_the_reference_machine(name: str) -> None:
 def test_one_position_is_rank_one_whatever_the_sizes() -> None:
     for o in (1, 2, 8, 100, 5000):
         for i in (1, 3, 64, 5000):
-            assert way_of(linear(32, 1, o, i)) is Way.RANK_ONE
+            assert Ways().of("w", linear(32, 1, o, i)) is Way.RANK_ONE
 
 
 def test_prices_are_the_pages_expressions() -> None:
@@ -134,7 +135,7 @@ def test_no_guard_on_a_symbolic_size() -> None:
     b, t = symbols.batch(hint=32), symbols.new("T", 16)
     with symbols.mode:
         term = Term("n...o,n...i->noi", torch.empty(b, t, 1024), torch.empty(b, t, 1024))
-        window = Patches(torch.empty(b, 1, 8, t, t), (8, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+        window = Patches(torch.empty(b, 1, 8, t, t), (8, 8, 3, 3), Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1))
         before = len(symbols.env.guards)
         assert Ways(REFERENCE, batch=32).of("w", term) is Way.GRAM
         assert Ways(REFERENCE, batch=32).of("w", Term("nko...,nk...i->noi", window.input, window))
@@ -167,6 +168,32 @@ def test_a_machine_is_measured_once_and_kept(elsewhere: Path, monkeypatch: pytes
         monkeypatch.setattr(torch, "get_num_threads", lambda: 96)
         machine_of(CPU)
         assert measured.call_count == 2 and len(json.loads(elsewhere.read_text())) == 2
+
+
+def test_a_busy_machine_is_measured_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By other processes, an hour later, until that was done often enough; the better of each speed stays."""
+    fast, now = replace(FAST, name=machines.entry_of(CPU)), 1e9
+    slow = replace(fast, product=fast.product / 3, cache=2 * fast.cache)
+    with mock.patch.object(machines, "measure", side_effect=[slow, REFERENCE, fast, slow, slow]) as measured:
+
+        def after(hours: float) -> Machine:
+            nonlocal now
+            now += hours * 3601
+            machines._known.clear()
+            with mock.patch.object(time, "time", return_value=now):
+                return machine_of(CPU)
+
+        assert after(0) == after(0.5) == slow and measured.call_count == 1
+        assert after(1) == slow and measured.call_count == 2  # it could not be measured
+        best = replace(fast, cache=slow.cache)
+        assert after(0) == best and measured.call_count == 3
+        assert after(2) == after(2) == after(2) == after(2) == best and measured.call_count == 5
+    with mock.patch.object(machines, "measure", side_effect=AssertionError):
+        held = json.loads(elsewhere.read_text())
+        for entry in held.values():
+            del entry["measured"]  # as somebody would write it
+        elsewhere.write_text(json.dumps(held))
+        assert after(100) == best
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"%s": {"product": 1}}', '{"%s": {"product": "x"}}', "\0"])

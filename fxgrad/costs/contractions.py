@@ -24,7 +24,7 @@ import sympy
 from sympy import Expr, Integer, Rational
 from torch import Tensor
 
-from fxgrad.costs.machines import REFERENCE, Machine
+from fxgrad.costs.machines import Machine
 from fxgrad.terms import Patches, Term
 
 
@@ -242,7 +242,7 @@ def contraction_of(term: Term) -> Contraction:
 
 def _windows(g: Tensor, patches: Patches, itemsize: int) -> Contraction:
     x = patches.input
-    met = x if patches.transposed else g  # each of its pixels meets the weights of its window
+    met = x if patches.settings.transposed else g  # each of its pixels meets the weights of its window
     elements, factors = math.prod(patches.kernel), _elements(g) + _elements(x)
     sizes = (
         met.shape[1] * math.prod(met.shape[3:]),
@@ -253,7 +253,7 @@ def _windows(g: Tensor, patches: Patches, itemsize: int) -> Contraction:
         math.prod(patches.kernel[2:]),
         factors,
     )
-    gram = _is_one(g.shape[1]) and not patches.transposed and patches.groups == 1
+    gram = _is_one(g.shape[1]) and not patches.settings.transposed and patches.settings.groups == 1
     return Contraction("windows", sizes, _ways("windows", {Way.GRAM: gram}), factors, elements, itemsize)
 
 
@@ -350,9 +350,3 @@ def cheapest(prices: Mapping[Way, Cost]) -> Way:
     """The way of least time; of those that noise does not tell apart, the first in the order of `Way`."""
     least = min(price.seconds for price in prices.values())
     return next(way for way in Way if way in prices and prices[way].seconds <= NOISE * least)
-
-
-def way_of(term: Term) -> Way:
-    """The cheapest way to a term's norms and weighted sums, on the reference machine."""
-    found = contraction_of(term)
-    return cheapest(costs(found, REFERENCE, 32))

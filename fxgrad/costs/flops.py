@@ -27,7 +27,7 @@ def term_flops(term: Term) -> sympy.Expr:
     for i, factor in enumerate(factors):
         g = factors[1 - i] if len(factors) == 2 else factor
         if isinstance(factor, Patches):  # each element meets the weights of its window
-            met = factor.input if factor.transposed else g
+            met = factor.input if factor.settings.transposed else g
             assert isinstance(met, Tensor)
             return 2 * elements(met) * math.prod(factor.kernel[1:])
         if isinstance(factor, OneHot):

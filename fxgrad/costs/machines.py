@@ -1,4 +1,4 @@
-"""How fast this machine is: seven numbers, measured once and kept, by which the ways of `contractions` are told.
+"""How fast this machine is: seven numbers, measured and kept, by which the ways of `contractions` are told.
 
     product, batched, convolution    flop/s of a product of large matrices, of one product for each sample, and of a
                                      native convolution kernel with the samples as groups
@@ -7,9 +7,10 @@
     call                             calls/s of an operator on next to nothing
 
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
-number of threads and version of PyTorch; what is not in it is measured. ``FXGRAD_MACHINE`` names another file, or is
-``reference``: then the numbers are `REFERENCE`'s, whatever machine this is, and a model is compiled in the same way
-everywhere.
+number of threads and version of PyTorch; what is not in it is measured. The machine may have been busy then, so later
+processes measure again, up to `TIMES` in all, and the fastest counts; an entry without ``measured`` stays as somebody
+wrote it. ``FXGRAD_MACHINE`` names another file, or is ``reference``: then the numbers are `REFERENCE`'s, whatever
+machine this is, and a model is compiled in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.operators.convolutions import conv_rows
+from fxgrad.operators.convolutions import Settings, conv_rows
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import outer_products
 
@@ -46,6 +48,8 @@ class Machine:
     call: float
     name: str = ""
 
+
+RATES = tuple(field.name for field in fields(Machine) if field.name != "name")
 
 REFERENCE = Machine(
     product=90e9,
@@ -83,11 +87,7 @@ def machine_of(device: torch.device) -> Machine:
     path, entry = file(), entry_of(device)
     key = str(path), entry
     if key not in _known:
-        found = _read(path).get(entry)
-        if found is None:
-            found = measure(device, name=entry)
-            _write(path, entry, found)
-        _known[key] = found
+        _known[key] = _kept(path, entry, device)
     return _known[key]
 
 
@@ -107,29 +107,66 @@ def entry_of(device: torch.device) -> str:
     return f"cpu {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def _read(path: Path) -> dict[str, Machine]:
+TIMES = 4  # that a machine is measured: what is compiled for it changes no more after that
+APART = 3600.0  # seconds between two of them, at least
+
+
+class Entry(NamedTuple):
+    """What the file holds of one machine."""
+
+    machine: Machine
+    measured: Sequence[float]  # when, in seconds since 1970; none where somebody wrote the numbers
+
+    def may_be_slow(self) -> bool:
+        """Whether it is worth measuring again."""
+        return 0 < len(self.measured) < TIMES and time.time() - self.measured[-1] > APART
+
+
+def _kept(path: Path, entry: str, device: torch.device) -> Machine:
+    """The machine of the file, after another measurement where one is due."""
+    found = _read(path).get(entry)
+    if found is not None and not found.may_be_slow():
+        return found.machine
+    machine = measure(device, name=entry)
+    if machine is REFERENCE:  # it could not be measured
+        return found.machine if found is not None else machine
+    earlier: Sequence[float] = []
+    if found is not None:
+        machine, earlier = _faster(machine, found.machine), found.measured
+    _write(path, entry, Entry(machine, [*earlier, time.time()]))
+    return machine
+
+
+def _faster(one: Machine, other: Machine) -> Machine:
+    """The better of each speed."""
+    return replace(one, **{rate: max(getattr(one, rate), getattr(other, rate)) for rate in RATES})
+
+
+def _read(path: Path) -> dict[str, Entry]:
     """What the file holds; nothing where it cannot be read or is not ours."""
-    names = {field.name for field in fields(Machine)} - {"name"}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {
-            entry: Machine(**{key: float(rates[key]) for key in names}, name=entry)
-            for entry, rates in found.items()
-            if names <= rates.keys() and all(float(rates[key]) > 0 for key in names)
+            entry: Entry(
+                Machine(**{rate: float(held[rate]) for rate in RATES}, name=entry),
+                [float(moment) for moment in held.get("measured", [])],
+            )
+            for entry, held in found.items()
+            if held.keys() >= set(RATES) and all(float(held[rate]) > 0 for rate in RATES)
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _write(path: Path, entry: str, machine: Machine) -> None:
-    """Add an entry; what cannot be written is measured again by the next process."""
-    found = {**_read(path), entry: machine}
-    rates = {one: {key: rate for key, rate in asdict(of).items() if key != "name"} for one, of in found.items()}
+def _write(path: Path, entry: str, found: Entry) -> None:
+    """Add an entry, or replace it; what cannot be written is measured again by the next process."""
+    entries = {**_read(path), entry: found}
+    held = {name: {**asdict(of.machine), "measured": of.measured} for name, of in entries.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, own = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(rates, stream, indent=1, sort_keys=True)
+            json.dump(held, stream, indent=1, sort_keys=True)
         os.replace(own, path)  # another process sees the old file or the new one, never half of it
     except OSError:
         pass
@@ -176,11 +213,11 @@ def _probes(device: torch.device) -> dict[str, Probe]:
         """Memory that is asked for and written once."""
         return fresh(row, (64, 512, 512)).fill_(0)
 
-    settings = (1, 1), (1, 1), (1, 1), False, (0, 0), 1
+    settings = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     return {
         "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
-        "convolution": (lambda: conv_rows(pixels, pixels, kernel, *settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
+        "convolution": (lambda: conv_rows(pixels, pixels, kernel, settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
         "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
         "fresh": (anew, 1, 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),

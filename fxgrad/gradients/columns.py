@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxgrad.costs.contractions import hint
 from fxgrad.gradients.parts import Part, dense_of
-from fxgrad.operators.convolutions import blocks, conv_rows
+from fxgrad.operators.convolutions import Settings, blocks, conv_rows
 from fxgrad.operators.norms import as_vectors
 from fxgrad.operators.signs import times_signs
 from fxgrad.operators.sums import SMALL
@@ -27,6 +27,7 @@ from fxgrad.terms import Term
 
 ELEMENTS = 1 << 20  # elements of gradients that are multiplied out together
 Lines = slice | Tensor
+Reader = Callable[[Lines], Tensor]  # some lines of a part, [n, lines * width]
 What = tuple[str, int, int, int]  # what is made: its name, and of a projection dim, seed and key
 
 
@@ -75,9 +76,10 @@ def _source(part: Part) -> Source:
             rows, g = table
             padding = -1 if rows.padding_idx is None else rows.padding_idx
             return Source("table", (rows.ids, g), (rows.classes, padding), g.shape[2])
-        if windows is not None and not windows[1].transposed and windows[1].groups == 1:
+        if windows is not None and not (windows[1].settings.transposed or windows[1].settings.groups > 1):
             g, patches = windows
-            settings = (len(patches.stride), *patches.kernel, *patches.stride, *patches.padding, *patches.dilation)
+            numbers = patches.settings.numbers()
+            settings = (len(patches.kernel), *patches.kernel, len(numbers), *numbers)
             return Source("windows", (g, patches.input), settings, math.prod(patches.kernel[1:]))
     return Source("rows", (dense_of(part),), (), 0)
 
@@ -168,7 +170,7 @@ _OF_ROWS: dict[str, Callable[[Tensor], Tensor]] = {"squares": _squares, "varianc
 
 def _readers(
     tensors: Sequence[Tensor], kinds: Sequence[str], settings: list[int], width: int
-) -> Iterator[Callable[[Lines], Tensor]]:
+) -> Iterator[Reader]:
     """For each part: some lines -> ``[n, lines * width]``."""
     left = list(tensors)
     for kind in kinds:
@@ -181,22 +183,28 @@ def _readers(
             yield _reader_of_table(first, left.pop(0), settings[1])
             del settings[:2]
         else:
-            spatial = settings.pop(0)
-            sizes = [settings[: spatial + 2], *(settings[2 + i * spatial :][:spatial] for i in (1, 2, 3))]
-            del settings[: 4 * spatial + 2]
-            yield _reader_of_windows(first, left.pop(0), sizes)
+            kernel, numbers = _next_list(settings), _next_list(settings)
+            yield _reader_of_windows(first, left.pop(0), kernel, Settings.of(numbers))
 
 
-def _reader_of_rows(rows: Tensor, width: int) -> Callable[[Lines], Tensor]:
+def _next_list(settings: list[int]) -> list[int]:
+    """Take a list from the front, before which its length stands."""
+    end = settings[0] + 1
+    found = settings[1:end]
+    del settings[:end]
+    return found
+
+
+def _reader_of_rows(rows: Tensor, width: int) -> Reader:
     lines = rows.reshape(rows.shape[0], -1, width)
     return lambda chosen: lines[:, chosen].flatten(1)
 
 
-def _reader_of_product(g: Tensor, x: Tensor) -> Callable[[Lines], Tensor]:
+def _reader_of_product(g: Tensor, x: Tensor) -> Reader:
     return lambda chosen: (g[:, :, chosen].mT @ x).flatten(1)
 
 
-def _reader_of_table(ids: Tensor, g: Tensor, padding: int) -> Callable[[Lines], Tensor]:
+def _reader_of_table(ids: Tensor, g: Tensor, padding: int) -> Reader:
     def read(chosen: Lines) -> Tensor:
         whole = chosen if isinstance(chosen, Tensor) else torch.arange(chosen.start, chosen.stop, device=ids.device)
         place = torch.searchsorted(whole, ids).clamp(max=len(whole) - 1)
@@ -207,15 +215,12 @@ def _reader_of_table(ids: Tensor, g: Tensor, padding: int) -> Callable[[Lines], 
     return read
 
 
-def _reader_of_windows(g: Tensor, input: Tensor, sizes: Sequence[Sequence[int]]) -> Callable[[Lines], Tensor]:
-    kernel, stride, padding, dilation = sizes
-    settings = (stride, padding, dilation, False, (0,) * len(stride), 1)
-
+def _reader_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> Reader:
     def read(chosen: Lines) -> Tensor:
         own = g[:, :, chosen]
         out = g.new_empty(len(g), own.shape[2], *kernel[1:])
         for rows in blocks(own, input, out.shape[1:]):
-            conv_rows(own[rows], input[rows], out.shape[1:], *settings, out[rows])
+            conv_rows(own[rows], input[rows], out.shape[1:], settings, out[rows])
         return out.flatten(1)
 
     return read

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.gradients.rounding import rounding_of_term
+from fxgrad.precision import HALF, computable
 from fxgrad.terms import Factor, OneHot, Patches, Term
 
 
@@ -50,7 +51,6 @@ class Virtual:
 
 
 Part = Term | Tensor | Kept | Virtual
-HALF = (torch.float16, torch.bfloat16)
 
 
 def dense_of(part: Part, wide: bool = False) -> Tensor:
@@ -112,8 +112,8 @@ def in_full_precision(part: Part) -> Part:
     if isinstance(part, Term):
         return term_as(part, torch.float32, HALF)
     if isinstance(part, Kept):
-        return replace(part, rows=part.rows.float()) if part.rows.dtype in HALF else part
-    return part.float() if isinstance(part, Tensor) and part.dtype in HALF else part
+        return replace(part, rows=computable(part.rows))
+    return computable(part) if isinstance(part, Tensor) else part
 
 
 def term_as(term: Term, to: torch.dtype, of: Sequence[torch.dtype]) -> Term:

@@ -28,7 +28,7 @@ def rounding_of_term(term: Term) -> Tensor:
         return gamma(hint(rows.ids.shape[1]), g.dtype) * lengths.sum(1)
     if windows is not None:
         g, patches = windows
-        steps = patches.input if patches.transposed else g
+        steps = patches.input if patches.settings.transposed else g
         positions = hint(steps.shape[1]) * math.prod(hint(size) for size in steps.shape[3:])
         return window_rounding(g, patches.input, positions, math.prod(patches.kernel[2:]))
     factors = [factor for factor in term.factors if isinstance(factor, Tensor)]

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.costs.contractions import Way, hint, way_of
+from fxgrad.costs.contractions import Way, contraction_of, hint
 from fxgrad.gradients.columns import by_columns
 from fxgrad.gradients.parts import (
     Kept,
@@ -50,6 +49,7 @@ from fxgrad.operators.sums import (
     window_sum,
 )
 from fxgrad.operators.tables import row_norms
+from fxgrad.precision import accumulating
 from fxgrad.terms import Term
 
 
@@ -67,8 +67,8 @@ class SampleGrads:
 
     @property
     def accumulating(self) -> torch.dtype:
-        """The dtype that sums are taken in: float32 for half types."""
-        return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+        """The dtype that norms and sums are taken in."""
+        return accumulating(self.dtype)
 
     def dense(self) -> Tensor:
         """``[n, *shape]``"""
@@ -121,11 +121,10 @@ class SampleGrads:
     def squared(self) -> Tensor:
         """``Σ_n D_n²``, element by element, ``[*shape]``."""
         parts = merged(self.parts)
-        if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
-            pair = parts[0].product()
-            assert pair is not None
+        pair = _rank_one(parts)
+        if pair is not None:
             g, x = pair
-            return (g.squeeze(1).square().t() @ x.squeeze(1).square()).reshape(self.shape)
+            return (g.square().t() @ x.square()).reshape(self.shape)
         return self._by_columns(parts, "squares").reshape(self.shape)
 
     def variance(self) -> Tensor:
@@ -135,10 +134,9 @@ class SampleGrads:
     def gram(self) -> Tensor:
         """``<D_n, D_m>``, ``[n, n]``."""
         parts = merged(self.parts)
-        if len(parts) == 1 and isinstance(parts[0], Term) and way_of(parts[0]) is Way.RANK_ONE:
-            pair = parts[0].product()
-            assert pair is not None
-            g, x = (side.squeeze(1).to(self.accumulating) for side in pair)
+        pair = _rank_one(parts)
+        if pair is not None:
+            g, x = (side.to(self.accumulating) for side in pair)
             return (g @ g.t()) * (x @ x.t())
         return self._by_columns(parts, "gram")
 
@@ -151,6 +149,19 @@ class SampleGrads:
             parts = [self.dense()]
         dim, seed, key = settings or (0, 0, 0)
         return by_columns(parts, (name, dim, seed, key), self.accumulating)
+
+
+def _rank_one(parts: Sequence[Part]) -> tuple[Tensor, Tensor] | None:
+    """g ``[n, o]`` and x ``[n, i]`` where the gradients are g_n ⊗ x_n; None for others.
+
+    On any machine squares and products of such gradients are cheaper to have from the factors: nothing is chosen.
+    """
+    if len(parts) != 1 or not isinstance(parts[0], Term) or Way.RANK_ONE not in contraction_of(parts[0]).ways:
+        return None
+    pair = parts[0].product()
+    assert pair is not None
+    g, x = pair
+    return g.squeeze(1), x.squeeze(1)
 
 
 def kept(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable
@@ -170,7 +181,7 @@ def _multiplied_out(term: Term) -> Kept:
     else:
         assert windows is not None
         g, patches = windows
-        rows, found = window_rows(g, patches.input, *patches.settings)
+        rows, found = window_rows(g, patches.input, patches.kernel, patches.settings.numbers())
     rows = rows if term.shape is None else rows.reshape(rows.shape[0], *term.shape)
     return Kept(rows, found[1] - found[0], found)
 
@@ -197,7 +208,8 @@ def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa
         return found
     if windows is not None:
         g, patches = windows
-        found = window_norms(g, patches.input, *patches.settings, ways.of(name, part, waits=True) is Way.GRAM)
+        gram = ways.of(name, part, waits=True) is Way.GRAM
+        found = window_norms(g, patches.input, patches.kernel, patches.settings.numbers(), gram)
         return found
     return bounded(part.dense(), rounding(part))
 
@@ -241,7 +253,7 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
         return rows_sum(rows.ids, g, c, rows.classes, rows.padding_idx)
     if windows is not None:
         g, patches = windows
-        found = window_sum(g, patches.input, c, *patches.settings)
+        found = window_sum(g, patches.input, c, patches.kernel, patches.settings.numbers())
         return found
     return _dense_sum(part.dense(), c)
 
@@ -251,10 +263,6 @@ def _dense_sum(rows: Tensor, c: Tensor) -> Tensor:
         return small_sum(rows, c)
     found: Tensor = dense_sum(rows, c)
     return found
-
-
-_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def _dot(part: Part, vector: Tensor) -> Tensor:
@@ -276,13 +284,7 @@ def _dot(part: Part, vector: Tensor) -> Tensor:
         return (g * read).sum((1, 2))
     if windows is not None:
         g, patches = windows
-        spatial = len(patches.stride)
-        settings = (patches.stride, patches.padding)
         x, vector = patches.input.flatten(0, 1).to(vector.dtype), vector.reshape(patches.kernel)
-        if patches.transposed:
-            extra = patches.output_padding or (0,) * spatial
-            y = _TRANSPOSED[spatial](x, vector, None, *settings, extra, patches.groups, patches.dilation)
-        else:
-            y = _CONVOLUTIONS[spatial](x, vector, None, *settings, patches.dilation, patches.groups)
+        y = torch.convolution(x, vector, None, *patches.settings)
         return (g.flatten(0, 1) * y).view(g.shape[0], -1).sum(1)
     return as_vectors(part.dense() * vector).sum(1)

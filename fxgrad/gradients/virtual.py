@@ -21,6 +21,7 @@ from fxgrad.gradients.parts import Kept, Part, Virtual, dense_of, rounding, shap
 from fxgrad.gradients.pieces import Back, cut, traced
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.operators.norms import as_vectors, bounded, frobenius
+from fxgrad.precision import accumulating
 from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
 
@@ -137,8 +138,8 @@ def _dtype(values: Sequence[Any], rows: Tensor) -> torch.dtype:
 def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
     """The gradients of u."""
     like = next(values[slot] for slot in strategy.use.wrt)
-    dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
-    return SampleGrads(strategy.use.op, shape_of(parts[0]), dtype, n, like, list(parts), replace(ways, wishes={}))
+    shape, dtype = shape_of(parts[0]), accumulating(like.dtype)
+    return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(ways, wishes={}))
 
 
 def _moved(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) -> Part | None:

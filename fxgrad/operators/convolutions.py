@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,28 @@ MOST = 64  # samples in a block
 FEW_POSITIONS = 64  # up to which multiplying windows beats the native kernel
 FEW_COLUMNS = 64  # of a window, likewise
 
-Settings = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]  # stride, padding, dilation, ..
+
+class Settings(NamedTuple):
+    """What a convolution is told beside its kernel's shape, in the order of PyTorch's own operators."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    def numbers(self) -> list[int]:
+        """The settings as one argument of an operator, which takes lists and no tuples of lists."""
+        stride, padding, dilation, transposed, output_padding, groups = self
+        return [*stride, *padding, *dilation, *output_padding, int(transposed), groups]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Settings:
+        """`numbers`, read again."""
+        d = len(numbers) // 4
+        stride, padding, dilation, output_padding = (numbers[i * d : (i + 1) * d] for i in range(4))
+        return cls(stride, padding, dilation, bool(numbers[-2]), output_padding, numbers[-1])
 
 
 def blocks(g: Tensor, input: Tensor, kernel: Sequence[int]) -> list[slice]:
@@ -36,25 +58,14 @@ def blocks(g: Tensor, input: Tensor, kernel: Sequence[int]) -> list[slice]:
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
-def conv_rows(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    out: Tensor,
-) -> None:
+def conv_rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
     """``[n, *kernel]`` into ``out``, from g ``[n, k, out, *space]`` and input ``[n, k, in, *space]``."""
-    if g.device.type == "cpu" and groups == 1 and not transposed:
+    if g.device.type == "cpu" and settings.groups == 1 and not settings.transposed:
         positions, columns = g.shape[1] * math.prod(g.shape[3:]), math.prod(kernel[1:])
         if positions <= FEW_POSITIONS or columns <= FEW_COLUMNS:
-            _by_windows(g, input, kernel, stride, padding, dilation, out)
+            _by_windows(g, input, kernel, settings, out)
             return
-    _by_groups(g, input, kernel, (stride, padding, dilation, transposed, output_padding, groups), out)
+    _by_groups(g, input, kernel, settings, out)
 
 
 def _by_groups(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
@@ -66,21 +77,13 @@ def _by_groups(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settin
     out.copy_(found.view(n, *kernel))
 
 
-def _by_windows(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    out: Tensor,
-) -> None:
+def _by_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
     """D_n = Σ_k g_nk ⊗ window_nk"""
     n, k, channels = input.shape[:3]
-    padded = F.pad(input, [side for p in reversed(padding) for side in (p, p)]).contiguous()
+    padded = F.pad(input, [side for p in reversed(settings.padding) for side in (p, p)]).contiguous()
     own = padded.stride()[3:]
-    inside = [step * d for step, d in zip(own, dilation, strict=True)]
-    along = [step * s for step, s in zip(own, stride, strict=True)]
+    inside = [step * d for step, d in zip(own, settings.dilation, strict=True)]
+    along = [step * s for step, s in zip(own, settings.stride, strict=True)]
     shape = (n, k, *g.shape[3:], channels, *kernel[2:])
     windows = padded.as_strided(shape, (*padded.stride()[:2], *along, padded.stride(2), *inside))
     # Copied with the positions last: so it is written in the order in which most of it lies in memory.

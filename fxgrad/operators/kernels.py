@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fxgrad.operators.convolutions import blocks, conv_rows
+from fxgrad.operators.convolutions import Settings, blocks, conv_rows
 from fxgrad.operators.memory import fresh
 
 if TYPE_CHECKING:
@@ -47,39 +47,19 @@ def _(g: Tensor, x: Tensor) -> Tensor:
 
 def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
     """``[n, *weight.shape]`` from g ``[n, k, out, *space]`` and the windows of the input."""
-    grad: Tensor = _conv_weight_grad(g, patches.input, *patches.settings)
+    grad: Tensor = _conv_weight_grad(g, patches.input, patches.kernel, patches.settings.numbers())
     return grad
 
 
 @torch.library.custom_op("fxgrad::conv_weight_grad", mutates_args=(), tags=ANY_LAYOUT)
-def _conv_weight_grad(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _conv_weight_grad(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     out = fresh(g, (len(g), *kernel))
-    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    settings = Settings.of(numbers)
     for rows in blocks(g, input, kernel):
-        conv_rows(g[rows], input[rows], kernel, *settings, out[rows])
+        conv_rows(g[rows], input[rows], kernel, settings, out[rows])
     return out
 
 
 @_conv_weight_grad.register_fake
-def _(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     return g.new_empty(g.shape[0], *kernel)

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxgrad.operators.convolutions import CACHED, blocks, conv_rows
+from fxgrad.operators.convolutions import CACHED, Settings, blocks, conv_rows
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.memory import fresh
+from fxgrad.precision import computable
 
 CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
@@ -204,40 +205,20 @@ def _carefully(g: Tensor, x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("fxgrad::window_rows", mutates_args=(), tags=ANY_LAYOUT)
-def window_rows(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """A convolution's per-sample weight gradients, with their norms and bounds."""
     out = fresh(g, (len(g), *kernel))
     found = torch.empty(2, len(g), dtype=torch.float64, device=g.device)
-    settings = (stride, padding, dilation, transposed, output_padding, groups)
-    of = _terms_of_windows(g, input, kernel, transposed)
+    settings = Settings.of(numbers)
+    of = _terms_of_windows(g, input, kernel, settings.transposed)
     for rows in blocks(g, input, kernel):
-        conv_rows(g[rows], input[rows], kernel, *settings, out[rows])
+        conv_rows(g[rows], input[rows], kernel, settings, out[rows])
         found[:, rows] = measured(out[rows], window_rounding(g[rows], input[rows], *of, quick_frobenius))
     return out, found
 
 
 @window_rows.register_fake
-def _(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
     return g.new_empty(g.shape[0], *kernel), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
@@ -248,26 +229,15 @@ def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], transpose
 
 
 @torch.library.custom_op("fxgrad::window_norms", mutates_args=(), tags=ANY_LAYOUT)
-def window_norms(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    gram: bool,
-) -> Tensor:
+def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
     """The norms of a convolution's per-sample weight gradients, and their bounds."""
     g, input = computable(g), computable(input)
-    settings = (stride, padding, dilation, transposed, output_padding, groups)
-    positions, copies = _terms_of_windows(g, input, kernel, transposed)
+    settings = Settings.of(numbers)
+    positions, copies = _terms_of_windows(g, input, kernel, settings.transposed)
 
     def of(g: Tensor, input: Tensor) -> Tensor:
         grads = g.new_empty(len(g), *kernel)
-        conv_rows(g, input, kernel, *settings, grads)
+        conv_rows(g, input, kernel, settings, grads)
         return measured(grads, window_rounding(g, input, positions, copies, quick_frobenius))
 
     def carefully(row: int) -> Tensor:
@@ -278,7 +248,7 @@ def window_norms(
 
     def by_gram(rows: slice) -> Tensor:
         by_g = _pixels(g[rows]).mT @ _pixels(g[rows])
-        by_x = window_gram(input[rows].flatten(0, 1), g.shape[3:], kernel[2:], stride, padding, dilation)
+        by_x = window_gram(input[rows].flatten(0, 1), g.shape[3:], kernel[2:], settings)
         return _from_squares(*_met(by_g, by_x, g.shape[2], input.shape[2] * copies))
 
     pixels, windows = math.prod(input.shape[3:]), math.prod(g.shape[3:])
@@ -291,14 +261,7 @@ def _pixels(rows: Tensor) -> Tensor:
     return rows.flatten(0, 1).flatten(2)
 
 
-def window_gram(
-    input: Tensor,
-    out: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
+def window_gram(input: Tensor, out: Sequence[int], kernel: Sequence[int], settings: Settings) -> Tensor:
     """The products of all windows of ``[n, channels, *space]`` with each other: ``[n, windows, windows]``.
 
     ``<patch_k, patch_l> = Σ_shift <pixel_(k + shift), pixel_(l + shift)>``: the pixels' Gram matrix, added up over
@@ -307,6 +270,7 @@ def window_gram(
     sizes = tuple(input.shape[2:])
     flat = input.flatten(2)
     pixels = (flat.mT @ flat).view(len(input), *sizes, *sizes)
+    stride, padding, dilation, *_ = settings
     total = pixels.new_zeros(len(input), *out, *out)
     for shift in itertools.product(*(range(size) for size in kernel)):
         cuts = [
@@ -326,24 +290,8 @@ def _inside(start: int, step: int, size: int, out: int) -> tuple[slice, slice]:
 
 
 @window_norms.register_fake
-def _(
-    g: Tensor,
-    input: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    gram: bool,
-) -> Tensor:
+def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)
-
-
-def computable(value: Tensor) -> Tensor:
-    """Half types as float32."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _slices(n: int, size: int) -> list[slice]:

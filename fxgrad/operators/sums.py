@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxgrad.operators.convolutions import Settings
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.onednn import outer_products
+from fxgrad.precision import accumulating
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 
@@ -50,18 +52,7 @@ def _(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("fxgrad::window_sum", mutates_args=(), tags=ANY_LAYOUT)
-def window_sum(
-    g: Tensor,
-    input: Tensor,
-    c: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """A convolution's weight gradient with every sample's part weighted."""
     c = c.to(g.dtype)
     if g.numel() <= input.numel():
@@ -69,30 +60,18 @@ def window_sum(
     else:
         g, input = without(g, c), weighted(input, c)
     operands = (g.flatten(0, 1), input.flatten(0, 1), g.new_empty(()).expand(tuple(kernel)), None)
-    settings = (stride, padding, dilation, transposed, output_padding, groups)
-    grad: Tensor = torch.ops.aten.convolution_backward(*operands, *settings, (False, True, False))[1]
+    grad: Tensor = torch.ops.aten.convolution_backward(*operands, *Settings.of(numbers), (False, True, False))[1]
     return grad.contiguous()
 
 
 @window_sum.register_fake
-def _(
-    g: Tensor,
-    input: Tensor,
-    c: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     return g.new_empty(*kernel)
 
 
 def small_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]`` of small rows, as ops that fuse with others."""
-    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    kind = accumulating(rows.dtype)
     c = c.to(kind).view(-1, *[1] * (rows.dim() - 1))
     return torch.where(c == 0, 0, rows.to(kind) * c).sum(0)
 
@@ -106,14 +85,14 @@ def rank_one_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
 @torch.library.custom_op("fxgrad::dense_sum", mutates_args=(), tags=ANY_LAYOUT)
 def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]``"""
-    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    kind = accumulating(rows.dtype)
     c = c.to(kind)
     return (c @ without(rows, c).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
 
 
 @dense_sum.register_fake
 def _(rows: Tensor, c: Tensor) -> Tensor:
-    kind = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    kind = accumulating(rows.dtype)
     return rows.new_empty(rows.shape[1:], dtype=kind)
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.kernels import ANY_LAYOUT
-from fxgrad.operators.norms import CHAIN, computable, gamma, quick_frobenius
+from fxgrad.operators.norms import CHAIN, gamma, quick_frobenius
+from fxgrad.precision import computable
 
 
 @torch.library.custom_op("fxgrad::row_norms", mutates_args=(), tags=ANY_LAYOUT)

@@ -85,11 +85,6 @@ class Quantity(ABC):
         return type(self).__name__
 
 
-def accumulating(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of norms: float32 for half types, else the parameter's own."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def first(parameters: Mapping[str, Tensor]) -> Tensor:
     """The parameter whose dtype and device results of the whole model have."""
     return next(iter(parameters.values()))

@@ -12,7 +12,8 @@ from torch import Tensor
 from fxgrad.errors import NonFinite, OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.operators.norms import root_sum_squares
-from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity, accumulating, first
+from fxgrad.precision import accumulating
+from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity, first
 
 Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
 Groups = Literal["flat", "per_parameter"] | Sequence[Sequence[str]]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fxgrad.errors import OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.quantities.base import RESULT, Delivery, Quantity, accumulating, first
+from fxgrad.precision import accumulating
+from fxgrad.quantities.base import RESULT, Delivery, Quantity, first
 
 
 @dataclass(frozen=True)

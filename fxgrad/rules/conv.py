@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fxgrad.operators.convolutions import Settings
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Patches, Term
 
@@ -23,7 +24,8 @@ def conv(g, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)
     if padding == "same":
         input, padding = _pad_same(input, weight.shape[2:], dilation)
     padding = (0,) * spatial if padding == "valid" else _each(padding, spatial)
-    patches = Patches(input, tuple(weight.shape), stride, padding, dilation, groups)
+    settings = Settings(stride, padding, dilation, False, (0,) * spatial, groups)
+    patches = Patches(input, tuple(weight.shape), settings)
     return {"weight": Term("nko...,nk...i->noi", g, patches), "bias": Term("nko...->no", g)}
 
 
@@ -51,5 +53,5 @@ def conv_transpose(
     stride, padding, dilation, extra = (
         _each(value, spatial) for value in (stride, padding, dilation, output_padding)
     )
-    patches = Patches(input, tuple(weight.shape), stride, padding, dilation, groups, True, extra)
+    patches = Patches(input, tuple(weight.shape), Settings(stride, padding, dilation, True, extra, groups))
     return {"weight": Term("nko...,nk...i->noi", g, patches), "bias": Term("nko...->no", g)}

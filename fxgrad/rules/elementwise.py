@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxgrad.rules.reduce import sum_dims, summed_to, wide
+from fxgrad.precision import computable
+from fxgrad.rules.reduce import sum_dims, summed_to
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 from fxgrad.uses import Slot
@@ -21,7 +22,7 @@ from fxgrad.uses import Slot
 def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Term | Tensor]:
     """dw_n = Σ over broadcast positions of g_n · ∂f/∂w"""
     n, ndim = g.shape[0], g.dim() - 1
-    values = [wide(value) if isinstance(value, Tensor) else value for value in values]
+    values = [computable(value) if isinstance(value, Tensor) else value for value in values]
     copies = list(values)
     for slot, value in enumerate(values):
         if slot in use.wrt:
@@ -48,7 +49,7 @@ def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Term | Tens
 @rule(F.prelu, of=("input", "weight"), batched=("input",), shared=True)
 def prelu(g, input, weight):
     """y = max(x, 0) + w min(x, 0)      dw_n = Σ_k g_nk min(x_nk, 0), per channel (dim 1)      dx_n = g_n y′(x)"""
-    grad = wide(g) * wide(input).clamp(max=0)
+    grad = computable(g) * computable(input).clamp(max=0)
     alone = weight.numel() == 1
     slope = weight if alone else weight.view(-1, *[1] * (g.dim() - 3))
     dims = [dim for dim in range(1, grad.dim()) if alone or dim != 2]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fxgrad.rules.reduce import sum_positions, wide
+from fxgrad.precision import computable
+from fxgrad.rules.reduce import sum_positions
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 
@@ -18,21 +19,21 @@ from fxgrad.terms import Term
 )
 def layer_norm(g, input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y = x̂ ⊙ w + b      dw_n = Σ_k g_nk ⊙ x̂_nk      db_n = Σ_k g_nk"""
-    x_hat = F.layer_norm(wide(input), normalized_shape, eps=eps)
+    x_hat = F.layer_norm(computable(input), normalized_shape, eps=eps)
     keep = len(normalized_shape)
-    return {"weight": sum_positions(wide(g) * x_hat, keep), "bias": sum_positions(g, keep)}
+    return {"weight": sum_positions(computable(g) * x_hat, keep), "bias": sum_positions(g, keep)}
 
 
 @rule(F.rms_norm, of=("weight",), batched=("input",))
 def rms_norm(g, input, normalized_shape, weight=None, eps=None):
     """y = x̂ ⊙ w          dw_n = Σ_k g_nk ⊙ x̂_nk"""
-    x_hat = F.rms_norm(wide(input), normalized_shape, eps=eps)
-    return {"weight": sum_positions(wide(g) * x_hat, len(normalized_shape))}
+    x_hat = F.rms_norm(computable(input), normalized_shape, eps=eps)
+    return {"weight": sum_positions(computable(g) * x_hat, len(normalized_shape))}
 
 
 def _per_channel(g, x_hat):
     """Σ over positions of ``[n, k, channels, *space]``."""
-    return {"weight": Term("nkc...->nc", wide(g) * x_hat), "bias": Term("nkc...->nc", g)}
+    return {"weight": Term("nkc...->nc", computable(g) * x_hat), "bias": Term("nkc...->nc", g)}
 
 
 @rule(
@@ -43,7 +44,7 @@ def _per_channel(g, x_hat):
 )
 def group_norm(g, input, num_groups, weight=None, bias=None, eps=1e-5):
     """y = x̂ ⊙ w + b, x̂ normalised over groups of channels"""
-    rows = F.group_norm(wide(input).flatten(0, 1), num_groups, eps=eps)
+    rows = F.group_norm(computable(input).flatten(0, 1), num_groups, eps=eps)
     return _per_channel(g, rows.view_as(input))
 
 
@@ -59,7 +60,7 @@ def instance_norm(
     """y = x̂ ⊙ w + b, x̂ normalised over each channel's positions"""
     if not use_input_stats:
         return _per_channel(g, _standardised(input, running_mean, running_var, eps))
-    rows = F.instance_norm(wide(input).flatten(0, 1), eps=eps)
+    rows = F.instance_norm(computable(input).flatten(0, 1), eps=eps)
     return _per_channel(g, rows.view_as(input))
 
 
@@ -80,4 +81,4 @@ def batch_norm(g, input, running_mean=None, running_var=None, weight=None, bias=
 
 def _standardised(input, mean, var, eps):
     shape = (-1, *[1] * (input.dim() - 3))
-    return (wide(input) - mean.view(shape)) * torch.rsqrt(var.view(shape) + eps)
+    return (computable(input) - mean.view(shape)) * torch.rsqrt(var.view(shape) + eps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fxgrad.terms import Term
@@ -50,8 +49,3 @@ def sum_positions(grad: Tensor, keep: int) -> Term:
     """``[n, k.., *shape] -> [n, *shape]`` where shape has ``keep`` dims."""
     kept = "abcdefgh"[:keep]
     return Term(f"n...{kept}->n{kept}", grad)
-
-
-def wide(value: Tensor) -> Tensor:
-    """Half types as float32, in which their products are exact."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,0 +1,21 @@
+"""Half types hold too few digits to compute gradients in: everything about them is computed in float32.
+
+The products of two numbers of a half type are exact in float32; what is delivered is cast back at the very end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that norms and sums are taken in: float32 for half types, the dtype itself for others."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def computable(value: Tensor) -> Tensor:
+    """Half types as float32; others as they are."""
+    return value.float() if value.dtype in HALF else value
