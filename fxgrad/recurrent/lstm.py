@@ -14,16 +14,16 @@ def forward(
     gates: Tensor,
     hs: Tensor,
     cells: Tensor,
-    w: Tensor,
+    w_hh: Tensor,
     w_hr: Tensor | None,
     mask: Tensor | None,
     reverse: bool,
 ) -> Tensor:
     """Turns ``gates`` from projections of the input into i, f, n, o; returns o tanh(c) before the projection R."""
     if w_hr is None and lstm_kernel.applies(gates):
-        lstm_kernel.forward(gates, hs, cells, w, mask, reverse)
+        lstm_kernel.forward(gates, hs, cells, w_hh, mask, reverse)
         return gates.new_empty(0)
-    hidden = cells.shape[-1]
+    hidden, w = cells.shape[-1], w_hh.t().contiguous()
     h, c, all_gates = hs.unbind(0), cells.unbind(0), gates.unbind(0)
     i_and_f = gates[..., : 2 * hidden].unbind(0)
     i, f, n, o = (part.unbind(0) for part in gates.chunk(4, -1))

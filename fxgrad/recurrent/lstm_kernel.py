@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.memory import fresh
+from fxgrad.operators.onednn import times
 from fxgrad.recurrent.walk import last, steps
 
 PARALLEL = 1 << 14  # gates of a step from which a second thread gains more than it costs
@@ -64,11 +65,12 @@ def _addresses(value: Tensor | None, length: int) -> list[int]:
 def forward(gates: Tensor, hs: Tensor, cells: Tensor, w: Tensor, mask: Tensor | None, reverse: bool) -> None:
     """Turns ``gates`` from projections of the input into i, f, n, o, and fills the states."""
     step, sizes = _kernel("forward", gates), _sizes(cells)
-    rows, h = gates.unbind(0), hs.unbind(0)
-    of_gates, of_c, of_h, of_mask = (_addresses(value, len(rows)) for value in (gates, cells, hs, mask))
-    for t, before, after in steps(len(rows), reverse):
-        rows[t].addmm_(h[before], w)
-        step(of_gates[t], of_c[before], of_c[after], of_h[before], of_h[after], of_mask[t], 0, *sizes)
+    product, h = times(w, gates.shape[1]), hs.unbind(0)
+    of_gates, of_c, of_h, of_mask = (_addresses(value, len(gates)) for value in (gates, cells, hs, mask))
+    for t, before, after in steps(len(gates), reverse):
+        by_h = product(h[before])
+        states = (of_c[before], of_c[after], of_h[before], of_h[after])
+        step(of_gates[t], by_h.data_ptr(), *states, of_mask[t], *sizes)
 
 
 def backward(
@@ -78,10 +80,10 @@ def backward(
     step, sizes = _kernel("backward", gates), _sizes(cells)
     dxp, dh = fresh(dhs, gates.shape), last(dhs, reverse).contiguous()
     dcell = torch.zeros_like(cells[0]) if dc is None else dc.clone(memory_format=torch.contiguous_format)
-    d, dy = dxp.unbind(0), dhs.unbind(0)
+    product, d, dy = times(w.t(), gates.shape[1]), dxp.unbind(0), dhs.unbind(0)
     of_gates, of_c, of_d, of_mask = (_addresses(value, len(d)) for value in (gates, cells, dxp, mask))
     for t, after, before in steps(len(d), not reverse):
         step(of_gates[t], of_c[before], of_c[after], dh.data_ptr(), dcell.data_ptr(), of_d[t], of_mask[t], *sizes)
         carried = dy[before] if mask is None else torch.addcmul(dy[before], 1 - mask[t], dh)
-        dh = torch.addmm(carried, d[t], w)
+        dh = product(d[t]).add_(carried)
     return dxp, dh, dcell
