@@ -7,10 +7,12 @@ from torch import Tensor
 
 from fxgrad.operators.memory import fresh
 from fxgrad.recurrent import lstm_kernel
+from fxgrad.recurrent.projection import Projection
 from fxgrad.recurrent.walk import blocks, last, states_after, states_before, steps
 
 
 def forward(
+    projection: Projection,
     gates: Tensor,
     hs: Tensor,
     cells: Tensor,
@@ -19,10 +21,11 @@ def forward(
     mask: Tensor | None,
     reverse: bool,
 ) -> Tensor:
-    """Turns ``gates`` from projections of the input into i, f, n, o; returns o tanh(c) before the projection R."""
+    """Fills the gates i, f, n, o and the states; returns o tanh(c) before the projection R."""
     if w_hr is None and lstm_kernel.applies(gates):
-        lstm_kernel.forward(gates, hs, cells, w_hh, mask, reverse)
+        lstm_kernel.forward(projection, gates, hs, cells, w_hh, mask, reverse)
         return gates.new_empty(0)
+    projection.into(gates)
     hidden, w = cells.shape[-1], w_hh.t().contiguous()
     h, c, all_gates = hs.unbind(0), cells.unbind(0), gates.unbind(0)
     i_and_f = gates[..., : 2 * hidden].unbind(0)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import times
-from fxgrad.recurrent.walk import last, steps
+from fxgrad.recurrent.projection import Projection
+from fxgrad.recurrent.walk import blocks, last, steps
 
+_POINTERS = {"forward_float32": 8, "forward_float64": 8, "backward_float32": 7, "backward_float64": 7}
 PARALLEL = 1 << 14  # gates of a step from which a second thread gains more than it costs
 
 
@@ -29,8 +31,8 @@ def _library() -> ctypes.CDLL | None:
         from torch._inductor.codecache import CppCodeCache
 
         library: ctypes.CDLL = CppCodeCache.load(Path(__file__).with_name("lstm.cpp").read_text())
-        for name in ("forward_float32", "forward_float64", "backward_float32", "backward_float64"):
-            getattr(library, name).argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int]
+        for name, pointers in _POINTERS.items():
+            getattr(library, name).argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * 2 + [ctypes.c_int]
             getattr(library, name).restype = None
     except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
         return None
@@ -62,15 +64,21 @@ def _addresses(value: Tensor | None, length: int) -> list[int]:
     return [start + i * size for i in range(len(value))]
 
 
-def forward(gates: Tensor, hs: Tensor, cells: Tensor, w: Tensor, mask: Tensor | None, reverse: bool) -> None:
-    """Turns ``gates`` from projections of the input into i, f, n, o, and fills the states."""
+def forward(
+    projection: Projection, gates: Tensor, hs: Tensor, cells: Tensor, w: Tensor, mask: Tensor | None, reverse: bool
+) -> None:
+    """Fills the gates i, f, n, o and the states, of which the first is given; what is projected stays in the cache."""
     step, sizes = _kernel("forward", gates), _sizes(cells)
     product, h = times(w, gates.shape[1]), hs.unbind(0)
     of_gates, of_c, of_h, of_mask = (_addresses(value, len(gates)) for value in (gates, cells, hs, mask))
-    for t, before, after in steps(len(gates), reverse):
-        by_h = product(h[before])
-        states = (of_c[before], of_c[after], of_h[before], of_h[after])
-        step(of_gates[t], by_h.data_ptr(), *states, of_mask[t], *sizes)
+    for block, walk in blocks(cells, len(gates), not reverse):
+        projected = projection.of(block)
+        of_projected = _addresses(projected, len(projected))
+        for row, t, after in walk:
+            before = t + reverse
+            by_h = product(h[before])
+            states = (of_c[before], of_c[after], of_h[before], of_h[after])
+            step(of_projected[row], by_h.data_ptr(), of_gates[t], *states, of_mask[t], *sizes)
 
 
 def backward(

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.memory import fresh
-from fxgrad.operators.onednn import rows_times
 from fxgrad.recurrent import lstm
-from fxgrad.recurrent.projection import input_gradient
-from fxgrad.recurrent.walk import BLOCK, blocks, last, states_after, states_before, steps
+from fxgrad.recurrent.projection import Projection, input_gradient
+from fxgrad.recurrent.walk import blocks, last, states_after, states_before, steps
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 @torch.library.custom_op("fxgrad::recurrence", mutates_args=())
@@ -58,17 +57,17 @@ def recurrence(
     if mode == "LSTM":
         assert c0 is not None
         bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
-        gates = _project(x, w_ih, bias, fresh(x, (length, batch, len(w_ih))))
+        gates = fresh(x, (length, batch, len(w_ih)))
         cells = fresh(x, (length + 1, *c0.shape))
         cells[-1 if reverse else 0] = c0
-        extra = lstm.forward(gates, hs, cells, w_hh, w_hr, mask, reverse)
+        extra = lstm.forward(Projection(x, w_ih, bias), gates, hs, cells, w_hh, w_hr, mask, reverse)
         c = cells[0 if reverse else -1].clone()
     elif mode == "GRU":
-        gates = _project(x, w_ih, b_ih, fresh(x, (length, batch, len(w_ih))))
+        gates = Projection(x, w_ih, b_ih).into(fresh(x, (length, batch, len(w_ih))))
         extra = _gru(gates, hs, w, b_hh, mask, reverse)
     else:
         bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
-        _project(x, w_ih, bias, states_after(hs, reverse))
+        Projection(x, w_ih, bias).into(states_after(hs, reverse))
         _rnn(hs, w, mode == "RNN_RELU", mask, reverse)
     return hs, c, gates, cells, extra
 
@@ -100,14 +99,6 @@ def _(
         x.new_empty(length + 1, *cell) if lstm else x.new_empty(0),
         x.new_empty(length, *cell) if has_extra else x.new_empty(0),
     )
-
-
-def _project(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``W x + b`` at all steps, written into ``out`` a block of steps at a time."""
-    size = max(1, 4 * BLOCK // max(1, out[0].numel() * out.element_size()))
-    for i in range(0, len(x), size):
-        out[i : i + size] = rows_times(x[i : i + size], w, bias)
-    return out
 
 
 def _going_on(x: Tensor, lengths: Tensor) -> Tensor:
