@@ -21,10 +21,10 @@ Vec<T> tanh(Vec<T> x) {  // a third of the time of Vec's own; off by a rounding 
   return Vec<T>(2) * sigmoid<T>(Vec<T>(2) * x) - Vec<T>(1);
 }
 
-// Projections of the input, and the product W h -> i, f, n, o;  c, h -> c_after, h_after.
+// Gates before their activation -> i, f, n, o;  c, h -> c_after, h_after.
 template <typename T>
-void forward(const T* projected, const T* product, T* gates, const T* c, T* c_after, const T* h, T* h_after,
-             const T* going_on, int64_t batch, int64_t hidden, int threads) {
+void forward(const T* before, T* gates, const T* c, T* c_after, const T* h, T* h_after, const T* going_on,
+             int64_t batch, int64_t hidden, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t row = b * hidden;
@@ -37,7 +37,7 @@ void forward(const T* projected, const T* product, T* gates, const T* c, T* c_af
     for (int64_t k = 0; k < hidden; k += Vec<T>::size()) {
       const int64_t size = std::min<int64_t>(Vec<T>::size(), hidden - k);
       const auto load = [&](const T* from) { return Vec<T>::loadu(from + k, size); };
-      const auto gate = [&](const T* of) { return load(projected + (of - gates)) + load(product + (of - gates)); };
+      const auto gate = [&](const T* of) { return load(before + (of - gates)); };
       const Vec<T> vi = sigmoid<T>(gate(i)), vf = sigmoid<T>(gate(f)), vn = tanh<T>(gate(n)), vo = sigmoid<T>(gate(o));
       const Vec<T> cell = vf * load(c + row) + vi * vn;
       vi.store(i + k, size);
@@ -81,9 +81,9 @@ void backward(const T* gates, const T* c, const T* c_after, const T* dh, T* dc, 
 }
 
 #define STEPS(T, name)                                                                                              \
-  extern "C" void forward_##name(T* projected, T* product, T* gates, T* c, T* c_after, T* h, T* h_after,            \
-                                 T* going_on, int64_t batch, int64_t hidden, int threads) {                         \
-    forward<T>(projected, product, gates, c, c_after, h, h_after, going_on, batch, hidden, threads);                           \
+  extern "C" void forward_##name(T* before, T* gates, T* c, T* c_after, T* h, T* h_after, T* going_on,              \
+                                 int64_t batch, int64_t hidden, int threads) {                                      \
+    forward<T>(before, gates, c, c_after, h, h_after, going_on, batch, hidden, threads);                           \
   }                                                                                                                 \
   extern "C" void backward_##name(T* gates, T* c, T* c_after, T* dh, T* dc, T* d, T* going_on,                      \
                                   int64_t batch, int64_t hidden, int threads) {                                     \

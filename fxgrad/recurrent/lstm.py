@@ -16,17 +16,17 @@ def forward(
     gates: Tensor,
     hs: Tensor,
     cells: Tensor,
-    w_hh: Tensor,
+    w: Tensor,
     w_hr: Tensor | None,
     mask: Tensor | None,
     reverse: bool,
 ) -> Tensor:
     """Fills the gates i, f, n, o and the states; returns o tanh(c) before the projection R."""
     if w_hr is None and lstm_kernel.applies(gates):
-        lstm_kernel.forward(projection, gates, hs, cells, w_hh, mask, reverse)
+        lstm_kernel.forward(projection, gates, hs, cells, w, mask, reverse)
         return gates.new_empty(0)
     projection.into(gates)
-    hidden, w = cells.shape[-1], w_hh.t().contiguous()
+    hidden = cells.shape[-1]
     h, c, all_gates = hs.unbind(0), cells.unbind(0), gates.unbind(0)
     i_and_f = gates[..., : 2 * hidden].unbind(0)
     i, f, n, o = (part.unbind(0) for part in gates.chunk(4, -1))
@@ -60,7 +60,7 @@ def backward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the input projection, h0, c0, and of the states before R."""
-    if w_hr is None and lstm_kernel.applies(gates):
+    if w_hr is None and lstm_kernel.applies(gates, dhs):
         return *lstm_kernel.backward(dhs, dc, w, gates, cells, mask, reverse), dhs.new_empty(0)
     cells_before, cells_after = states_before(cells, reverse), states_after(cells, reverse)
     length, batch, hidden = cells_after.shape

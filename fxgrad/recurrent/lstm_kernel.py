@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.memory import fresh
-from fxgrad.operators.onednn import times
 from fxgrad.recurrent.projection import Projection
 from fxgrad.recurrent.walk import blocks, last, steps
 
-_POINTERS = {"forward_float32": 8, "forward_float64": 8, "backward_float32": 7, "backward_float64": 7}
-PARALLEL = 1 << 14  # gates of a step from which a second thread gains more than it costs
+PARALLEL = 1 << 13  # gates of a step from which a second thread gains more than it costs
 
 
 @lru_cache(maxsize=1)
@@ -31,18 +29,19 @@ def _library() -> ctypes.CDLL | None:
         from torch._inductor.codecache import CppCodeCache
 
         library: ctypes.CDLL = CppCodeCache.load(Path(__file__).with_name("lstm.cpp").read_text())
-        for name, pointers in _POINTERS.items():
-            getattr(library, name).argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * 2 + [ctypes.c_int]
+        for name in ("forward_float32", "forward_float64", "backward_float32", "backward_float64"):
+            getattr(library, name).argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int]
             getattr(library, name).restype = None
     except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
         return None
     return library
 
 
-def applies(value: Tensor) -> bool:
-    """Whether the kernel can compute with values like this one."""
-    exact = value.dtype is torch.float32 or value.dtype is torch.float64
-    return exact and value.device.type == "cpu" and _library() is not None
+def applies(*values: Tensor) -> bool:
+    """Whether the kernel can compute with these values."""
+    (dtype, *others) = {value.dtype for value in values}
+    exact = dtype in (torch.float32, torch.float64) and not others
+    return exact and values[0].device.type == "cpu" and _library() is not None
 
 
 def _kernel(name: str, like: Tensor) -> Callable[..., Any]:
@@ -68,17 +67,16 @@ def forward(
     projection: Projection, gates: Tensor, hs: Tensor, cells: Tensor, w: Tensor, mask: Tensor | None, reverse: bool
 ) -> None:
     """Fills the gates i, f, n, o and the states, of which the first is given; what is projected stays in the cache."""
-    step, sizes = _kernel("forward", gates), _sizes(cells)
-    product, h = times(w, gates.shape[1]), hs.unbind(0)
+    step, sizes, h = _kernel("forward", gates), _sizes(cells), hs.unbind(0)
     of_gates, of_c, of_h, of_mask = (_addresses(value, len(gates)) for value in (gates, cells, hs, mask))
     for block, walk in blocks(cells, len(gates), not reverse):
-        projected = projection.of(block)
-        of_projected = _addresses(projected, len(projected))
+        projected = projection.of(block).contiguous()
+        rows, of_rows = projected.unbind(0), _addresses(projected, len(projected))
         for row, t, after in walk:
             before = t + reverse
-            by_h = product(h[before])
+            rows[row].addmm_(h[before], w)
             states = (of_c[before], of_c[after], of_h[before], of_h[after])
-            step(of_projected[row], by_h.data_ptr(), of_gates[t], *states, of_mask[t], *sizes)
+            step(of_rows[row], of_gates[t], *states, of_mask[t], *sizes)
 
 
 def backward(
@@ -86,12 +84,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the gates at all steps, before their activation, of h0 and of c0."""
     step, sizes = _kernel("backward", gates), _sizes(cells)
+    gates, cells = gates.contiguous(), cells.contiguous()
     dxp, dh = fresh(dhs, gates.shape), last(dhs, reverse).contiguous()
     dcell = torch.zeros_like(cells[0]) if dc is None else dc.clone(memory_format=torch.contiguous_format)
-    product, d, dy = times(w.t(), gates.shape[1]), dxp.unbind(0), dhs.unbind(0)
+    d, dy = dxp.unbind(0), dhs.unbind(0)
     of_gates, of_c, of_d, of_mask = (_addresses(value, len(d)) for value in (gates, cells, dxp, mask))
     for t, after, before in steps(len(d), not reverse):
         step(of_gates[t], of_c[before], of_c[after], dh.data_ptr(), dcell.data_ptr(), of_d[t], of_mask[t], *sizes)
         carried = dy[before] if mask is None else torch.addcmul(dy[before], 1 - mask[t], dh)
-        dh = product(d[t]).add_(carried)
+        dh = torch.addmm(carried, d[t], w)
     return dxp, dh, dcell
