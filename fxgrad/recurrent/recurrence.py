@@ -1,8 +1,8 @@
 """The recurrence of one recurrent layer in one direction: an operator with its own backward.
 
 The loop over time runs inside the operator, so the compiled graph is the same for every length and compiling
-takes no longer for a long one. The input projection of all steps is computed before the loop, into the memory
-in which the loop then makes the gates of it (for an RNN, the states). The backward returns the gradients of the
+takes no longer for a long one. The input projection is computed for many steps together, before the loop makes
+the gates of it, mostly in the same memory (for an RNN, the states). The backward returns the gradients of the
 gates at all steps: with them each weight has one per-sample term with k = time, contracted after the loop. What
 does not depend on the step before is computed for all steps together; the loop itself holds one product and a
 few in-place ops.
