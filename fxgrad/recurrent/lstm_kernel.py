@@ -1,6 +1,7 @@
 """The LSTM's loops with a kernel in C++ for all of a step but its product (lstm.cpp), where there is a compiler.
 
-A step's small ops cost more than its product does: each is a call, runs in one thread, and PyTorch's tanh is slow. The kernel comes from Inductor's own machinery, with its compiler, flags and cache.
+A step's small ops cost more than its product does: each is a call, runs in one thread, and PyTorch's tanh is slow.
+The kernel comes from Inductor's own machinery, with its compiler, flags and cache.
 """
 
 from __future__ import annotations
