@@ -1,8 +1,8 @@
 """The recurrence of one recurrent layer in one direction: an operator with its own backward.
 
 The loop over time runs inside the operator, so the compiled graph is the same for every length and compiling
-takes no longer for a long one. The input projection of all steps is computed before the loop, into the memory
-in which the loop then makes the gates of it (for an RNN, the states). The backward returns the gradients of the
+takes no longer for a long one. The input projection is computed for many steps together, before the loop makes
+the gates of it, mostly in the same memory (for an RNN, the states). The backward returns the gradients of the
 gates at all steps: with them each weight has one per-sample term with k = time, contracted after the loop. What
 does not depend on the step before is computed for all steps together; the loop itself holds one product and a
 few in-place ops.
@@ -17,37 +17,17 @@ A sample with ``lengths[b] = t`` stops after t steps: its state then stays as it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxgrad.operators.memory import fresh
-from fxgrad.operators.onednn import rows_times
-from fxgrad.recurrent.projection import input_gradient
+from fxgrad.recurrent import lstm
+from fxgrad.recurrent.projection import Projection, input_gradient
+from fxgrad.recurrent.walk import blocks, last, states_after, states_before, steps
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
-BLOCK = 1 << 18  # bytes of one value in a block of steps: what is computed for all of them stays in the cache
-Step = tuple[int, int, int]  # time, and the rows of the states before and after it
-
-
-def steps(length: int, reverse: bool) -> Iterator[Step]:
-    """The walk through time; states have ``length + 1`` rows, the first one given."""
-    for t in reversed(range(length)) if reverse else range(length):
-        yield (t, t + 1, t) if reverse else (t, t, t + 1)
-
-
-def states_before(states: Tensor, reverse: bool) -> Tensor:
-    """Of states ``[T + 1, ..]``, the ones each step started from: ``[T, ..]``."""
-    return states[1:] if reverse else states[:-1]
-
-
-def states_after(states: Tensor, reverse: bool) -> Tensor:
-    """Of states ``[T + 1, ..]``, the ones each step left: ``[T, ..]``."""
-    return states[:-1] if reverse else states[1:]
-
-
 @torch.library.custom_op("fxgrad::recurrence", mutates_args=())
 def recurrence(
     mode: str,
@@ -73,21 +53,21 @@ def recurrence(
     cells, extra, c = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     hs[-1 if reverse else 0] = h0
     w = w_hh.t().contiguous()
-    mask = _mask(x, lengths)
+    mask = None if lengths is None else _going_on(x, lengths)
     if mode == "LSTM":
         assert c0 is not None
         bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
-        gates = _project(x, w_ih, bias, fresh(x, (length, batch, len(w_ih))))
+        gates = fresh(x, (length, batch, len(w_ih)))
         cells = fresh(x, (length + 1, *c0.shape))
         cells[-1 if reverse else 0] = c0
-        extra = _lstm(gates, hs, cells, w, w_hr, mask, reverse)
+        extra = lstm.forward(Projection(x, w_ih, bias), gates, hs, cells, w, w_hr, mask, reverse)
         c = cells[0 if reverse else -1].clone()
     elif mode == "GRU":
-        gates = _project(x, w_ih, b_ih, fresh(x, (length, batch, len(w_ih))))
+        gates = Projection(x, w_ih, b_ih).into(fresh(x, (length, batch, len(w_ih))))
         extra = _gru(gates, hs, w, b_hh, mask, reverse)
     else:
         bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
-        _project(x, w_ih, bias, states_after(hs, reverse))
+        Projection(x, w_ih, bias).into(states_after(hs, reverse))
         _rnn(hs, w, mode == "RNN_RELU", mask, reverse)
     return hs, c, gates, cells, extra
 
@@ -121,25 +101,13 @@ def _(
     )
 
 
-def _project(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``W x + b`` at all steps, written into ``out`` a block of steps at a time."""
-    size = max(1, 4 * BLOCK // max(1, out[0].numel() * out.element_size()))
-    for i in range(0, len(x), size):
-        out[i : i + size] = rows_times(x[i : i + size], w, bias)
-    return out
-
-
-def _mask(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, ...] | None:
-    """Per step ``[B, 1]``: 1 while a sample goes on, 0 after its end."""
-    return None if lengths is None else _going_on(x, lengths).unbind(0)
-
-
 def _going_on(x: Tensor, lengths: Tensor) -> Tensor:
+    """``[T, B, 1]``: 1 while a sample goes on, 0 after its end."""
     time = torch.arange(x.shape[0], device=x.device)
     return (time[:, None] < lengths.to(x.device)).to(x.dtype).unsqueeze(-1)
 
 
-def _rnn(hs: Tensor, w: Tensor, relu: bool, mask: tuple[Tensor, ...] | None, reverse: bool) -> None:
+def _rnn(hs: Tensor, w: Tensor, relu: bool, mask: Tensor | None, reverse: bool) -> None:
     """Turns the states after each step from projections of the input into states."""
     h = hs.unbind(0)
     activate = torch.relu_ if relu else torch.tanh_
@@ -149,41 +117,8 @@ def _rnn(hs: Tensor, w: Tensor, relu: bool, mask: tuple[Tensor, ...] | None, rev
             new.copy_(torch.lerp(h[before], new, mask[t]))
 
 
-def _lstm(
-    gates: Tensor,
-    hs: Tensor,
-    cells: Tensor,
-    w: Tensor,
-    w_hr: Tensor | None,
-    mask: tuple[Tensor, ...] | None,
-    reverse: bool,
-) -> Tensor:
-    """Turns ``gates`` from projections of the input into i, f, n, o; returns o tanh(c) before the projection R."""
-    hidden = cells.shape[-1]
-    h, c, all_gates = hs.unbind(0), cells.unbind(0), gates.unbind(0)
-    i_and_f = gates[..., : 2 * hidden].unbind(0)
-    i, f, n, o = (part.unbind(0) for part in gates.chunk(4, -1))
-    outputs = gates.new_empty(0) if w_hr is None else fresh(gates, (len(i), *cells.shape[1:]))
-    out = outputs.unbind(0)
-    for t, before, after in steps(len(i), reverse):
-        all_gates[t].addmm_(h[before], w)
-        i_and_f[t].sigmoid_()
-        n[t].tanh_()
-        o[t].sigmoid_()
-        cell = torch.mul(f[t], c[before], out=c[after]).addcmul_(i[t], n[t])
-        if mask is not None:
-            cell.copy_(torch.lerp(c[before], cell, mask[t]))
-        if w_hr is None:
-            new = torch.tanh(cell, out=h[after]).mul_(o[t])
-        else:
-            new = torch.mm(torch.tanh(cell, out=out[t]).mul_(o[t]), w_hr.t(), out=h[after])
-        if mask is not None:
-            new.copy_(torch.lerp(h[before], new, mask[t]))
-    return outputs
-
-
 def _gru(
-    gates: Tensor, hs: Tensor, w: Tensor, bias: Tensor | None, mask: tuple[Tensor, ...] | None, reverse: bool
+    gates: Tensor, hs: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor | None, reverse: bool
 ) -> Tensor:
     """Turns ``gates`` from projections of the input into r, z, n; returns W_n h + b_n."""
     hidden = hs.shape[-1]
@@ -221,7 +156,7 @@ def recurrence_backward(
     mask = None if lengths is None else _going_on(hs[1:], lengths)
     if mode == "LSTM":
         w_hr = None if w_hr is None else w_hr.to(dtype)
-        return _lstm_backward(dhs, dc, w, w_hr, gates, cells, mask, reverse)
+        return lstm.backward(dhs, dc, w, w_hr, gates, cells, mask, reverse)
     if mode == "GRU":
         return _gru_backward(dhs, w, hs, gates, extra, mask, reverse)
     return _rnn_backward(dhs, w, states_after(hs, reverse), mode == "RNN_RELU", mask, reverse)
@@ -259,27 +194,13 @@ def hidden_gradients(mode: str, dxp: Tensor, fourth: Tensor) -> Tensor:
     return fourth if mode == "GRU" else dxp
 
 
-def _last(dhs: Tensor, reverse: bool) -> Tensor:
-    return dhs[0 if reverse else -1]
-
-
-def _blocks(like: Tensor, length: int, reverse: bool) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
-    """Blocks of steps, the last step of the walk first: their times, and for each (row in the block, time, before)."""
-    size = max(1, BLOCK // max(1, like[0].numel() * like.element_size()))
-    walk = list(steps(length, reverse))[::-1]
-    for i in range(0, length, size):
-        block = walk[i : i + size]
-        low = min(t for t, _, _ in block)
-        yield slice(low, low + len(block)), [(t - low, t, before) for t, before, _ in block]
-
-
 def _rnn_backward(
     dhs: Tensor, w: Tensor, after: Tensor, relu: bool, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dxp = fresh(dhs, after.shape)
     d, dy = dxp.unbind(0), dhs.unbind(0)
-    dh = _last(dhs, reverse)
-    for times, block in _blocks(after, len(d), reverse):
+    dh = last(dhs, reverse)
+    for times, block in blocks(after, len(d), reverse):
         slope = (after[times] > 0).to(dhs.dtype) if relu else 1 - after[times] * after[times]
         going_on = None if mask is None else mask[times]
         slope = slope if going_on is None else slope * going_on
@@ -290,48 +211,6 @@ def _rnn_backward(
     return dxp, dh.clone(), dhs.new_empty(0), dhs.new_empty(0)
 
 
-def _lstm_backward(
-    dhs: Tensor,
-    dc: Tensor | None,
-    w: Tensor,
-    w_hr: Tensor | None,
-    gates: Tensor,
-    cells: Tensor,
-    mask: Tensor | None,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cells_before, cells_after = states_before(cells, reverse), states_after(cells, reverse)
-    length, batch, hidden = cells_after.shape
-    dxp = fresh(dhs, (length, batch, 4 * hidden))
-    d, dy = dxp.unbind(0), dhs.unbind(0)
-    d_ifn, d_o = dxp.view(length, batch, 4, hidden)[:, :, :3].unbind(0), dxp[..., 3 * hidden :].unbind(0)
-    projected = dhs.new_empty(0) if w_hr is None else fresh(dhs, (length, *dhs.shape[1:]))
-    dh = _last(dhs, reverse)
-    dcell = dhs.new_zeros(batch, hidden) if dc is None else dc.clone()
-    for times, block in _blocks(cells, length, reverse):
-        i, f, n, o = gates[times].chunk(4, -1)
-        tanh = cells_after[times].tanh()
-        # d(pre-activations of i, f, n) = dc * by_cell,   d(pre-activation of o) = dh * by_output
-        by_cell = torch.stack([n * i * (1 - i), cells_before[times] * f * (1 - f), i * (1 - n * n)], 2)
-        by_output, to_cell = tanh * o * (1 - o), o * (1 - tanh * tanh)
-        going_on = None if mask is None else mask[times]
-        if going_on is not None:
-            by_cell, by_output, to_cell = by_cell * going_on.unsqueeze(2), by_output * going_on, to_cell * going_on
-            f = f * going_on + (1 - going_on)
-        for row, t, before in block:
-            output = dh
-            if w_hr is not None:
-                projected[t] = dh if going_on is None else dh * going_on[row]
-                output = dh @ w_hr
-            dcell.addcmul_(output, to_cell[row])
-            torch.mul(by_cell[row], dcell.unsqueeze(1), out=d_ifn[t])
-            torch.mul(by_output[row], output, out=d_o[t])
-            dcell.mul_(f[row])
-            carried = dy[before] if going_on is None else torch.addcmul(dy[before], 1 - going_on[row], dh)
-            dh = torch.addmm(carried, d[t], w)
-    return dxp, dh.clone(), dcell, projected
-
-
 def _gru_backward(
     dhs: Tensor, w: Tensor, hs: Tensor, gates: Tensor, inner: Tensor, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -340,8 +219,8 @@ def _gru_backward(
     dgh, dxp = fresh(dhs, (length, batch, 3 * hidden)), fresh(dhs, (length, batch, 3 * hidden))
     d, d3, dy = dgh.unbind(0), dgh.view(length, batch, 3, hidden).unbind(0), dhs.unbind(0)
     d_n = dxp[..., 2 * hidden :].unbind(0)
-    dh = _last(dhs, reverse)
-    for times, block in _blocks(hs, length, reverse):
+    dh = last(dhs, reverse)
+    for times, block in blocks(hs, length, reverse):
         r, z, n = gates[times].chunk(3, -1)
         by_n = (1 - z) * (1 - n * n)
         going_on = None if mask is None else mask[times]

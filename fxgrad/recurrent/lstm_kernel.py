@@ -1,0 +1,96 @@
+"""The LSTM's loops with a kernel in C++ for all of a step but its product (lstm.cpp), where there is a compiler.
+
+A step's small ops cost more than its product does: each is a call, runs in one thread, and PyTorch's tanh is slow.
+The kernel comes from Inductor's own machinery, with its compiler, flags and cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.operators.memory import fresh
+from fxgrad.recurrent.projection import Projection
+from fxgrad.recurrent.walk import blocks, last, steps
+
+PARALLEL = 1 << 13  # gates of a step from which a second thread gains more than it costs
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    """The compiled kernels; none where nothing compiles C++, or where Inductor's interface is another one."""
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        library: ctypes.CDLL = CppCodeCache.load(Path(__file__).with_name("lstm.cpp").read_text())
+        for name in ("forward_float32", "forward_float64", "backward_float32", "backward_float64"):
+            getattr(library, name).argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int]
+            getattr(library, name).restype = None
+    except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
+        return None
+    return library
+
+
+def applies(*values: Tensor) -> bool:
+    """Whether the kernel can compute with these values."""
+    (dtype, *others) = {value.dtype for value in values}
+    exact = dtype in (torch.float32, torch.float64) and not others
+    return exact and values[0].device.type == "cpu" and _library() is not None
+
+
+def _kernel(name: str, like: Tensor) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(_library(), f"{name}_{str(like.dtype).removeprefix('torch.')}")
+    return found
+
+
+def _sizes(cells: Tensor) -> tuple[int, int, int]:
+    """The kernel's last arguments: the batch, the hidden size and the number of threads."""
+    batch, hidden = cells.shape[1:]
+    return batch, hidden, torch.get_num_threads() if 4 * batch * hidden >= PARALLEL else 1
+
+
+def _addresses(value: Tensor | None, length: int) -> list[int]:
+    """Where each step's rows of a contiguous value lie; zeros where there is none."""
+    if value is None:
+        return [0] * length
+    start, size = value.data_ptr(), value.stride(0) * value.element_size()
+    return [start + i * size for i in range(len(value))]
+
+
+def forward(
+    projection: Projection, gates: Tensor, hs: Tensor, cells: Tensor, w: Tensor, mask: Tensor | None, reverse: bool
+) -> None:
+    """Fills the gates i, f, n, o and the states, of which the first is given; what is projected stays in the cache."""
+    step, sizes, h = _kernel("forward", gates), _sizes(cells), hs.unbind(0)
+    of_gates, of_c, of_h, of_mask = (_addresses(value, len(gates)) for value in (gates, cells, hs, mask))
+    for block, walk in blocks(cells, len(gates), not reverse):
+        projected = projection.of(block).contiguous()
+        rows, of_rows = projected.unbind(0), _addresses(projected, len(projected))
+        for row, t, after in walk:
+            before = t + reverse
+            rows[row].addmm_(h[before], w)
+            states = (of_c[before], of_c[after], of_h[before], of_h[after])
+            step(of_rows[row], of_gates[t], *states, of_mask[t], *sizes)
+
+
+def backward(
+    dhs: Tensor, dc: Tensor | None, w: Tensor, gates: Tensor, cells: Tensor, mask: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the gates at all steps, before their activation, of h0 and of c0."""
+    step, sizes = _kernel("backward", gates), _sizes(cells)
+    gates, cells = gates.contiguous(), cells.contiguous()
+    dxp, dh = fresh(dhs, gates.shape), last(dhs, reverse).contiguous()
+    dcell = torch.zeros_like(cells[0]) if dc is None else dc.clone(memory_format=torch.contiguous_format)
+    d, dy = dxp.unbind(0), dhs.unbind(0)
+    of_gates, of_c, of_d, of_mask = (_addresses(value, len(d)) for value in (gates, cells, dxp, mask))
+    for t, after, before in steps(len(d), not reverse):
+        step(of_gates[t], of_c[before], of_c[after], dh.data_ptr(), dcell.data_ptr(), of_d[t], of_mask[t], *sizes)
+        carried = dy[before] if mask is None else torch.addcmul(dy[before], 1 - mask[t], dh)
+        dh = torch.addmm(carried, d[t], w)
+    return dxp, dh, dcell

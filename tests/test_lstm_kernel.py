@@ -1,0 +1,59 @@
+"""The LSTM's kernel in C++ against the loops in Python that take its place where nothing compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxgrad.recurrent import lstm_kernel
+
+T, B, IN = 9, 5, 7
+
+
+def run(hidden: int, dtype: torch.dtype, lengths: Tensor | None, reverse: bool) -> list[Tensor]:
+    """Everything the recurrence and its backward return."""
+    torch.manual_seed(0)
+    x, h, c = (torch.randn(*size, dtype=dtype) for size in ((T, B, IN), (B, hidden), (B, hidden)))
+    sizes = (4 * hidden, IN), (4 * hidden,), (4 * hidden, hidden), (4 * hidden,)
+    weights = [torch.randn(size, dtype=dtype) / 4 for size in sizes]
+    out = torch.ops.fxgrad.recurrence("LSTM", x, lengths, h, c, *weights, None, reverse)
+    hs, _, *saved = out
+    dhs, dc = torch.randn_like(hs), torch.randn_like(c)
+    back = torch.ops.fxgrad.recurrence_backward("LSTM", dhs, dc, lengths, weights[2], None, hs, *saved, reverse)
+    over = None if lengths is None else torch.arange(T)[:, None] >= lengths
+    gates = saved[0] if over is None else saved[0].masked_fill(over.unsqueeze(-1), 0)  # read by nothing there
+    return [*out[:2], gates, *out[3:], *back]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lengths", [None, [9, 1, 4, 7, 9]])
+@pytest.mark.parametrize("hidden", [1, 16, 37])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_the_kernel_computes_what_the_loops_do(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, close: float, hidden: int, lengths: Any, reverse: bool
+) -> None:
+    lengths = None if lengths is None else torch.tensor(lengths)
+    monkeypatch.setattr(lstm_kernel, "PARALLEL", 1)
+    by_kernel = run(hidden, dtype, lengths, reverse)
+    monkeypatch.setattr(lstm_kernel, "_library", lambda: None)
+    for found, expected in zip(by_kernel, run(hidden, dtype, lengths, reverse), strict=True):
+        torch.testing.assert_close(found, expected, rtol=close, atol=close)
+
+
+def test_the_kernel_is_used() -> None:
+    assert lstm_kernel.applies(torch.zeros(1)) and lstm_kernel.applies(torch.zeros(1, dtype=torch.float64))
+    assert not lstm_kernel.applies(torch.zeros(1, dtype=torch.bfloat16))
+
+
+def test_without_a_compiler_the_loops_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(CppCodeCache, "load", fail)
+    assert lstm_kernel._library.__wrapped__() is None
