@@ -60,7 +60,7 @@ def recurrence(
         gates = fresh(x, (length, batch, len(w_ih)))
         cells = fresh(x, (length + 1, *c0.shape))
         cells[-1 if reverse else 0] = c0
-        extra = lstm.forward(Projection(x, w_ih, bias), gates, hs, cells, w, w_hr, mask, reverse)
+        extra = lstm.forward(Projection(x, w_ih, bias), gates, hs, cells, w_hh, w_hr, mask, reverse)
         c = cells[0 if reverse else -1].clone()
     elif mode == "GRU":
         gates = Projection(x, w_ih, b_ih).into(fresh(x, (length, batch, len(w_ih))))
