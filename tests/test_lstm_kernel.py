@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxgrad.operators import onednn
 from fxgrad.recurrent import lstm_kernel
 
 T, B, IN = 9, 5, 7
@@ -37,6 +38,7 @@ def test_the_kernel_computes_what_the_loops_do(
 ) -> None:
     lengths = None if lengths is None else torch.tensor(lengths)
     monkeypatch.setattr(lstm_kernel, "PARALLEL", 1)
+    monkeypatch.setattr(onednn, "FEW", 1)
     by_kernel = run(hidden, dtype, lengths, reverse)
     monkeypatch.setattr(lstm_kernel, "_library", lambda: None)
     for found, expected in zip(by_kernel, run(hidden, dtype, lengths, reverse), strict=True):

@@ -7,6 +7,8 @@ PyTorch's own products.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,15 @@ def rows_times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.contiguous(), bias, "none", [], "")
         return out
     return F.linear(x, w, bias)
+
+
+def plus_times(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """``(y, x) -> y + x Wᵀ`` outside of autograd, for many x with so many rows each: W is laid out for it once."""
+    if not applies(w) or rows * w.numel() < FEW:
+        columns = w.t().contiguous()
+        return lambda y, x: torch.addmm(y, x, columns)
+    packed, linear = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), rows), torch.ops.mkldnn._linear_pointwise
+    return lambda y, x: linear.default(x, packed, None, "none", [], "").add_(y)
 
 
 def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None) -> Tensor:

@@ -16,17 +16,17 @@ def forward(
     gates: Tensor,
     hs: Tensor,
     cells: Tensor,
-    w: Tensor,
+    w_hh: Tensor,
     w_hr: Tensor | None,
     mask: Tensor | None,
     reverse: bool,
 ) -> Tensor:
     """Fills the gates i, f, n, o and the states; returns o tanh(c) before the projection R."""
     if w_hr is None and lstm_kernel.applies(gates):
-        lstm_kernel.forward(projection, gates, hs, cells, w, mask, reverse)
+        lstm_kernel.forward(projection, gates, hs, cells, w_hh, mask, reverse)
         return gates.new_empty(0)
     projection.into(gates)
-    hidden = cells.shape[-1]
+    hidden, w = cells.shape[-1], w_hh.t().contiguous()
     h, c, all_gates = hs.unbind(0), cells.unbind(0), gates.unbind(0)
     i_and_f = gates[..., : 2 * hidden].unbind(0)
     i, f, n, o = (part.unbind(0) for part in gates.chunk(4, -1))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.memory import fresh
+from fxgrad.operators.onednn import plus_times
 from fxgrad.recurrent.projection import Projection
 from fxgrad.recurrent.walk import blocks, last, steps
 
@@ -67,16 +68,16 @@ def forward(
     projection: Projection, gates: Tensor, hs: Tensor, cells: Tensor, w: Tensor, mask: Tensor | None, reverse: bool
 ) -> None:
     """Fills the gates i, f, n, o and the states, of which the first is given; what is projected stays in the cache."""
-    step, sizes, h = _kernel("forward", gates), _sizes(cells), hs.unbind(0)
+    step, sizes = _kernel("forward", gates), _sizes(cells)
+    plus, h = plus_times(w, gates.shape[1]), hs.unbind(0)
     of_gates, of_c, of_h, of_mask = (_addresses(value, len(gates)) for value in (gates, cells, hs, mask))
     for block, walk in blocks(cells, len(gates), not reverse):
-        projected = projection.of(block).contiguous()
-        rows, of_rows = projected.unbind(0), _addresses(projected, len(projected))
+        projected = projection.of(block).unbind(0)
         for row, t, after in walk:
             before = t + reverse
-            rows[row].addmm_(h[before], w)
+            new = plus(projected[row], h[before])
             states = (of_c[before], of_c[after], of_h[before], of_h[after])
-            step(of_rows[row], of_gates[t], *states, of_mask[t], *sizes)
+            step(new.data_ptr(), of_gates[t], *states, of_mask[t], *sizes)
 
 
 def backward(
@@ -87,10 +88,10 @@ def backward(
     gates, cells = gates.contiguous(), cells.contiguous()
     dxp, dh = fresh(dhs, gates.shape), last(dhs, reverse).contiguous()
     dcell = torch.zeros_like(cells[0]) if dc is None else dc.clone(memory_format=torch.contiguous_format)
-    d, dy = dxp.unbind(0), dhs.unbind(0)
+    plus, d, dy = plus_times(w.t(), gates.shape[1]), dxp.unbind(0), dhs.unbind(0)
     of_gates, of_c, of_d, of_mask = (_addresses(value, len(d)) for value in (gates, cells, dxp, mask))
     for t, after, before in steps(len(d), not reverse):
         step(of_gates[t], of_c[before], of_c[after], dh.data_ptr(), dcell.data_ptr(), of_d[t], of_mask[t], *sizes)
         carried = dy[before] if mask is None else torch.addcmul(dy[before], 1 - mask[t], dh)
-        dh = torch.addmm(carried, d[t], w)
+        dh = plus(carried, d[t])
     return dxp, dh, dcell

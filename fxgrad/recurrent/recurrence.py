@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.memory import fresh
+from fxgrad.operators.onednn import plus_times
 from fxgrad.recurrent import lstm
 from fxgrad.recurrent.projection import Projection, input_gradient
 from fxgrad.recurrent.walk import blocks, last, states_after, states_before, steps
@@ -52,7 +53,6 @@ def recurrence(
     hs, gates = fresh(x, (length + 1, *h0.shape)), x.new_empty(0)
     cells, extra, c = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     hs[-1 if reverse else 0] = h0
-    w = w_hh.t().contiguous()
     mask = None if lengths is None else _going_on(x, lengths)
     if mode == "LSTM":
         assert c0 is not None
@@ -60,15 +60,15 @@ def recurrence(
         gates = fresh(x, (length, batch, len(w_ih)))
         cells = fresh(x, (length + 1, *c0.shape))
         cells[-1 if reverse else 0] = c0
-        extra = lstm.forward(Projection(x, w_ih, bias), gates, hs, cells, w, w_hr, mask, reverse)
+        extra = lstm.forward(Projection(x, w_ih, bias), gates, hs, cells, w_hh, w_hr, mask, reverse)
         c = cells[0 if reverse else -1].clone()
     elif mode == "GRU":
         gates = Projection(x, w_ih, b_ih).into(fresh(x, (length, batch, len(w_ih))))
-        extra = _gru(gates, hs, w, b_hh, mask, reverse)
+        extra = _gru(gates, hs, w_hh, b_hh, mask, reverse)
     else:
         bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
         Projection(x, w_ih, bias).into(states_after(hs, reverse))
-        _rnn(hs, w, mode == "RNN_RELU", mask, reverse)
+        _rnn(hs, w_hh.t().contiguous(), mode == "RNN_RELU", mask, reverse)
     return hs, c, gates, cells, extra
 
 
@@ -123,11 +123,12 @@ def _gru(
     """Turns ``gates`` from projections of the input into r, z, n; returns W_n h + b_n."""
     hidden = hs.shape[-1]
     inner = fresh(gates, (len(gates), *hs.shape[1:]))
+    plus, bias = plus_times(w, hs.shape[1]), gates.new_zeros(1) if bias is None else bias
     h, g = hs.unbind(0), inner.unbind(0)
     rz = gates[..., : 2 * hidden].unbind(0)
     r, z, n = (part.unbind(0) for part in gates.chunk(3, -1))
     for t, before, after in steps(len(n), reverse):
-        product = torch.mm(h[before], w) if bias is None else torch.addmm(bias, h[before], w)
+        product = plus(bias, h[before])
         g[t].copy_(product[:, 2 * hidden :])
         rz[t].add_(product[:, : 2 * hidden]).sigmoid_()
         n[t].addcmul_(r[t], g[t]).tanh_()
@@ -198,7 +199,7 @@ def _rnn_backward(
     dhs: Tensor, w: Tensor, after: Tensor, relu: bool, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dxp = fresh(dhs, after.shape)
-    d, dy = dxp.unbind(0), dhs.unbind(0)
+    plus, d, dy = plus_times(w.t(), dhs.shape[1]), dxp.unbind(0), dhs.unbind(0)
     dh = last(dhs, reverse)
     for times, block in blocks(after, len(d), reverse):
         slope = (after[times] > 0).to(dhs.dtype) if relu else 1 - after[times] * after[times]
@@ -207,7 +208,7 @@ def _rnn_backward(
         for row, t, before in block:
             torch.mul(slope[row], dh, out=d[t])
             carried = dy[before] if going_on is None else torch.addcmul(dy[before], 1 - going_on[row], dh)
-            dh = torch.addmm(carried, d[t], w)
+            dh = plus(carried, d[t])
     return dxp, dh.clone(), dhs.new_empty(0), dhs.new_empty(0)
 
 
@@ -218,7 +219,7 @@ def _gru_backward(
     length, batch, hidden = states.shape
     dgh, dxp = fresh(dhs, (length, batch, 3 * hidden)), fresh(dhs, (length, batch, 3 * hidden))
     d, d3, dy = dgh.unbind(0), dgh.view(length, batch, 3, hidden).unbind(0), dhs.unbind(0)
-    d_n = dxp[..., 2 * hidden :].unbind(0)
+    plus, d_n = plus_times(w.t(), batch), dxp[..., 2 * hidden :].unbind(0)
     dh = last(dhs, reverse)
     for times, block in blocks(hs, length, reverse):
         r, z, n = gates[times].chunk(3, -1)
@@ -233,7 +234,7 @@ def _gru_backward(
         for row, t, before in block:
             torch.mul(factor[row], dh.unsqueeze(1), out=d3[t])
             torch.mul(by_n[row], dh, out=d_n[t])
-            dh = torch.addmm(torch.addcmul(dy[before], z[row], dh), d[t], w)
+            dh = plus(torch.addcmul(dy[before], z[row], dh), d[t])
         dxp[times, :, : 2 * hidden] = dgh[times, :, : 2 * hidden]
     return dxp, dh.clone(), dhs.new_empty(0), dgh
 
