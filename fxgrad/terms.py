@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -143,10 +144,14 @@ def _positions(factor: Tensor) -> Tensor:
 
 
 def _einsum(equation: str, tensors: list[Tensor]) -> Tensor:
-    """torch.einsum, and the commonest equation as the product of matrices that it is."""
+    """torch.einsum, but products of matrices, and products of one entry with one entry, as what they are."""
     if len(tensors) == 2 and equation.replace(" ", "") == "n...o,n...i->noi":
         g, x = tensors
         return products(g.flatten(1, -2), x.flatten(1, -2))
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    names = inputs.split(",")
+    if names.count(names[0]) == len(names):
+        return torch.einsum(f"{names[0]}->{result}", reduce(torch.mul, tensors))
     return torch.einsum(equation, *tensors)
 
 

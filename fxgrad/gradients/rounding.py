@@ -1,8 +1,9 @@
 """How far rounding may put the norm of a multiplied-out term from the one in exact arithmetic.
 
 A sum of m products errs by at most γ(m) times the sum of their absolute values (`fxgrad.operators.norms`). Of one
-factor those are added up beside the sum itself. Of several, the contraction of absolute values is at most the product
-of the factors' norms (Cauchy and Schwarz), times √m where m values are added up that meet no other factor.
+factor, or of several that are multiplied entry by entry, those are added up beside the sum itself. Of others, the
+contraction of absolute values is at most the product of the factors' norms (Cauchy and Schwarz), times √m where m
+values are added up that meet no other factor.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def rounding_of_term(term: Term) -> Tensor:
     }
     added = [letter for letter in sizes if letter not in result]
     relative = 1.01 * gamma(math.prod(sizes[letter] for letter in added), factors[0].dtype)
-    if len(factors) == 1:
-        return relative * frobenius(Term(term.equation, factors[0].abs()).dense())
+    if all(names == letters[0] for names in letters):
+        return relative * frobenius(Term(term.equation, *(factor.abs() for factor in factors)).dense())
     alone = [letter for letter in added if sum(letter in names for names in letters) == 1]
     found = torch.full((), relative * math.sqrt(math.prod(sizes[letter] for letter in alone)), dtype=torch.float64)
     found = found.to(factors[0].device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -32,8 +34,8 @@ def rms_norm(g, input, normalized_shape, weight=None, eps=None):
 
 
 def _per_channel(g, x_hat):
-    """Σ over positions of ``[n, k, channels, *space]``."""
-    return {"weight": Term("nkc...->nc", computable(g) * x_hat), "bias": Term("nkc...->nc", g)}
+    """Σ over positions of ``[n, k, channels, *space]``; a product would be written to memory for the two sums of it."""
+    return {"weight": Term("nkc...,nkc...->nc", computable(g), x_hat), "bias": Term("nkc...->nc", g)}
 
 
 @rule(
@@ -44,8 +46,25 @@ def _per_channel(g, x_hat):
 )
 def group_norm(g, input, num_groups, weight=None, bias=None, eps=1e-5):
     """y = x̂ ⊙ w + b, x̂ normalised over groups of channels"""
-    rows = F.group_norm(computable(input).flatten(0, 1), num_groups, eps=eps)
-    return _per_channel(g, rows.view_as(input))
+    rows = computable(input).flatten(0, 1)
+    mean, rstd = _statistics(rows, num_groups, eps)
+    return _per_channel(g, ((rows - mean) * rstd).view_as(input))
+
+
+# Note [Statistics of a group]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# They are asked for as the forward does it, of the same tensor: a compiler that looks for common subexpressions takes
+# them from there. Then each channel gets a copy of its group's in memory, because a loop over channels that looks up
+# groups is not vectorised. as_strided makes Inductor write it, as in PyTorch's own decomposition of group_norm.
+
+
+def _statistics(rows, groups, eps):
+    """μ and 1/σ of ``[n, channels, *space]``, both ``[n, channels, 1..]``: see Note [Statistics of a group]."""
+    n, channels, *space = rows.shape
+    settings = (n, channels, math.prod(space), groups, eps)
+    _, *found = torch.native_group_norm(rows.contiguous(), None, None, *settings)
+    copied = (one.unsqueeze(2).expand(n, groups, channels // groups).contiguous() for one in found)
+    return [one.as_strided((n, channels), (channels, 1)).view(n, channels, *[1] * len(space)) for one in copied]
 
 
 @rule(

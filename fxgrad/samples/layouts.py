@@ -72,6 +72,8 @@ def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:
     [[0, 1], [2, 3], [4, 5]]
     """
     dim = layout.dim
+    if not layout.merged and dim == 0:  # Inductor cancels views: a rule's flatten(0, 1) is the value itself
+        return value.view(value.shape[0], 1, *value.shape[1:])
     if not layout.merged:
         return value.movedim(dim, 0).unsqueeze(dim + 1)
     before, after = value.shape[:dim], value.shape[dim + 1 :]
