@@ -80,7 +80,9 @@ def _by_groups(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settin
 def _by_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
     """D_n = Σ_k g_nk ⊗ window_nk"""
     n, k, channels = input.shape[:3]
-    padded = F.pad(input, [side for p in reversed(settings.padding) for side in (p, p)]).contiguous()
+    padded = input
+    if any(settings.padding):
+        padded = F.pad(input, [side for p in reversed(settings.padding) for side in (p, p)]).contiguous()
     own = padded.stride()[3:]
     inside = [step * d for step, d in zip(own, settings.dilation, strict=True)]
     along = [step * s for step, s in zip(own, settings.stride, strict=True)]
