@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
+from fxgrad.gradients.rounding import rounding_of_term
+from fxgrad.operators.norms import gamma
+from fxgrad.terms import Term
 from tests.programs import quick_dynamo
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -161,3 +164,10 @@ def test_a_batch_of_one(name: str, device: torch.device) -> None:
         length = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
         assert float(length) <= C * (1 + 1e-5)
         fxgrad.zero_grad(transformed)
+
+
+def test_products_of_entries_round_as_their_absolute_values_say(device: torch.device) -> None:
+    g, x = torch.randn(2, 3, 4, 5, 6, device=device)
+    found = rounding_of_term(Term("nkc...,nkc...->nc", g, x))
+    expected = 1.01 * gamma(4 * 6, torch.float32) * (g * x).abs().double().sum((1, 3)).norm(dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
