@@ -112,6 +112,15 @@ def test_a_linear_layer_s_forward_is_one_call(device: torch.device) -> None:
     assert "cpp_fused" not in forward and "triton_poi" not in forward
 
 
+def test_group_norm_s_statistics_are_the_forward_s(device: torch.device) -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 4, 3)).to(device)
+    model = fxgrad.transform(layers, quantity=fxgrad.ClippedGrad(1.0))
+    x = torch.randn(BATCH, 3, 32, 32, device=device)
+    _, (forward, backward, *_) = run_and_get_code(lambda: default_loss(model(x)).backward())
+    assert "welford" in forward
+    assert "welford" not in backward
+
+
 class Returns(nn.Module):
     """Returns a part of a layer's output, which the backward reads too."""
 
