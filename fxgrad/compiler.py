@@ -179,7 +179,7 @@ class Transformed:
         parameters = dict(zip(self.names, (args[i] for i in self.trainable), strict=True))
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
-        check_frozen(self.frozen, args, [name for name in parameters if name not in forward.parameters])
+        check_frozen(self.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
         ghosts = Ghosts.apply(  # type: ignore[no-untyped-call]
             self.store, forward, tuple(parameters), *parameters.values()
         )

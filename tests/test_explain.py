@@ -150,7 +150,7 @@ def test_what_is_saved_in_addition() -> None:
     saved = {t.what: t for t in fxgrad.explain(model, torch.randn(5, 3)).totals}["saved for the backward"]
     assert saved.plain.value == saved_by(model, torch.randn(5, 3)) == 16  # the norm
     # From which the weight's gradient is pulled back, op by op; Dynamo of 2.14 writes the norm in three of them.
-    assert saved.fxgrad.value in (80, 144)
+    assert saved.fxgrad.value == (80 if torch.__version__ < "2.14" else 144)
 
 
 def test_generic_and_opaque_work_is_not_counted_and_said() -> None:

@@ -31,6 +31,7 @@ void forward(const T* before, T* gates, const T* c, T* c_after, const T* h, T* h
     if (going_on && going_on[b] == 0) {
       std::copy_n(c + row, hidden, c_after + row);
       std::copy_n(h + row, hidden, h_after + row);
+      std::fill_n(gates + 4 * row, 4 * hidden, T(0));  // nothing in an operator's result is left as memory was
       continue;
     }
     T *i = gates + 4 * row, *f = i + hidden, *n = f + hidden, *o = n + hidden;

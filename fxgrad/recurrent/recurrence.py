@@ -29,6 +29,8 @@ from fxgrad.recurrent.projection import Projection, input_gradient
 from fxgrad.recurrent.walk import blocks, last, states_after, states_before, steps
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
+
+
 @torch.library.custom_op("fxgrad::recurrence", mutates_args=())
 def recurrence(
     mode: str,

@@ -27,6 +27,7 @@ def states_after(states: Tensor, reverse: bool) -> Tensor:
 
 
 def last(dhs: Tensor, reverse: bool) -> Tensor:
+    """The row of what arrives at every step that belongs to the walk's last one."""
     return dhs[0 if reverse else -1]
 
 
