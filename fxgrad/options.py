@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxgrad import inductor
 from fxgrad.context import Mixing
 from fxgrad.costs.choices import NAMES, Ways, Wish
 from fxgrad.costs.machines import machine_of
@@ -72,9 +73,7 @@ def inner_compiler(backend: str | Inner) -> Inner:
     if callable(backend):
         return backend
     if backend == "inductor":
-        from torch._inductor.compile_fx import compile_fx
-
-        return compile_fx  # type: ignore[return-value]
+        return inductor.compile_fx
     if backend == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 

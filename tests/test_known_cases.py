@@ -202,6 +202,13 @@ def rolled_and_repeated(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def guided(m: Any, x: Tensor) -> Tensor:
+    """Samples beside as many rows of a frozen value, and of zeros, as a guided diffusion model has them"""
+    both = torch.cat([x, m.none.expand_as(x), torch.zeros_like(x)])
+    with_it, without, zero = m.head(both).tanh().chunk(3)
+    return with_it + 2 * (with_it - without) + zero
+
+
 def with_a_mask(m: Any, x: Tensor, keep: Tensor) -> Tensor:
     out: Tensor = m.a(x).masked_fill(~keep, 0)
     return out[:, :, 2]
@@ -234,6 +241,8 @@ PLACES: list[Case] = [
     layer("unfold and fold", lambda: Model(unfolded, a=nn.Linear(8, 8), scale=value(8, 1, 1)), lambda: images(2, 4, 6)),
     layer("rolled and repeated", lambda: Model(rolled_and_repeated, a=nn.Linear(4, 4), scale=value(2)),
           lambda: images(5, 4)),
+    layer("guidance beside the samples", lambda: Model(guided, head=nn.Linear(4, 2),
+          none=nn.Parameter(torch.randn(4), requires_grad=False)), lambda: images(4)),
     ("nested inputs", lambda: (Model(nested, a=nn.Linear(4, 5), scale=value()), ({"x": [images(4), images(4)]},))),
     layer("batch size as another size", lambda: nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 3, 3)),
           lambda: images(3, 3)),

@@ -125,8 +125,8 @@ PRODUCT = {
     ),
 }
 
-# A convolution's weight gradient. The native kernel, with a few samples as the groups of one call, reorders its
-# result. Windows' Gram matrices are added up from the pixels', shift by shift.
+# A convolution's weight gradient, by a kernel that copies each sample, keeps its sums in registers and looks at each
+# weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift.
 _window_sum = Work(convolution=2 * n * k * w, memory=2 * e * n * s, call=Integer(8))
 WINDOWS = {
     Way.GRAM: Costs(
@@ -141,9 +141,9 @@ WINDOWS = {
     Way.RECOMPUTE: Costs(
         Work(
             convolution=2 * n * k * w,
-            memory=2 * e * n * s,
-            cache=10 * e * n * w,
-            call=25 * (1 + e * n * (s + w) / ROWS),
+            memory=e * n * s,
+            cache=e * n * (2 * s + w),
+            call=Integer(20),
         ),
         _window_sum,
     ),
@@ -151,9 +151,9 @@ WINDOWS = {
         _held(e * n * w)
         + Work(
             convolution=2 * n * k * w,
-            memory=2 * e * n * s + e * n * w,
-            cache=8 * e * n * w,
-            call=15 * (1 + e * n * (s + w) / ROWS),
+            memory=e * n * s,
+            cache=e * n * (2 * s + 2 * w),
+            call=Integer(20),
         ),
         Work(memory=e * n * w, call=Integer(2)),
     ),

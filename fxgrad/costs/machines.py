@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.operators.convolutions import Settings, conv_rows
+from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import outer_products
 
@@ -54,7 +54,7 @@ RATES = tuple(field.name for field in fields(Machine) if field.name != "name")
 REFERENCE = Machine(
     product=90e9,
     batched=85e9,
-    convolution=130e9,
+    convolution=160e9,
     memory=16e9,
     cache=50e9,
     fresh=6e9,
@@ -217,7 +217,7 @@ def _probes(device: torch.device) -> dict[str, Probe]:
     return {
         "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
-        "convolution": (lambda: conv_rows(pixels, pixels, kernel, settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
+        "convolution": (lambda: weight_grads(pixels, pixels, kernel, settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
         "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
         "fresh": (anew, 1, 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),

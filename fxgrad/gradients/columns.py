@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxgrad.costs.contractions import hint
 from fxgrad.gradients.parts import Part, dense_of
-from fxgrad.operators.convolutions import Settings, blocks, conv_rows
+from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.norms import as_vectors
 from fxgrad.operators.signs import times_signs
 from fxgrad.operators.sums import SMALL
@@ -219,8 +219,7 @@ def _reader_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings
     def read(chosen: Lines) -> Tensor:
         own = g[:, :, chosen]
         out = g.new_empty(len(g), own.shape[2], *kernel[1:])
-        for rows in blocks(own, input, out.shape[1:]):
-            conv_rows(own[rows], input[rows], out.shape[1:], settings, out[rows])
+        weight_grads(own, input, out.shape[1:], settings, out)
         return out.flatten(1)
 
     return read

@@ -31,7 +31,8 @@ def rounding_of_term(term: Term) -> Tensor:
         g, patches = windows
         steps = patches.input if patches.settings.transposed else g
         positions = hint(steps.shape[1]) * math.prod(hint(size) for size in steps.shape[3:])
-        return window_rounding(g, patches.input, positions, math.prod(patches.kernel[2:]))
+        copies = math.prod(patches.kernel[2:])
+        return window_rounding(frobenius(g), frobenius(patches.input), positions, copies, g.dtype)
     factors = [factor for factor in term.factors if isinstance(factor, Tensor)]
     letters, result = term.letters()
     sizes = {

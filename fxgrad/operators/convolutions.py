@@ -1,9 +1,10 @@
-"""The weight gradients of a convolution for a few samples at a time, by whichever kernel is fast for the shape.
+"""The weight gradients of a convolution for each sample, by whichever kernel is fast for the shape.
 
-    groups     one native call in which the samples stand side by side as groups: right for every argument a
+    own        a kernel in C++ for all samples, in whatever layout they are (window_kernel.py): wherever it applies
+    groups     one native call in which a few samples stand side by side as groups: right for every argument a
                convolution takes, on CPU fast while a weight is small beside its positions
-    windows    the windows are copied out, a few samples at a time, and multiplied: on CPU for large weights at few
-               positions, and for few input channels, for which oneDNN's grouped kernels are slow
+    windows    a few samples' windows are copied out and multiplied: on CPU for large weights at few positions, and
+               for few input channels, for which oneDNN's grouped kernels are slow
 
 docs/performance.md has what was measured.
 """
@@ -17,6 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fxgrad.operators import window_kernel
 
 CACHED = 4 << 20  # bytes that a block of samples reads and writes on CPU: they stay in the cache
 MOST = 64  # samples in a block
@@ -58,8 +61,17 @@ def blocks(g: Tensor, input: Tensor, kernel: Sequence[int]) -> list[slice]:
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
+def weight_grads(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
+    """``[n, *kernel]`` into contiguous ``out``, from g ``[n, k, out, *space]`` and input ``[n, k, in, *space]``."""
+    if window_kernel.applies(g, input, kernel, settings):
+        window_kernel.rows(g, input, kernel, settings, out)
+        return
+    for rows in blocks(g, input, kernel):
+        conv_rows(g[rows], input[rows], kernel, settings, out[rows])
+
+
 def conv_rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
-    """``[n, *kernel]`` into ``out``, from g ``[n, k, out, *space]`` and input ``[n, k, in, *space]``."""
+    """The same of a few samples, by PyTorch's kernels."""
     if g.device.type == "cpu" and settings.groups == 1 and not settings.transposed:
         positions, columns = g.shape[1] * math.prod(g.shape[3:]), math.prod(kernel[1:])
         if positions <= FEW_POSITIONS or columns <= FEW_COLUMNS:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fxgrad.operators.convolutions import Settings, blocks, conv_rows
+from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import fresh
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
 @torch.library.custom_op("fxgrad::conv_weight_grad", mutates_args=(), tags=ANY_LAYOUT)
 def _conv_weight_grad(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     out = fresh(g, (len(g), *kernel))
-    settings = Settings.of(numbers)
-    for rows in blocks(g, input, kernel):
-        conv_rows(g[rows], input[rows], kernel, settings, out[rows])
+    weight_grads(g, input, kernel, Settings.of(numbers), out)
     return out
 
 

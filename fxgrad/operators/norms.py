@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fxgrad.operators import window_kernel
 from fxgrad.operators.convolutions import CACHED, Settings, blocks, conv_rows
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.memory import fresh
@@ -162,15 +163,18 @@ def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius) -> Tensor:
     return 1.001 * gamma(k, g.dtype) * lengths.sum(1)
 
 
-def window_rounding(g: Tensor, input: Tensor, positions: int, copies: int, norm: Norm = frobenius) -> Tensor:
-    """The same of a convolution, whose input every window holds ``copies`` of at most."""
-    return norm(g) * norm(input) * (1.001 * gamma(positions, g.dtype) * math.sqrt(copies))
+def window_rounding(of_g: Tensor, of_input: Tensor, positions: int, copies: int, dtype: torch.dtype) -> Tensor:
+    """The same of a convolution, from the norms ``[n]``; every entry of the input is in ``copies`` windows at most."""
+    return of_g * of_input * (1.001 * gamma(positions, dtype) * math.sqrt(copies))
 
 
 def measured(rows: Tensor, rounding: Tensor) -> Tensor:
     """`bounded`, outside of a traced graph."""
-    norms = quick_frobenius(rows)
-    return torch.stack([norms, norms * (1 + gamma(CHAIN, rows.dtype)) + rounding])
+    return _quickly_bounded(quick_frobenius(rows), rounding, rows.dtype)
+
+
+def _quickly_bounded(norms: Tensor, rounding: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + rounding])
 
 
 @torch.library.custom_op("fxgrad::product_rows", mutates_args=(), tags=ANY_LAYOUT)
@@ -208,12 +212,20 @@ def _carefully(g: Tensor, x: Tensor) -> Tensor:
 def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """A convolution's per-sample weight gradients, with their norms and bounds."""
     out = fresh(g, (len(g), *kernel))
-    found = torch.empty(2, len(g), dtype=torch.float64, device=g.device)
     settings = Settings.of(numbers)
-    of = _terms_of_windows(g, input, kernel, settings.transposed)
+
+    def look(rows: slice | Tensor) -> Tensor:
+        return _norms_of_windows(out[rows], g[rows], input[rows], settings)
+
+    if window_kernel.applies(g, input, kernel, settings):
+        found, doubtful = _by_kernel(g, input, kernel, settings, out)
+        if bool(doubtful.any()):
+            found[:, doubtful] = look(doubtful)
+        return out, found
+    found = torch.empty(2, len(g), dtype=torch.float64, device=g.device)
     for rows in blocks(g, input, kernel):
         conv_rows(g[rows], input[rows], kernel, settings, out[rows])
-        found[:, rows] = measured(out[rows], window_rounding(g[rows], input[rows], *of, quick_frobenius))
+        found[:, rows] = look(rows)
     return out, found
 
 
@@ -222,9 +234,24 @@ def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -
     return g.new_empty(g.shape[0], *kernel), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
-def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], transposed: bool) -> tuple[int, int]:
+def _norms_of_windows(grads: Tensor, g: Tensor, input: Tensor, settings: Settings) -> Tensor:
+    terms = _terms_of_windows(g, input, grads.shape[1:], settings)
+    return measured(grads, window_rounding(quick_frobenius(g), quick_frobenius(input), *terms, g.dtype))
+
+
+def _by_kernel(
+    g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
+    norms = window_kernel.rows(g, input, kernel, settings, out).sqrt()
+    doubtful = ~norms.isfinite().all(0) | (norms < SMALL).any(0)
+    terms = _terms_of_windows(g, input, kernel, settings)
+    return _quickly_bounded(norms[0], window_rounding(norms[1], norms[2], *terms, g.dtype), g.dtype), doubtful
+
+
+def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[int, int]:
     """How many products an entry of the weight's gradient adds up, and how often an entry of the input is met."""
-    positions = math.prod((input if transposed else g).shape[3:]) * g.shape[1]
+    positions = math.prod((input if settings.transposed else g).shape[3:]) * g.shape[1]
     return positions, math.prod(kernel[2:])
 
 
@@ -233,23 +260,25 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
     """The norms of a convolution's per-sample weight gradients, and their bounds."""
     g, input = computable(g), computable(input)
     settings = Settings.of(numbers)
-    positions, copies = _terms_of_windows(g, input, kernel, settings.transposed)
 
     def of(g: Tensor, input: Tensor) -> Tensor:
         grads = g.new_empty(len(g), *kernel)
         conv_rows(g, input, kernel, settings, grads)
-        return measured(grads, window_rounding(g, input, positions, copies, quick_frobenius))
+        return _norms_of_windows(grads, g, input, settings)
 
     def carefully(row: int) -> Tensor:
         return of(g[row : row + 1].double(), input[row : row + 1].double())
 
+    if not gram and window_kernel.applies(g, input, kernel, settings):
+        found, doubtful = _by_kernel(g, input, kernel, settings, None)
+        return _again(found, doubtful, carefully)
     if not gram:
         return _by_blocks(blocks(g, input, kernel), lambda rows: of(g[rows], input[rows]), carefully)
 
     def by_gram(rows: slice) -> Tensor:
         by_g = _pixels(g[rows]).mT @ _pixels(g[rows])
         by_x = window_gram(input[rows].flatten(0, 1), g.shape[3:], kernel[2:], settings)
-        return _from_squares(*_met(by_g, by_x, g.shape[2], input.shape[2] * copies))
+        return _from_squares(*_met(by_g, by_x, g.shape[2], input.shape[2] * math.prod(kernel[2:])))
 
     pixels, windows = math.prod(input.shape[3:]), math.prod(g.shape[3:])
     size = max(pixels * pixels, windows * windows) * g.element_size()
@@ -306,7 +335,10 @@ def _by_blocks(
     """A few samples at a time; those whose norm float32 could not hold, once more by themselves."""
     parts = [of_rows(rows) for rows in slices]
     found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
-    doubtful = ~found[1].isfinite() | (found[1] < TINY)
+    return _again(found, ~found[1].isfinite() | (found[1] < TINY), carefully)
+
+
+def _again(found: Tensor, doubtful: Tensor, carefully: Callable[[int], Tensor]) -> Tensor:
     if bool(doubtful.any()):
         for row in doubtful.nonzero().flatten().tolist():
             found[:, row] = carefully(row).flatten()

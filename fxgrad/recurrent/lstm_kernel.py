@@ -1,7 +1,6 @@
 """The LSTM's loops with a kernel in C++ for all of a step but its product (lstm.cpp), where there is a compiler.
 
 A step's small ops cost more than its product does: each is a call, runs in one thread, and PyTorch's tanh is slow.
-The kernel comes from Inductor's own machinery, with its compiler, flags and cache.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxgrad.compiled import library
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import plus_times
 from fxgrad.recurrent.projection import Projection
@@ -25,17 +25,9 @@ PARALLEL = 1 << 13  # gates of a step from which a second thread gains more than
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernels; none where nothing compiles C++, or where Inductor's interface is another one."""
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        library: ctypes.CDLL = CppCodeCache.load(Path(__file__).with_name("lstm.cpp").read_text())
-        for name in ("forward_float32", "forward_float64", "backward_float32", "backward_float64"):
-            getattr(library, name).argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int]
-            getattr(library, name).restype = None
-    except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
-        return None
-    return library
+    types = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int]
+    names = ("forward_float32", "forward_float64", "backward_float32", "backward_float64")
+    return library(Path(__file__).with_name("lstm.cpp"), dict.fromkeys(names, types))
 
 
 def applies(*values: Tensor) -> bool:

@@ -7,7 +7,7 @@ are 1..B; 0 stands for a value of no sample (a constant, padding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -35,17 +35,18 @@ class Replay:
         self.constants: dict[tuple[fx.Node, int], Any] = {}
         self.written: dict[fx.Graph, set[int | None]] = {}  # the memory that a graph's ops write over
 
-    def layouts(self, node: fx.Node, outputs: Any) -> Any:
+    def layouts(self, node: fx.Node, outputs: Any, lined_up: Mapping[fx.Node, Layout] | None = None) -> Any:
         """The layout of each output tensor of a movement op; None where it has none.
 
-        An op that cannot run on two or three samples (it takes rows 2 to 4) has none either.
+        An op that cannot run on two or three samples (it takes rows 2 to 4) has none either. ``lined_up``: constants
+        that have a row for every sample.
         """
         try:
-            return self._layouts(node, outputs)
+            return self._layouts(node, outputs, lined_up or {})
         except (RuntimeError, IndexError, ValueError):
             return [None] * len(outputs) if isinstance(outputs, tuple | list) else None
 
-    def _layouts(self, node: fx.Node, outputs: Any) -> Any:
+    def _layouts(self, node: fx.Node, outputs: Any, lined_up: Mapping[fx.Node, Layout]) -> Any:
         packed = [arg for arg in node.all_input_nodes if self._rows(arg)]
         if packed:
             several = isinstance(outputs, tuple | list)
@@ -53,13 +54,17 @@ class Replay:
             return found if several else found[0]
         if op_name(node.target) in _INDEXING:
             return self._indexed(node, outputs)
-        runs = [self._run(node, batch) for batch in BATCHES]
+        runs = [self._run(node, batch, known=self._rows_of(lined_up, batch)) for batch in BATCHES]
         if isinstance(outputs, Tensor):
             return self.read(runs, outputs)
         if not all(isinstance(run, tuple | list) and len(run) == len(outputs) for run in runs):
             return [None] * len(outputs)
         columns = zip(*runs, strict=True)
         return [self.read(list(column), out) for column, out in zip(columns, outputs, strict=True)]
+
+    def _rows_of(self, lined_up: Mapping[fx.Node, Layout], batch: int) -> dict[fx.Node, Tensor]:
+        shapes = {node: [self.symbols.evaluate(size, batch) for size in node.meta["fake"].shape] for node in lined_up}
+        return {node: sample_ids(layout, shapes[node], batch) for node, layout in lined_up.items()}
 
     def _rows(self, node: fx.Node) -> Layout | None:
         """The layout of packed data."""

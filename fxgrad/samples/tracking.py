@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.samples.families import Family
-from fxgrad.samples.layouts import Layout
+from fxgrad.samples.layouts import Kind, Layout
 from fxgrad.samples.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
 from fxgrad.samples.over_dims import over_dims, worked_dims
 from fxgrad.samples.places import index_put, per_index
@@ -354,6 +354,10 @@ def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
     if op.call.op == "broadcast_tensors":
         return [elementwise(op, out) for out in outputs]  # all of one shape
     found = op.replay.layouts(op.node, op.output)
+    if found is None and op.call.op == "cat":  # of the samples' rows and of a constant's, which has one for each
+        constants = [operand for operand in op.operands if op.replay.samples(operand.node).kind is Kind.CONSTANT]
+        lined_up = {operand.node: operand.layout for operand in constants if operand.layout is not None}
+        found = op.replay.layouts(op.node, op.output, lined_up)
     layouts = found if isinstance(op.output, tuple | list) else [found]
     lost = Mixes("it moves the samples to where they cannot be followed")
     return [

@@ -1,0 +1,24 @@
+"""Kernels in C++, compiled by Inductor's own machinery: its compiler, its flags and its cache."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Types = Sequence[Any]  # of a function's arguments, as ctypes has them
+
+
+def library(source: Path, functions: Mapping[str, Types]) -> ctypes.CDLL | None:
+    """The functions of a file, which return nothing; none where nothing compiles C++, or Inductor is another one."""
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        found: ctypes.CDLL = CppCodeCache.load(source.read_text(encoding="utf-8"))
+        for name, types in functions.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = list(types), None
+    except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
+        return None
+    return found

@@ -1,0 +1,41 @@
+"""Inductor, with one of its bugs mended.
+
+Note [Lost renames]
+~~~~~~~~~~~~~~~~~~~
+A buffer that an op writes into has another name after it, so that what reads it then is scheduled behind. Up to torch
+2.13 a loop whose sizes are computed again for a fusion forgets the new name, and may run first: the backward of a
+max_pool2d with windows that overlap adds into zeros, and the loop behind it read the zeros (PyTorch issue 185509).
+The gradients of all layers before it were zero, without a word. Renaming once more is what torch 2.14 does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def compile_fx(*args: Any, **kwargs: Any) -> Any:
+    """Inductor's own entry point."""
+    from torch._inductor import compile_fx as inductor
+
+    _keep_renames()
+    return inductor.compile_fx(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=1)
+def _keep_renames() -> None:
+    """See Note [Lost renames]. The backward is compiled later, so this holds for the process."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+        return
+    from torch._inductor.scheduler import SchedulerNode
+
+    original = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(original)
+    def recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
+        original(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign, assignment]

@@ -1,0 +1,68 @@
+"""The weight gradients of a convolution for each sample by a kernel of our own (windows.cpp), where it applies.
+
+PyTorch's kernels are made for a batch. One sample at a time, or as the groups of one call, they reach a third to two
+thirds of their rate, and every call copies: into the library's layout, and back. This one reads values in the layout
+they have, writes what it found once, and takes the norms on the way (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fxgrad.compiled import library
+
+if TYPE_CHECKING:
+    from fxgrad.operators.convolutions import Settings
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    types = [_POINTER] * 7 + [_SIZE, ctypes.c_int]
+    return library(Path(__file__).with_name("windows.cpp"), {"window_rows": types})
+
+
+def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
+    """Whether the kernel can: float32 on CPU, one or two dimensions of space, neither grouped nor transposed."""
+    plain = settings.groups == 1 and not settings.transposed and len(kernel) in (3, 4)
+    exact = g.dtype is torch.float32 and input.dtype is torch.float32 and g.device.type == "cpu"
+    return bool(plain and exact and g.numel() and input.numel()) and _library() is not None
+
+
+def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None) -> Tensor:
+    """``[n, *kernel]`` into ``out``, contiguous, where there is one; returns the squares of what each sample has of
+    them, of g ``[n, k, out, *space]`` and of input ``[n, k, in, *space]``: ``[3, n]`` in float64."""
+    found_library = _library()
+    assert found_library is not None
+    stride, padding, dilation = (list(each) for each in settings[:3])
+    if len(kernel) == 3:  # a row of pixels is an image
+        g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
+        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
+    threads = torch.get_num_threads()
+    parts = -(-threads // len(g))  # of a sample's outputs, where there are more threads than samples
+    found = torch.empty(3, len(g), parts, dtype=torch.float64)
+    sizes = (*g.shape, *input.shape[2:], *kernel[2:], *stride, *padding, *dilation)
+    found_library.window_rows(
+        g.data_ptr(),
+        _numbers(g.stride()),
+        input.data_ptr(),
+        _numbers(input.stride()),
+        _numbers(sizes),
+        None if out is None else out.data_ptr(),
+        found.data_ptr(),
+        parts,
+        threads,
+    )
+    return found.sum(2)
+
+
+def _numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (_SIZE * len(values))(*values)

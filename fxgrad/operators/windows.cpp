@@ -1,0 +1,183 @@
+// A convolution's weight gradient for each sample, and the squares of what bounds its rounding:
+//
+//     D[o, c, i, j] = sum over images, y, x of g[o, y, x] input[c, y sy + i dy - py, x sx + j dx - px]
+//
+// In a padded copy of an image with its channels last, row i of the window at (y, x) is one run of kw C numbers (where
+// dx is 1; else C numbers for each j). So D is, for a few o at a time, a product of [o, positions] by [positions, run]
+// whose right side's rows overlap in memory: no window is ever copied, and the sums stay in registers.
+
+#include <ATen/cpu/vec/vec.h>
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t V = Vec::size();
+constexpr int64_t OS = V >= 16 ? 8 : 4;  // the o, and the vectors of a run, whose sums are held in registers
+constexpr int64_t VECTORS = 3;
+constexpr int64_t CHAIN = 512;  // products that are added one after another, at most: norms.py counts on it
+
+// As the caller fills it, all in int64.
+struct Shape {
+  int64_t samples, images, outs, out_rows, out_columns, channels, rows, columns, kernel_rows, kernel_columns;
+  int64_t row_stride, column_stride, row_padding, column_padding, row_dilation, column_dilation;
+};
+
+struct Values {  // [samples, images, channels, rows, columns], and the steps between them
+  const float* data;
+  const int64_t* steps;
+};
+
+int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+double squares(const float* values, int64_t count) {
+  double total = 0;
+  for (int64_t start = 0; start < count; start += CHAIN * V) {
+    Vec sums(0);
+    const int64_t end = std::min(count, start + CHAIN * V);
+    for (int64_t k = start; k < end; k += V) {
+      const Vec value = Vec::loadu(values + k, std::min(V, end - k));
+      sums = at::vec::fmadd(value, value, sums);
+    }
+    float lanes[V];
+    sums.store(lanes);
+    for (const float lane : lanes) total += lane;
+  }
+  return total;
+}
+
+// One image with its channels last, some of them, into the inside of a larger one.
+void copy(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns, float* into,
+          int64_t of_row, int64_t of_pixel) {
+  const int64_t channel = steps[2], row = steps[3], column = steps[4];
+  for (int64_t y = 0; y < rows; ++y) {
+    const float* here = from + y * row;
+    float* there = into + y * of_row;
+    if (channel == 1 || channels == 1) {
+      for (int64_t x = 0; x < columns; ++x) std::copy_n(here + x * column, channels, there + x * of_pixel);
+    } else {
+      for (int64_t c = 0; c < channels; ++c)
+        for (int64_t x = 0; x < columns; ++x) there[x * of_pixel + c] = here[c * channel + x * column];
+    }
+  }
+}
+
+struct Steps {  // from one row to the next, and from one column
+  int64_t row, column;
+};
+
+// total[o, :] (+)= the sum over some rows of positions of g[position, o] input[position, :], for OS o and N vectors.
+template <int64_t N>
+void multiply(const float* g, Steps of_g, const float* input, Steps of_input, int64_t rows, int64_t columns,
+              float* total, int64_t of_total, bool first) {
+  Vec sums[OS][N];
+  for (auto& of_o : sums)
+    for (auto& sum : of_o) sum = Vec(0);
+  for (int64_t y = 0; y < rows; ++y) {
+    const float *gs = g + y * of_g.row, *values = input + y * of_input.row;
+    for (int64_t x = 0; x < columns; ++x, gs += of_g.column, values += of_input.column) {
+      Vec run[N];
+#pragma GCC unroll 3
+      for (int64_t r = 0; r < N; ++r) run[r] = Vec::loadu(values + r * V);
+#pragma GCC unroll 8
+      for (int64_t o = 0; o < OS; ++o) {
+        const Vec factor(gs[o]);
+#pragma GCC unroll 3
+        for (int64_t r = 0; r < N; ++r) sums[o][r] = at::vec::fmadd(factor, run[r], sums[o][r]);
+      }
+    }
+  }
+  for (int64_t o = 0; o < OS; ++o)
+    for (int64_t r = 0; r < N; ++r) {
+      float* to = total + o * of_total + r * V;
+      (first ? sums[o][r] : Vec::loadu(to) + sums[o][r]).store(to);
+    }
+}
+
+// The gradients of a sample's weights from its o-th output on, in memory that a thread uses again for each.
+struct Worker {
+  const Shape s;
+  const bool joined = s.column_dilation == 1;  // a window's row is one run
+  const int64_t runs = joined ? s.kernel_rows : s.kernel_rows * s.kernel_columns;
+  const int64_t length = joined ? s.kernel_columns * s.channels : s.channels, padded = up(length, V);
+  const int64_t of_pixel = up(s.outs, OS), of_row = (s.columns + 2 * s.column_padding) * s.channels;
+  const int64_t of_g = s.out_rows * s.out_columns * of_pixel, of_image = (s.rows + 2 * s.row_padding) * of_row;
+  std::vector<float> gs = std::vector<float>(s.images * of_g);
+  std::vector<float> inputs = std::vector<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
+  std::vector<float> total = std::vector<float>(OS * runs * padded);
+
+  void load(const Values& g, const Values& input, int64_t n) {
+    for (int64_t k = 0; k < s.images; ++k) {
+      copy(g.data + n * g.steps[0] + k * g.steps[1], g.steps, s.outs, s.out_rows, s.out_columns, gs.data() + k * of_g,
+           s.out_columns * of_pixel, of_pixel);
+      float* inside = inputs.data() + k * of_image + s.row_padding * of_row + s.column_padding * s.channels;
+      copy(input.data + n * input.steps[0] + k * input.steps[1], input.steps, s.channels, s.rows, s.columns, inside,
+           of_row, s.channels);
+    }
+  }
+
+  void add_up(int64_t o) {
+    const int64_t columns = std::min(s.out_columns, CHAIN), rows = CHAIN / std::max<int64_t>(columns, 1);
+    const Steps to_g{s.out_columns * of_pixel, of_pixel}, to_input{s.row_stride * of_row, s.column_stride * s.channels};
+    for (int64_t run = 0; run < runs; ++run) {
+      const int64_t i = joined ? run : run / s.kernel_columns, j = joined ? 0 : run % s.kernel_columns;
+      const int64_t shift = i * s.row_dilation * of_row + j * s.column_dilation * s.channels;
+      for (int64_t at = 0, left = padded / V; left > 0; at += VECTORS * V, left -= VECTORS) {
+        const auto some = left >= VECTORS ? multiply<VECTORS> : left == 2 ? multiply<2> : multiply<1>;
+        bool first = true;
+        for (int64_t k = 0; k < s.images; ++k)
+          for (int64_t y = 0; y < s.out_rows; y += rows)
+            for (int64_t x = 0; x < s.out_columns; x += columns, first = false) {
+              const float* factors = gs.data() + k * of_g + y * to_g.row + x * to_g.column + o;
+              const float* values = inputs.data() + k * of_image + shift + y * to_input.row + x * to_input.column + at;
+              some(factors, to_g, values, to_input, std::min(rows, s.out_rows - y), std::min(columns, s.out_columns - x),
+                   total.data() + run * padded + at, runs * padded, first);
+            }
+      }
+    }
+  }
+
+  double square(int64_t o) const {
+    double sum = 0;
+    for (int64_t run = 0; run < runs; ++run) sum += squares(total.data() + (o * runs + run) * padded, length);
+    return sum;
+  }
+
+  void write(int64_t o, float* out) const {  // [channels, kernel_rows, kernel_columns]
+    const float* of_o = total.data() + o * runs * padded;
+    const int64_t places = s.kernel_rows * s.kernel_columns;
+    for (int64_t place = 0; place < places; ++place) {
+      const int64_t i = place / s.kernel_columns, j = place % s.kernel_columns;
+      const float* from = joined ? of_o + i * padded + j * s.channels : of_o + place * padded;
+      for (int64_t c = 0; c < s.channels; ++c) out[c * places + place] = from[c];
+    }
+  }
+};
+
+// `out`, contiguous, may be null: then only the squares are found, of the gradients, g and input, [3, samples, parts].
+extern "C" void window_rows(const float* g, const int64_t* g_steps, const float* input, const int64_t* input_steps,
+                            const int64_t* sizes, float* out, double* found, int64_t parts, int threads) {
+  const Shape s = *reinterpret_cast<const Shape*>(sizes);
+  const int64_t weights = s.channels * s.kernel_rows * s.kernel_columns, units = s.samples * parts;
+  const int64_t of_part = up(up(s.outs, parts) / parts, OS);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    Worker worker{s};
+#pragma omp for
+    for (int64_t unit = 0; unit < units; ++unit) {
+      const int64_t n = unit / parts, start = unit % parts * of_part, end = std::min(s.outs, start + of_part);
+      worker.load({g, g_steps}, {input, input_steps}, n);
+      double of_rows = 0;
+      for (int64_t block = start; block < end; block += OS) {
+        worker.add_up(block);
+        for (int64_t o = block; o < std::min(end, block + OS); ++o) {
+          of_rows += worker.square(o - block);
+          if (out) worker.write(o - block, out + (n * s.outs + o) * weights);
+        }
+      }
+      found[unit] = of_rows;
+      found[units + unit] = start == 0 ? squares(worker.gs.data(), worker.gs.size()) : 0;
+      found[2 * units + unit] = start == 0 ? squares(worker.inputs.data(), worker.inputs.size()) : 0;
+    }
+  }
+}

@@ -1,0 +1,134 @@
+"""The kernel in C++ for a convolution's per-sample weight gradients, against PyTorch's in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxgrad.operators import window_kernel
+from fxgrad.operators.convolutions import Settings, conv_rows
+from fxgrad.operators.norms import window_norms, window_rows
+
+LAYOUTS = ["plain", "channels last", "strided", "samples last"]
+
+
+def in_layout(value: Tensor, layout: str) -> Tensor:
+    """The same values ``[n, k, channels, rows, columns]``, elsewhere in memory."""
+    if layout == "channels last":
+        return value.movedim(2, -1).contiguous().movedim(-1, 2)
+    if layout == "samples last":
+        return value.movedim(0, -1).contiguous().movedim(-1, 0)
+    if layout == "strided":
+        wide = value.new_full((*value.shape[:-1], 2 * value.shape[-1]), torch.nan)
+        wide[..., ::2] = value
+        return wide[..., ::2]
+    return value
+
+
+def operands(n: int, k: int, size: tuple[int, int], channels: tuple[int, int], kernel: tuple[int, int], told: Settings,
+             ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """g and input ``[n, k, channels, *space]``, and the weight's shape."""
+    input = torch.randn(n, k, channels[0], *size)
+    weight = torch.empty(channels[1], channels[0], *kernel)
+    y = torch.convolution(input.flatten(0, 1), weight, None, *told)
+    return torch.randn(n, k, *y.shape[1:]), input, tuple(weight.shape)
+
+
+def expected(g: Tensor, input: Tensor, kernel: tuple[int, ...], told: Settings) -> Tensor:
+    """One sample after another in float64, by PyTorch's own op."""
+    rows = []
+    for own, x in zip(g.double(), input.double(), strict=True):
+        weight = own.new_empty(kernel)
+        rows.append(torch.ops.aten.convolution_backward(own, x, weight, None, *told, (False, True, False))[1])
+    return torch.stack(rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_shape_and_layout(data: Any) -> None:
+    draw = data.draw
+    pair = st.tuples(st.integers(1, 3), st.integers(1, 3))
+    kernel, stride, dilation = draw(pair), draw(pair), draw(pair)
+    padding = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
+    size = tuple(d * (each - 1) + 1 + draw(st.integers(0, 5)) for each, d in zip(kernel, dilation, strict=True))
+    channels = draw(st.sampled_from([(1, 1), (3, 5), (16, 8), (17, 9), (40, 20)]))
+    told = Settings(stride, padding, dilation, False, (0, 0), 1)
+    torch.manual_seed(draw(st.integers(0, 99)))
+    g, input, shape = operands(draw(st.integers(1, 3)), draw(st.integers(1, 2)), size, channels, kernel, told)
+    g, input = (in_layout(value, draw(st.sampled_from(LAYOUTS))) for value in (g, input))
+    assert window_kernel.applies(g, input, shape, told)
+    true = expected(g, input, shape, told)
+    out, found = window_rows(g, input, shape, told.numbers())
+    torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
+    norms = true.flatten(1).norm(dim=1)
+    for norm, bound in (found, window_norms(g, input, shape, told.numbers(), False)):
+        torch.testing.assert_close(norm, norms, rtol=1e-5, atol=1e-7)
+        assert (bound >= norms * (1 - 1e-12)).all()
+        assert (bound <= norms + 1e-3 * g.flatten(1).norm(dim=1) * input.flatten(1).norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_more_threads_than_samples_share_a_sample(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    g, input, shape = operands(2, 1, (6, 5), (3, 21), (3, 3), told)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    out, found = window_rows(g, input, shape, told.numbers())
+    true = expected(g, input, shape, told)
+    torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], true.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
+
+
+def test_a_row_longer_than_a_chain_of_additions() -> None:
+    told = Settings((1,), (2,), (1,), False, (0,), 1)
+    g, input = torch.randn(2, 1, 3, 1500), torch.randn(2, 1, 4, 1500)
+    out, _ = window_rows(g, input, (3, 4, 5), told.numbers())
+    torch.testing.assert_close(out.double(), expected(g, input, (3, 4, 5), told), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e30])
+def test_norms_where_squares_leave_float32(scale: float) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    g, input, shape = operands(3, 1, (6, 5), (3, 8), (3, 3), told)
+    g = g.clone()
+    g[1] *= scale
+    norms = expected(g, input, shape, told).flatten(1).norm(dim=1)
+    for norm, bound in (window_rows(g, input, shape, told.numbers())[1],
+                        window_norms(g, input, shape, told.numbers(), False)):
+        torch.testing.assert_close(norm, norms, rtol=1e-5, atol=0)
+        assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms * 1.001).all()
+
+
+def test_a_sample_that_is_not_finite_stays_alone() -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    g, input, shape = operands(4, 1, (6, 5), (3, 8), (3, 3), told)
+    g[1, 0, 0, 0, 0], input[2, 0, 0, 0, 0] = torch.inf, torch.nan
+    out, found = window_rows(g, input, shape, told.numbers())
+    assert out[[0, 3]].isfinite().all() and found[:, [0, 3]].isfinite().all()
+    assert not found[1, 1].isfinite() and not found[1, 2].isfinite()
+
+
+def test_what_it_does_not_take_is_left_to_pytorch() -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    g, input, shape = operands(2, 1, (6, 5), (4, 8), (3, 3), told)
+    assert window_kernel.applies(g, input, shape, told)
+    assert not window_kernel.applies(g.double(), input.double(), shape, told)
+    assert not window_kernel.applies(g, input, (8, 2, 3, 3), told._replace(groups=2))
+    assert not window_kernel.applies(g, input, shape, told._replace(transposed=True))
+    assert not window_kernel.applies(g[:0], input[:0], shape, told)
+
+
+def test_without_a_compiler_pytorchs_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    g, input, shape = operands(3, 1, (6, 5), (3, 8), (3, 3), told)
+    out, found = window_rows(g, input, shape, told.numbers())
+    monkeypatch.setattr(window_kernel, "_library", lambda: None)
+    for one, other in zip((out, found), window_rows(g, input, shape, told.numbers()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    by_pytorch = torch.empty(shape).expand(3, *shape).clone()
+    conv_rows(g, input, shape, told, by_pytorch)
+    torch.testing.assert_close(out, by_pytorch, rtol=1e-5, atol=1e-5)
