@@ -10,12 +10,15 @@ from typing import Any
 Types = Sequence[Any]  # of a function's arguments, as ctypes has them
 
 
-def library(source: Path, functions: Mapping[str, Types]) -> ctypes.CDLL | None:
-    """The functions of a file, which return nothing; none where nothing compiles C++, or Inductor is another one."""
+def library(sources: Sequence[Path], functions: Mapping[str, Types]) -> ctypes.CDLL | None:
+    """The functions of some files, one behind the other; they return nothing.
+
+    None where nothing compiles C++, or where Inductor's interface is another one.
+    """
     try:
         from torch._inductor.codecache import CppCodeCache
 
-        found: ctypes.CDLL = CppCodeCache.load(source.read_text(encoding="utf-8"))
+        found: ctypes.CDLL = CppCodeCache.load("\n".join(source.read_text(encoding="utf-8") for source in sources))
         for name, types in functions.items():
             function = getattr(found, name)
             function.argtypes, function.restype = list(types), None

@@ -38,13 +38,13 @@ from fxgrad.operators.norms import (
     window_norms,
     window_rows,
 )
-from fxgrad.operators.onednn import FEW
 from fxgrad.operators.sums import (
+    FEW_PRODUCTS,
     SMALL,
     dense_sum,
     product_sum,
-    rank_one_sum,
     rows_sum,
+    small_product_sum,
     small_sum,
     window_sum,
 )
@@ -243,9 +243,9 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
-        few = hint(g.shape[0]) * hint(g.shape[2]) * hint(x.shape[2]) < FEW
-        if few and ways.of(name, part, waits=True) is Way.RANK_ONE:
-            return rank_one_sum(g.squeeze(1), x.squeeze(1), c)
+        products = math.prod(hint(size) for size in (*g.shape, x.shape[2]))
+        if products <= FEW_PRODUCTS:
+            return small_product_sum(g, x, c)
         found: Tensor = product_sum(g, x, c)
         return found
     if table is not None:

@@ -16,31 +16,36 @@ from fxgrad.operators.onednn import outer_products
 from fxgrad.precision import accumulating
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
+FEW_PRODUCTS = 8 << 20  # of a sum, up to which an operator's call costs more than a faster library gains
 
 
-def without(rows: Tensor, c: Tensor) -> Tensor:
-    """``rows`` with zeros where the weight is 0."""
-    none = (c == 0).view(-1, *[1] * (rows.dim() - 1))
-    if rows.device.type == "cpu" and not bool(none.any()):
-        return rows
-    return rows.masked_fill(none, 0)
+def nothing(c: Tensor) -> Tensor | None:
+    """``[n]``: the samples of weight 0; None where it is seen that there are none."""
+    none = c == 0
+    return None if c.device.type == "cpu" and not bool(none.any()) else none
 
 
-def weighted(rows: Tensor, c: Tensor) -> Tensor:
+def without(rows: Tensor, none: Tensor | None) -> Tensor:
+    """``rows`` with zeros for those samples."""
+    return rows if none is None else rows.masked_fill(none.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+def weighted(rows: Tensor, c: Tensor, none: Tensor | None) -> Tensor:
     """``c_n rows_n``"""
-    return without(rows, c) * c.view(-1, *[1] * (rows.dim() - 1))
+    return without(rows, none) * c.view(-1, *[1] * (rows.dim() - 1))
 
 
 @torch.library.custom_op("fxgrad::product_sum", mutates_args=(), tags=ANY_LAYOUT)
 def product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
     """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
     c = c.to(g.dtype)
+    none = nothing(c)
     if g.shape[1] == 1:
-        return outer_products(without(g.squeeze(1), c), without(x.squeeze(1), c), c)
+        return outer_products(without(g.squeeze(1), none), without(x.squeeze(1), none), c)
     if g.shape[2] <= x.shape[2]:
-        g, x = weighted(g, c), without(x, c)
+        g, x = weighted(g, c, none), without(x, none)
     else:
-        g, x = without(g, c), weighted(x, c)
+        g, x = without(g, none), weighted(x, c, none)
     if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
         g, x = g.transpose(0, 1), x.transpose(0, 1)
     return outer_products(g.flatten(0, 1), x.flatten(0, 1))
@@ -55,10 +60,11 @@ def _(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
 def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """A convolution's weight gradient with every sample's part weighted."""
     c = c.to(g.dtype)
+    none = nothing(c)
     if g.numel() <= input.numel():
-        g, input = weighted(g, c), without(input, c)
+        g, input = weighted(g, c, none), without(input, none)
     else:
-        g, input = without(g, c), weighted(input, c)
+        g, input = without(g, none), weighted(input, c, none)
     operands = (g.flatten(0, 1), input.flatten(0, 1), g.new_empty(()).expand(tuple(kernel)), None)
     grad: Tensor = torch.ops.aten.convolution_backward(*operands, *Settings.of(numbers), (False, True, False))[1]
     return grad.contiguous()
@@ -76,10 +82,10 @@ def small_sum(rows: Tensor, c: Tensor) -> Tensor:
     return torch.where(c == 0, 0, rows.to(kind) * c).sum(0)
 
 
-def rank_one_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
-    """``Σ_n c[n] g[n, o] x[n, i]`` as ``[o, i]``, of few flops."""
-    c = c.to(g.dtype).unsqueeze(1)
-    return torch.where(c == 0, 0, g * c).t() @ torch.where(c == 0, 0, x)
+def small_product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``, of few products, likewise."""
+    c = c.to(g.dtype).view(-1, 1, 1)
+    return torch.where(c == 0, 0, g * c).flatten(0, 1).t() @ torch.where(c == 0, 0, x).flatten(0, 1)
 
 
 @torch.library.custom_op("fxgrad::dense_sum", mutates_args=(), tags=ANY_LAYOUT)
@@ -87,7 +93,7 @@ def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]``"""
     kind = accumulating(rows.dtype)
     c = c.to(kind)
-    return (c @ without(rows, c).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
+    return (c @ without(rows, nothing(c)).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
 
 
 @dense_sum.register_fake

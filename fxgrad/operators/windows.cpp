@@ -6,16 +6,10 @@
 // dx is 1; else C numbers for each j). So D is, for a few o at a time, a product of [o, positions] by [positions, run]
 // whose right side's rows overlap in memory: no window is ever copied, and the sums stay in registers.
 
-#include <ATen/cpu/vec/vec.h>
-#include <algorithm>
-#include <cstdint>
 #include <vector>
 
-using Vec = at::vec::Vectorized<float>;
-constexpr int64_t V = Vec::size();
 constexpr int64_t OS = V >= 16 ? 8 : 4;  // the o, and the vectors of a run, whose sums are held in registers
 constexpr int64_t VECTORS = 3;
-constexpr int64_t CHAIN = 512;  // products that are added one after another, at most: norms.py counts on it
 
 // As the caller fills it, all in int64.
 struct Shape {
@@ -29,22 +23,6 @@ struct Values {  // [samples, images, channels, rows, columns], and the steps be
 };
 
 int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-
-double squares(const float* values, int64_t count) {
-  double total = 0;
-  for (int64_t start = 0; start < count; start += CHAIN * V) {
-    Vec sums(0);
-    const int64_t end = std::min(count, start + CHAIN * V);
-    for (int64_t k = start; k < end; k += V) {
-      const Vec value = Vec::loadu(values + k, std::min(V, end - k));
-      sums = at::vec::fmadd(value, value, sums);
-    }
-    float lanes[V];
-    sums.store(lanes);
-    for (const float lane : lanes) total += lane;
-  }
-  return total;
-}
 
 // One image with its channels last, some of them, into the inside of a larger one.
 void copy(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns, float* into,

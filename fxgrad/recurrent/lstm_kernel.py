@@ -27,7 +27,7 @@ PARALLEL = 1 << 13  # gates of a step from which a second thread gains more than
 def _library() -> ctypes.CDLL | None:
     types = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int]
     names = ("forward_float32", "forward_float64", "backward_float32", "backward_float64")
-    return library(Path(__file__).with_name("lstm.cpp"), dict.fromkeys(names, types))
+    return library([Path(__file__).with_name("lstm.cpp")], dict.fromkeys(names, types))
 
 
 def applies(*values: Tensor) -> bool:

@@ -1,0 +1,57 @@
+// Of a table's gradients, from ids [n, k] and g [n, k, d]: every sample's squared norm, and how far rounding may be off.
+//
+// The rows of one id are added up: `places` finds their sum, an open hash table of ids with room for twice as many.
+
+#include <vector>
+
+struct Sum {
+  int64_t id, count;
+  double lengths;  // of the rows, added up
+};
+
+extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
+                            int64_t padding, double* found, int threads) {
+  int bits = 1;
+  while ((int64_t(1) << bits) < 2 * k) ++bits;
+  const int64_t room = int64_t(1) << bits;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<int64_t> places(room);
+    std::vector<Sum> sums;
+    std::vector<float> rows(k * d);
+#pragma omp for
+    for (int64_t sample = 0; sample < n; ++sample) {
+      std::fill(places.begin(), places.end(), -1);
+      sums.clear();
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t id = ids[sample * k + i];
+        if (id == padding) continue;
+        const float* row = g + sample * steps[0] + i * steps[1];
+        int64_t place = static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15u >> (64 - bits);
+        while (places[place] >= 0 && sums[places[place]].id != id) place = (place + 1) & (room - 1);
+        const bool first = places[place] < 0;
+        if (first) {
+          places[place] = sums.size();
+          sums.push_back({id, 0, 0});
+        }
+        Sum& sum = sums[places[place]];
+        float* to = rows.data() + places[place] * d;
+        for (int64_t at = 0; at < d; at += V) {
+          const int64_t size = std::min(V, d - at);
+          const Vec value = Vec::loadu(row + at, size);
+          (first ? value : Vec::loadu(to + at, size) + value).store(to + at, size);
+        }
+        sum.count += 1;
+        sum.lengths += std::sqrt(squares(row, d));
+      }
+      double square = 0, off = 0;
+      for (size_t i = 0; i < sums.size(); ++i) {
+        square += squares(rows.data() + i * d, d);
+        const double relative = (sums[i].count - 1) * sums[i].lengths;  // of one row nothing is added up
+        off += relative * relative;
+      }
+      found[sample] = square;
+      found[n + sample] = off;
+    }
+  }
+}
