@@ -74,8 +74,8 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("fxgrad-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    kernels = ["operators/squares.cpp", "operators/tables.cpp", "operators/windows.cpp", "recurrent/lstm.cpp"]
-    others = ["py.typed", "explanation/page.css", "explanation/page.js", *kernels]
+    kernels = [f"operators/{name}.cpp" for name in ("common", "products", "tables", "windows")]
+    others = ["py.typed", "explanation/page.css", "explanation/page.js", "recurrent/lstm.cpp", *kernels]
     assert names == {*source_files(), *(f"fxgrad/{name}" for name in others)}
 
 

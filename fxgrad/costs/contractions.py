@@ -1,9 +1,9 @@
 """What it takes to contract a term where its gradient itself is not asked for: the cost model, as a page.
 
 A term has a few ways to its norms and to its weighted sum over samples. For each of them the tables below say what it
-takes, in what `fxgrad.costs.machines` measures the speed of: flops in large products, in a product for each sample
-and in convolution kernels; bytes in memory and in the cache; calls of operators. Its time is the sum of each over its
-speed.
+takes, in what `fxgrad.costs.machines` measures the speed of: flops in large products, in a product for each sample and
+in the kernels that make each sample's gradient; bytes in memory and in the cache; calls of operators. Its time is the
+sum of each over its speed.
 
     n  samples         k  positions of a sample     e  bytes of an element
     o  fan-out         i  fan-in                    w  elements of the weight
@@ -47,7 +47,7 @@ class Work:
 
     product: Expr = ZERO  # flops in a product of large matrices
     batched: Expr = ZERO  # flops in one product for each sample
-    convolution: Expr = ZERO  # flops in a native convolution kernel
+    kernel: Expr = ZERO  # flops in a kernel that computes each sample's gradient, or in a native convolution
     memory: Expr = ZERO  # bytes read or written
     cache: Expr = ZERO  # bytes read or written where a few samples at a time stay in the cache
     fresh: Expr = ZERO  # bytes that the system hands out page by page, because they were given back
@@ -61,7 +61,7 @@ class Work:
 
     @property
     def flops(self) -> Expr:
-        return self.product + self.batched + self.convolution
+        return self.product + self.batched + self.kernel
 
     @property
     def bytes(self) -> Expr:
@@ -85,7 +85,7 @@ def _held(size: Expr) -> Work:
     return Work(memory=size, fresh=sympy.Piecewise((size, size > LARGE), (ZERO, True)))
 
 
-GRAMS, ROWS = 1 << 20, 4 << 20  # bytes of Gram matrices and of gradients that one round of calls looks at
+GRAMS = 1 << 20  # bytes of Gram matrices that one round of calls looks at
 
 # Σ_k g_nk ⊗ x_nk. The Gram matrices are symmetric: of long ones a quarter is left out. The norms of what is multiplied
 # out are taken while it is in the cache, a few samples at a time.
@@ -106,20 +106,20 @@ PRODUCT = {
     ),
     Way.RECOMPUTE: Costs(
         Work(
-            batched=2 * n * k * o * i,
-            memory=2 * e * n * k * (o + i),
-            cache=6 * e * n * o * i,
-            call=25 * (1 + e * n * (o * i + k * (o + i)) / ROWS),
+            kernel=2 * n * k * o * i,
+            memory=e * n * k * (o + i),
+            cache=e * n * (2 * k * (o + i) + o * i),
+            call=Integer(15),
         ),
         _product_sum,
     ),
     Way.MATERIALISE: Costs(
         _held(e * n * o * i)
         + Work(
-            batched=2 * n * k * o * i,
+            kernel=2 * n * k * o * i,
             memory=e * n * k * (o + i),
-            cache=3 * e * n * o * i,
-            call=15 * (1 + e * n * (o * i + k * (o + i)) / ROWS),
+            cache=e * n * (2 * k * (o + i) + 2 * o * i),
+            call=Integer(15),
         ),
         Work(memory=e * n * o * i, call=Integer(2)),
     ),
@@ -127,7 +127,7 @@ PRODUCT = {
 
 # A convolution's weight gradient, by a kernel that copies each sample, keeps its sums in registers and looks at each
 # weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift.
-_window_sum = Work(convolution=2 * n * k * w, memory=2 * e * n * s, call=Integer(8))
+_window_sum = Work(kernel=2 * n * k * w, memory=2 * e * n * s, call=Integer(8))
 WINDOWS = {
     Way.GRAM: Costs(
         Work(
@@ -140,7 +140,7 @@ WINDOWS = {
     ),
     Way.RECOMPUTE: Costs(
         Work(
-            convolution=2 * n * k * w,
+            kernel=2 * n * k * w,
             memory=e * n * s,
             cache=e * n * (2 * s + w),
             call=Integer(20),
@@ -150,7 +150,7 @@ WINDOWS = {
     Way.MATERIALISE: Costs(
         _held(e * n * w)
         + Work(
-            convolution=2 * n * k * w,
+            kernel=2 * n * k * w,
             memory=e * n * s,
             cache=e * n * (2 * s + 2 * w),
             call=Integer(20),

@@ -1,10 +1,10 @@
 """How fast this machine is: seven numbers, measured and kept, by which the ways of `contractions` are told.
 
-    product, batched, convolution    flop/s of a product of large matrices, of one product for each sample, and of a
-                                     native convolution kernel with the samples as groups
-    memory, cache                    bytes/s of elementwise work on memory, and on what stays in the cache
-    fresh                            bytes/s of memory that the process did not have before
-    call                             calls/s of an operator on next to nothing
+    product, batched    flop/s of a product of large matrices, and of one product for each sample
+    kernel              flop/s of the kernels that compute each sample's gradient, measured with a convolution
+    memory, cache       bytes/s of elementwise work on memory, and on what stays in the cache
+    fresh               bytes/s of memory that the process did not have before
+    call                calls/s of an operator on next to nothing
 
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
 number of threads and version of PyTorch; what is not in it is measured. The machine may have been busy then, so later
@@ -41,7 +41,7 @@ class Machine:
 
     product: float
     batched: float
-    convolution: float
+    kernel: float
     memory: float
     cache: float
     fresh: float
@@ -54,7 +54,7 @@ RATES = tuple(field.name for field in fields(Machine) if field.name != "name")
 REFERENCE = Machine(
     product=90e9,
     batched=85e9,
-    convolution=160e9,
+    kernel=160e9,
     memory=16e9,
     cache=50e9,
     fresh=6e9,
@@ -200,9 +200,9 @@ def _probes(device: torch.device) -> dict[str, Probe]:
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=torch.float32, device=device)
 
-    long, g, pixels, kernel = ones(1024, 512), ones(16, 64, 256), ones(8, 1, 64, 16, 16), (64, 64, 3, 3)
+    long, g, pixels, shape = ones(1024, 512), ones(16, 64, 256), ones(8, 1, 64, 16, 16), (64, 64, 3, 3)
     column, row, vector, number = ones(64, 512, 1), ones(64, 1, 512), ones(1 << 15), ones(1)
-    weights, held = torch.empty((8, *kernel), device=device), torch.empty((24, 512, 512), device=device)
+    weights, held = torch.empty((8, *shape), device=device), torch.empty((24, 512, 512), device=device)
     doubled, same = torch.empty_like(vector), torch.empty_like(number)
 
     def gradients() -> Tensor:
@@ -217,7 +217,7 @@ def _probes(device: torch.device) -> dict[str, Probe]:
     return {
         "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
-        "convolution": (lambda: weight_grads(pixels, pixels, kernel, settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
+        "kernel": (lambda: weight_grads(pixels, pixels, shape, settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
         "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
         "fresh": (anew, 1, 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fxgrad.operators import product_kernel
 from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import fresh
 
@@ -37,6 +38,9 @@ def products(g: Tensor, x: Tensor) -> Tensor:
 @torch.library.custom_op("fxgrad::products", mutates_args=(), tags=ANY_LAYOUT)
 def _products(g: Tensor, x: Tensor) -> Tensor:
     out = fresh(g, (g.shape[0], g.shape[2], x.shape[2]))
+    if product_kernel.pays(g, x) and product_kernel.applies(g, x):
+        product_kernel.rows(g, x, out)
+        return out
     return torch.mul(g.mT, x, out=out) if g.shape[1] == 1 else torch.bmm(g.mT, x, out=out)
 
 

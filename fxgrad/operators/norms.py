@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxgrad.operators import window_kernel
+from fxgrad.operators import product_kernel, window_kernel
 from fxgrad.operators.convolutions import CACHED, Settings, blocks, conv_rows
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.memory import fresh
@@ -88,11 +88,16 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
     g, x = computable(g), computable(x)
     (n, k, o), i = g.shape, x.shape[2]
+
+    def carefully(row: int) -> Tensor:
+        return _carefully(g[row], x[row])
+
+    if not gram and product_kernel.applies(g, x):
+        found, doubtful = _products_by_kernel(g, x, None)
+        return _again(found, doubtful, carefully)
     size = (k * k * 2 if gram else o * i) * g.element_size()
     of_rows = _gram_norms if gram else _product_rows_norms
-    return _by_blocks(
-        _slices(n, size), lambda rows: of_rows(g[rows], x[rows]), lambda row: _carefully(g[row], x[row])
-    )
+    return _by_blocks(_slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)
 
 
 @product_norms.register_fake
@@ -182,6 +187,12 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``, with the norms and bounds."""
     (n, k, o), i = g.shape, x.shape[2]
     out = fresh(g, (n, o, i))
+    if product_kernel.applies(g, x):
+        found, doubtful = _products_by_kernel(g, x, out)
+        if bool(doubtful.any()):
+            rounding = product_rounding(g[doubtful], x[doubtful], quick_frobenius)
+            found[:, doubtful] = measured(out[doubtful], rounding)
+        return out, found
     found = torch.empty(2, n, dtype=torch.float64, device=g.device)
     size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if g.device.type == "cpu" else max(n, 1)
     for start in range(0, n, size):
@@ -194,6 +205,14 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 @product_rows.register_fake
 def _(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _products_by_kernel(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
+    squares, lengths = product_kernel.rows(g, x, out)
+    norms = squares.sqrt()
+    doubtful = ~norms.isfinite() | ~lengths.isfinite() | (norms < SMALL)
+    return _quickly_bounded(norms, lengths * (1.001 * gamma(g.shape[1], g.dtype)), g.dtype), doubtful
 
 
 def bounded(rows: Tensor, rounding: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    sources = [Path(__file__).with_name(name) for name in ("squares.cpp", "tables.cpp")]
+    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "tables.cpp")]
     types = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4 + [ctypes.c_void_p, ctypes.c_int]
     return library(sources, {"row_squares": types})
 

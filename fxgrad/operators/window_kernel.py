@@ -27,7 +27,7 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     types = [_POINTER] * 7 + [_SIZE, ctypes.c_int]
-    sources = [Path(__file__).with_name(name) for name in ("squares.cpp", "windows.cpp")]
+    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "windows.cpp")]
     return library(sources, {"window_rows": types})
 
 

@@ -8,8 +8,6 @@
 
 #include <vector>
 
-constexpr int64_t OS = V >= 16 ? 8 : 4;  // the o, and the vectors of a run, whose sums are held in registers
-constexpr int64_t VECTORS = 3;
 
 // As the caller fills it, all in int64.
 struct Shape {
@@ -22,9 +20,7 @@ struct Values {  // [samples, images, channels, rows, columns], and the steps be
   const int64_t* steps;
 };
 
-int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-
-// One image with its channels last, some of them, into the inside of a larger one.
+// Some channels of an image, channels last, into the inside of a larger one.
 void copy(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns, float* into,
           int64_t of_row, int64_t of_pixel) {
   const int64_t channel = steps[2], row = steps[3], column = steps[4];
@@ -38,38 +34,6 @@ void copy(const float* from, const int64_t* steps, int64_t channels, int64_t row
         for (int64_t x = 0; x < columns; ++x) there[x * of_pixel + c] = here[c * channel + x * column];
     }
   }
-}
-
-struct Steps {  // from one row to the next, and from one column
-  int64_t row, column;
-};
-
-// total[o, :] (+)= the sum over some rows of positions of g[position, o] input[position, :], for OS o and N vectors.
-template <int64_t N>
-void multiply(const float* g, Steps of_g, const float* input, Steps of_input, int64_t rows, int64_t columns,
-              float* total, int64_t of_total, bool first) {
-  Vec sums[OS][N];
-  for (auto& of_o : sums)
-    for (auto& sum : of_o) sum = Vec(0);
-  for (int64_t y = 0; y < rows; ++y) {
-    const float *gs = g + y * of_g.row, *values = input + y * of_input.row;
-    for (int64_t x = 0; x < columns; ++x, gs += of_g.column, values += of_input.column) {
-      Vec run[N];
-#pragma GCC unroll 3
-      for (int64_t r = 0; r < N; ++r) run[r] = Vec::loadu(values + r * V);
-#pragma GCC unroll 8
-      for (int64_t o = 0; o < OS; ++o) {
-        const Vec factor(gs[o]);
-#pragma GCC unroll 3
-        for (int64_t r = 0; r < N; ++r) sums[o][r] = at::vec::fmadd(factor, run[r], sums[o][r]);
-      }
-    }
-  }
-  for (int64_t o = 0; o < OS; ++o)
-    for (int64_t r = 0; r < N; ++r) {
-      float* to = total + o * of_total + r * V;
-      (first ? sums[o][r] : Vec::loadu(to) + sums[o][r]).store(to);
-    }
 }
 
 // The gradients of a sample's weights from its o-th output on, in memory that a thread uses again for each.

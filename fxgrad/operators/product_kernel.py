@@ -1,0 +1,54 @@
+"""Products of every sample's positions by a kernel of our own (products.cpp), where it applies.
+
+PyTorch multiplies one sample after another by MKL, which on the processor of docs/performance.md reaches half of this
+kernel's rate, and then reads the results again for their norms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fxgrad.compiled import library
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+LONG, WIDE = 64, 32  # positions, and outputs and inputs, from which it is faster than MKL where no norms are wanted
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "products.cpp")]
+    types = [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER] * 2 + [_SIZE, ctypes.c_int]
+    return library(sources, {"product_rows": types})
+
+
+def applies(g: Tensor, x: Tensor) -> bool:
+    """Whether the kernel can: float32 on CPU."""
+    exact = g.dtype is torch.float32 and x.dtype is torch.float32 and g.device.type == "cpu"
+    return bool(exact and g.numel() and x.numel()) and _library() is not None
+
+
+def pays(g: Tensor, x: Tensor) -> bool:
+    """Whether it is faster than a product for each sample, without norms."""
+    return g.shape[1] >= LONG and min(g.shape[2], x.shape[2]) >= WIDE
+
+
+def rows(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``Σ_k g[n, k, o] x[n, k, i]`` into ``out`` ``[n, o, i]``, contiguous, where there is one.
+
+    Returns what they square to, and ``Σ_k ‖g_nk‖ ‖x_nk‖``, which bounds their rounding: ``[n]``, in float64.
+    """
+    kernels = _library()
+    assert kernels is not None
+    (n, k, o), i, threads = g.shape, x.shape[2], torch.get_num_threads()
+    parts = -(-threads // n)  # of a sample's outputs, where there are more threads than samples
+    found = torch.empty(2, n, parts, dtype=torch.float64)
+    sides = [(side.data_ptr(), (_SIZE * 3)(*side.stride())) for side in (g, x)]
+    to = None if out is None else out.data_ptr()
+    kernels.product_rows(*sides[0], *sides[1], n, k, o, i, to, found.data_ptr(), parts, threads)
+    squares, lengths = found.sum(2)
+    return squares, lengths

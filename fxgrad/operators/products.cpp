@@ -1,0 +1,77 @@
+// Of g [n, k, o] and x [n, k, i] for each sample: the products D = sum over k of g_k (x) x_k, their squared norms, and
+// what bounds their rounding, the sum over k of |g_k| |x_k|.
+//
+// Both sides are copied so that what a few sums need lies in one run of memory: OS of g, and VECTORS vectors of x.
+
+#include <vector>
+
+constexpr int64_t WIDTH = VECTORS * V;
+
+struct Side {
+  const float* data;
+  const int64_t* steps;  // of n, k and the elements
+};
+
+// [k, size] as [size / width, k, width]; what is behind the end stays as it was.
+void pack(const float* from, const int64_t* steps, int64_t k, int64_t size, int64_t width, float* into) {
+  for (int64_t row = 0; row < k; ++row) {
+    const float* here = from + row * steps[1];
+    for (int64_t at = 0; at < size; at += width) {
+      const int64_t count = std::min(width, size - at);
+      float* to = into + at * k + row * width;
+      if (steps[2] == 1) {
+        std::copy_n(here + at, count, to);
+      } else {
+        for (int64_t c = 0; c < count; ++c) to[c] = here[(at + c) * steps[2]];
+      }
+    }
+  }
+}
+
+double square_of(const float* row, int64_t size, int64_t step) {
+  if (step == 1) return squares(row, size);
+  double total = 0;
+  for (int64_t at = 0; at < size; ++at) total += double(row[at * step]) * row[at * step];
+  return total;
+}
+
+// `out` [n, o, i], contiguous, may be null: then only what is in `found` [2, n, parts] is wanted.
+extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
+                             int64_t n, int64_t k, int64_t o, int64_t i, float* out, double* found, int64_t parts,
+                             int threads) {
+  const Side g{g_data, g_steps}, x{x_data, x_steps};
+  const int64_t units = n * parts, of_part = up((o + parts - 1) / parts, OS);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> gs(k * of_part), xs(k * up(i, WIDTH)), tile(OS * WIDTH);
+#pragma omp for
+    for (int64_t unit = 0; unit < units; ++unit) {
+      const int64_t sample = unit / parts, start = unit % parts * of_part, end = std::max(start, std::min(o, start + of_part));
+      const float *own = g.data + sample * g.steps[0] + start * g.steps[2], *inputs = x.data + sample * x.steps[0];
+      if (parts > 1) std::fill(gs.begin(), gs.end(), 0);  // the last part is smaller
+      pack(own, g.steps, k, end - start, OS, gs.data());
+      pack(inputs, x.steps, k, i, WIDTH, xs.data());
+      double square = 0;
+      for (int64_t block = start; block < end; block += OS)
+        for (int64_t at = 0; at < i; at += WIDTH) {
+          const int64_t count = std::min(WIDTH, i - at);
+          for (int64_t row = 0; row < k; row += CHAIN) {
+            const float* factors = gs.data() + (block - start) * k + row * OS;
+            const float* values = xs.data() + at * k + row * WIDTH;
+            const auto some = count > 2 * V ? multiply<3> : count > V ? multiply<2> : multiply<1>;
+            some(factors, {0, OS}, values, {0, WIDTH}, 1, std::min(CHAIN, k - row), tile.data(), WIDTH, row == 0);
+          }
+          for (int64_t m = 0; m < OS && block + m < end; ++m) {
+            square += squares(tile.data() + m * WIDTH, count);
+            if (out) std::copy_n(tile.data() + m * WIDTH, count, out + (sample * o + block + m) * i + at);
+          }
+        }
+      double lengths = 0;
+      for (int64_t row = 0; row < k; ++row)
+        lengths += std::sqrt(square_of(own + row * g.steps[1], end - start, g.steps[2])) *
+                   std::sqrt(square_of(inputs + row * x.steps[1], i, x.steps[2]));
+      found[unit] = square;
+      found[units + unit] = lengths;
+    }
+  }
+}

@@ -1,0 +1,83 @@
+"""The kernel in C++ for products of every sample's positions, against products in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxgrad.operators import product_kernel
+from fxgrad.operators.kernels import products
+from fxgrad.operators.norms import product_norms, product_rows
+
+
+def both(g: Tensor, x: Tensor) -> list[Tensor]:
+    """Norms and bounds, of what is kept and of what is not."""
+    return [product_rows(g, x)[1], product_norms(g, x, False)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_shape_and_layout(data: Any) -> None:
+    draw = data.draw
+    n, k = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 5, 64, 513, 1100]))
+    o, i = draw(st.sampled_from([1, 7, 8, 33])), draw(st.sampled_from([1, 15, 16, 49, 100]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    layouts = [lambda d: torch.randn(n, k, d), lambda d: torch.randn(k, n, d).transpose(0, 1),
+               lambda d: torch.randn(n, d, k).mT, lambda d: torch.randn(n, 1, d).expand(n, k, d)]  # fmt: skip
+    g, x = draw(st.sampled_from(layouts))(o), draw(st.sampled_from(layouts))(i)
+    assert product_kernel.applies(g, x)
+    true = g.double().mT @ x.double()
+    near = 1e-5 * float(g.norm() * x.norm())
+    torch.testing.assert_close(product_rows(g, x)[0].double(), true, rtol=1e-5, atol=near)
+    norms, most = true.flatten(1).norm(dim=1), (g.norm(dim=2) * x.norm(dim=2)).sum(1)
+    for norm, bound in both(g, x):
+        torch.testing.assert_close(norm, norms, rtol=1e-5, atol=near)
+        assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms + 1e-3 * most).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_more_threads_than_samples_share_a_sample(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    g, x = torch.randn(2, 9, 21), torch.randn(2, 9, 5)
+    out, (norm, bound) = product_rows(g, x)
+    true = g.double().mT @ x.double()
+    torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm, true.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
+    assert (bound >= true.flatten(1).norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e30])
+def test_norms_where_squares_leave_float32(scale: float) -> None:
+    g, x = torch.randn(3, 9, 4), torch.randn(3, 9, 5)
+    g[1] *= scale
+    norms = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+    for norm, bound in both(g, x):
+        torch.testing.assert_close(norm, norms, rtol=1e-5, atol=0)
+        assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms * 1.001).all()
+
+
+def test_a_sample_that_is_not_finite_stays_alone() -> None:
+    g, x = torch.randn(4, 9, 4), torch.randn(4, 9, 5)
+    g[1, 0, 0], x[2, 8, 4] = torch.inf, torch.nan
+    for norm, bound in both(g, x):
+        assert norm[[0, 3]].isfinite().all() and bound[[0, 3]].isfinite().all()
+        assert not bound[1].isfinite() and not bound[2].isfinite()
+
+
+def test_gradients_alone_are_products_too() -> None:
+    g, x = torch.randn(3, 70, 130), torch.randn(3, 70, 140)
+    assert product_kernel.pays(g, x)
+    torch.testing.assert_close(products(g, x), g.mT @ x, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_compiler_pytorch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    g, x = torch.randn(3, 9, 4), torch.randn(3, 9, 5)
+    found = both(g, x)
+    monkeypatch.setattr(product_kernel, "_library", lambda: None)
+    assert not product_kernel.applies(g, x)
+    torch.testing.assert_close(found, both(g, x), rtol=1e-4, atol=0)
