@@ -17,8 +17,10 @@ import fxgrad
 from fxgrad.errors import AlreadySet, GraphBreak, NonFinite, OptionError
 from fxgrad.gradients.sample_grads import norms_of
 from fxgrad.operators.convolutions import Settings
-from fxgrad.operators.norms import product_norms, window_gram, window_norms
+from fxgrad.operators.gram import window_gram
+from fxgrad.operators.products import product_norms
 from fxgrad.operators.tables import row_norms
+from fxgrad.operators.windows import window_norms
 from fxgrad.quantities.clipping import at_most
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, per_sample_grads, relative_error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxgrad.operators import product_kernel
 from fxgrad.operators.kernels import products
-from fxgrad.operators.norms import product_norms, product_rows
+from fxgrad.operators.products import product_norms, product_rows
 
 
 def both(g: Tensor, x: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxgrad.operators import window_kernel
 from fxgrad.operators.convolutions import Settings, conv_rows
-from fxgrad.operators.norms import window_norms, window_rows
+from fxgrad.operators.windows import window_norms, window_rows
 
 LAYOUTS = ["plain", "channels last", "strided", "samples last"]
 

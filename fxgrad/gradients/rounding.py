@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from fxgrad.costs.contractions import hint
-from fxgrad.operators.norms import frobenius, gamma, product_rounding, window_rounding
+from fxgrad.operators.norms import frobenius, gamma
+from fxgrad.operators.products import product_rounding
+from fxgrad.operators.windows import window_rounding
 from fxgrad.terms import Term
 
 

@@ -27,17 +27,8 @@ from fxgrad.gradients.parts import (
     rounding,
     summed,
 )
-from fxgrad.operators.norms import (
-    as_vectors,
-    bounded,
-    frobenius,
-    gamma,
-    product_norms,
-    product_rows,
-    rank_one_norms,
-    window_norms,
-    window_rows,
-)
+from fxgrad.operators.norms import as_vectors, bounded, frobenius, gamma
+from fxgrad.operators.products import product_norms, product_rows, rank_one_norms
 from fxgrad.operators.sums import (
     FEW_PRODUCTS,
     SMALL,
@@ -49,6 +40,7 @@ from fxgrad.operators.sums import (
     window_sum,
 )
 from fxgrad.operators.tables import row_norms
+from fxgrad.operators.windows import window_norms, window_rows
 from fxgrad.precision import accumulating
 from fxgrad.terms import Term
 

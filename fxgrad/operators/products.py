@@ -1,0 +1,111 @@
+"""Sums of products over the positions of a sample, D_n = Σ_k g_nk ⊗ x_nk, with their norms, or those alone.
+
+    one position    ‖D_n‖ = ‖g_n‖ ‖x_n‖
+    Gram            D_n is never there (gram.py)
+    rows            D_n itself, a few samples at a time: kept, or looked at and dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxgrad.operators import product_kernel
+from fxgrad.operators.convolutions import CACHED
+from fxgrad.operators.gram import gram_norms
+from fxgrad.operators.kernels import ANY_LAYOUT
+from fxgrad.operators.memory import fresh
+from fxgrad.operators.norms import (
+    SMALL,
+    again,
+    by_blocks,
+    frobenius,
+    gamma,
+    measured,
+    quick_frobenius,
+    quickly_bounded,
+    slices,
+)
+from fxgrad.precision import computable
+
+Norm = Callable[[Tensor], Tensor]
+
+
+def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius) -> Tensor:
+    """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖."""
+    n, k = g.shape[:2]
+    lengths = (norm(g.flatten(0, 1)) * norm(x.flatten(0, 1))).view(n, k)
+    return 1.001 * gamma(k, g.dtype) * lengths.sum(1)
+
+
+def rank_one_norms(g: Tensor, x: Tensor) -> Tensor:
+    """‖g_n ⊗ x_n‖ = ‖g_n‖ ‖x_n‖ of ``[n, o]`` and ``[n, i]``."""
+    norms = frobenius(g) * frobenius(x)
+    return torch.stack([norms, norms * (1 + 1e-12)])
+
+
+@torch.library.custom_op("fxgrad::product_norms", mutates_args=(), tags=ANY_LAYOUT)
+def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
+    g, x = computable(g), computable(x)
+    (n, k, o), i = g.shape, x.shape[2]
+
+    def carefully(row: int) -> Tensor:
+        return _carefully(g[row], x[row])
+
+    if not gram and product_kernel.applies(g, x):
+        found, doubtful = _by_kernel(g, x, None)
+        return again(found, doubtful, carefully)
+    size = (k * k * 2 if gram else o * i) * g.element_size()
+    of_rows = gram_norms if gram else _norms_of_rows
+    return by_blocks(slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)
+
+
+@product_norms.register_fake
+def _(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    return g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _norms_of_rows(g: Tensor, x: Tensor) -> Tensor:
+    return measured(g.mT @ x, product_rounding(g, x, quick_frobenius))
+
+
+def _carefully(g: Tensor, x: Tensor) -> Tensor:
+    """One sample in float64; what is finite in g's dtype has a finite norm here."""
+    g, x = g.double(), x.double()
+    return _norms_of_rows(g.unsqueeze(0), x.unsqueeze(0))
+
+
+@torch.library.custom_op("fxgrad::product_rows", mutates_args=(), tags=ANY_LAYOUT)
+def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``, with the norms and bounds."""
+    (n, k, o), i = g.shape, x.shape[2]
+    out = fresh(g, (n, o, i))
+    if product_kernel.applies(g, x):
+        found, doubtful = _by_kernel(g, x, out)
+        if bool(doubtful.any()):
+            rounding = product_rounding(g[doubtful], x[doubtful], quick_frobenius)
+            found[:, doubtful] = measured(out[doubtful], rounding)
+        return out, found
+    found = torch.empty(2, n, dtype=torch.float64, device=g.device)
+    size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if g.device.type == "cpu" else max(n, 1)
+    for start in range(0, n, size):
+        rows = slice(start, start + size)
+        torch.bmm(g[rows].mT, x[rows], out=out[rows])
+        found[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
+    return out, found
+
+
+@product_rows.register_fake
+def _(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _by_kernel(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
+    squares, lengths = product_kernel.rows(g, x, out)
+    norms = squares.sqrt()
+    doubtful = ~norms.isfinite() | ~lengths.isfinite() | (norms < SMALL)
+    return quickly_bounded(norms, lengths * (1.001 * gamma(g.shape[1], g.dtype)), g.dtype), doubtful
