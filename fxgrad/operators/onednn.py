@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxgrad.operators.memory import fresh
+
 FEW = 2 << 20  # products below which calling another library gains nothing
+WIDE, PART = 1 << 14, 1 << 11  # outputs, such as a vocabulary, from which some at a time are faster than all at once
 MANY = 1 << 10  # rows from which copying them transposed costs more than it gains
 
 
@@ -45,6 +48,12 @@ def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None) -> Tensor:
     (m, o), i = g.shape, x.shape[1]
     if not applies(g) or not applies(x) or m * o * i < FEW:
         return (g.t() if c is None else g.t() * c) @ x
+    if o > WIDE:
+        x = x if c is None else x * c.unsqueeze(1)
+        result = fresh(g, (o, i))
+        for start in range(0, o, PART):
+            result[start : start + PART] = outer_products(g[:, start : start + PART], x)
+        return result
     if o < i or m < MANY:  # g is copied transposed, c times
         columns = g.new_empty(o, m)
         torch.mul(g.t(), 1 if c is None else c, out=columns)
