@@ -9,6 +9,9 @@ from typing import Any
 
 Types = Sequence[Any]  # of a function's arguments, as ctypes has them
 
+LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
+COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
+
 
 def library(sources: Sequence[Path], functions: Mapping[str, Types]) -> ctypes.CDLL | None:
     """The functions of some files, one behind the other; they return nothing.
@@ -25,3 +28,11 @@ def library(sources: Sequence[Path], functions: Mapping[str, Types]) -> ctypes.C
     except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
         return None
     return found
+
+
+def parts_of(samples: int, nbytes: int, threads: int) -> int:
+    """How many parts of a sample's outputs are computed by themselves, for so many bytes of a sample's gradients.
+
+    More than one where there are more threads than samples, and where a thread's copy would be large.
+    """
+    return max(-(-threads // samples), -(-nbytes // COPIED))

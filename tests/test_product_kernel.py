@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxgrad import compiled
 from fxgrad.operators import product_kernel
 from fxgrad.operators.kernels import products
 from fxgrad.operators.products import product_norms, product_rows
@@ -40,8 +41,10 @@ def test_every_shape_and_layout(data: Any) -> None:
         assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms + 1e-3 * most).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_more_threads_than_samples_share_a_sample(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+@pytest.mark.parametrize(("threads", "copied"), [(1, 1 << 20), (2, 1 << 20), (7, 1 << 20), (1, 400), (2, 99)])
+def test_a_sample_in_parts(monkeypatch: pytest.MonkeyPatch, threads: int, copied: int) -> None:
+    """Of its outputs, where there are more threads than samples or a copy of all would be large."""
+    monkeypatch.setattr(compiled, "COPIED", copied)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     g, x = torch.randn(2, 9, 21), torch.randn(2, 9, 5)
     out, (norm, bound) = product_rows(g, x)

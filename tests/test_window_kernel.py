@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxgrad import compiled
 from fxgrad.operators import window_kernel
 from fxgrad.operators.convolutions import Settings, conv_rows
 from fxgrad.operators.windows import window_norms, window_rows
@@ -72,8 +73,10 @@ def test_every_shape_and_layout(data: Any) -> None:
         assert (bound <= norms + 1e-3 * g.flatten(1).norm(dim=1) * input.flatten(1).norm(dim=1)).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_more_threads_than_samples_share_a_sample(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+@pytest.mark.parametrize(("threads", "copied"), [(1, 1 << 20), (2, 1 << 20), (5, 1 << 20), (1, 400), (2, 99)])
+def test_a_sample_in_parts(monkeypatch: pytest.MonkeyPatch, threads: int, copied: int) -> None:
+    """Of its outputs, where there are more threads than samples or a copy of all would be large."""
+    monkeypatch.setattr(compiled, "COPIED", copied)
     told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     g, input, shape = operands(2, 1, (6, 5), (3, 21), (3, 3), told)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

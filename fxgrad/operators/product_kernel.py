@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import library
+from fxgrad.compiled import LARGEST, library, parts_of
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 LONG, WIDE = 64, 32  # positions, and outputs and inputs, from which it is faster than MKL where no norms are wanted
@@ -29,7 +29,8 @@ def _library() -> ctypes.CDLL | None:
 def applies(g: Tensor, x: Tensor) -> bool:
     """Whether the kernel can: float32 on CPU."""
     exact = g.dtype is torch.float32 and x.dtype is torch.float32 and g.device.type == "cpu"
-    return bool(exact and g.numel() and x.numel()) and _library() is not None
+    small = bool(g.numel() and x.numel()) and x[0].numel() * x.element_size() <= LARGEST
+    return bool(exact and small) and _library() is not None
 
 
 def pays(g: Tensor, x: Tensor) -> bool:
@@ -45,7 +46,7 @@ def rows(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     kernels = _library()
     assert kernels is not None
     (n, k, o), i, threads = g.shape, x.shape[2], torch.get_num_threads()
-    parts = -(-threads // n)  # of a sample's outputs, where there are more threads than samples
+    parts = parts_of(n, g[0].numel() * g.element_size(), threads)
     found = torch.empty(2, n, parts, dtype=torch.float64)
     sides = [(side.data_ptr(), (_SIZE * 3)(*side.stride())) for side in (g, x)]
     to = None if out is None else out.data_ptr()

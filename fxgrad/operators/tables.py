@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import library
+from fxgrad.compiled import LARGEST, library
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.norms import CHAIN, SMALL, gamma, quick_frobenius
 from fxgrad.precision import computable
@@ -22,7 +22,9 @@ from fxgrad.precision import computable
 def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     g = computable(g)
-    if _library() is None or g.dtype is not torch.float32 or g.device.type != "cpu" or not g.numel():
+    exact = g.dtype is torch.float32 and g.device.type == "cpu"
+    small = bool(g.numel()) and g[0].numel() * g.element_size() <= LARGEST
+    if not exact or not small or _library() is None:
         return _by_sorting(ids, g, classes, padding_idx)
     found = _by_kernel(ids, g, padding_idx)
     doubtful = ~found[1].isfinite() | (found[0] < SMALL)

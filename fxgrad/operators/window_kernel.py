@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import library
+from fxgrad.compiled import LARGEST, library, parts_of
 
 if TYPE_CHECKING:
     from fxgrad.operators.convolutions import Settings
@@ -35,7 +35,8 @@ def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings)
     """Whether the kernel can: float32 on CPU, one or two dimensions of space, neither grouped nor transposed."""
     plain = settings.groups == 1 and not settings.transposed and len(kernel) in (3, 4)
     exact = g.dtype is torch.float32 and input.dtype is torch.float32 and g.device.type == "cpu"
-    return bool(plain and exact and g.numel() and input.numel()) and _library() is not None
+    small = bool(g.numel() and input.numel()) and input[0].numel() * input.element_size() <= LARGEST
+    return bool(plain and exact and small) and _library() is not None
 
 
 def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None) -> Tensor:
@@ -48,7 +49,7 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
         g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
     threads = torch.get_num_threads()
-    parts = -(-threads // len(g))  # of a sample's outputs, where there are more threads than samples
+    parts = parts_of(len(g), g[0].numel() * g.element_size(), threads)
     found = torch.empty(3, len(g), parts, dtype=torch.float64)
     sizes = (*g.shape, *input.shape[2:], *kernel[2:], *stride, *padding, *dilation)
     found_library.window_rows(

@@ -36,22 +36,25 @@ void copy(const float* from, const int64_t* steps, int64_t channels, int64_t row
   }
 }
 
-// The gradients of a sample's weights from its o-th output on, in memory that a thread uses again for each.
+// The gradients of a sample's weights for some of its outputs, in memory that a thread uses again for each.
 struct Worker {
   const Shape s;
+  const int64_t outs;  // at most
   const bool joined = s.column_dilation == 1;  // a window's row is one run
   const int64_t runs = joined ? s.kernel_rows : s.kernel_rows * s.kernel_columns;
   const int64_t length = joined ? s.kernel_columns * s.channels : s.channels, padded = up(length, V);
-  const int64_t of_pixel = up(s.outs, OS), of_row = (s.columns + 2 * s.column_padding) * s.channels;
+  const int64_t of_pixel = up(outs, OS), of_row = (s.columns + 2 * s.column_padding) * s.channels;
   const int64_t of_g = s.out_rows * s.out_columns * of_pixel, of_image = (s.rows + 2 * s.row_padding) * of_row;
   std::vector<float> gs = std::vector<float>(s.images * of_g);
   std::vector<float> inputs = std::vector<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
   std::vector<float> total = std::vector<float>(OS * runs * padded);
 
-  void load(const Values& g, const Values& input, int64_t n) {
+  void load(const Values& g, const Values& input, int64_t n, int64_t start, int64_t end) {
+    if (outs < s.outs) std::fill(gs.begin(), gs.end(), 0);  // the last outputs may be fewer
     for (int64_t k = 0; k < s.images; ++k) {
-      copy(g.data + n * g.steps[0] + k * g.steps[1], g.steps, s.outs, s.out_rows, s.out_columns, gs.data() + k * of_g,
-           s.out_columns * of_pixel, of_pixel);
+      const float* first = g.data + n * g.steps[0] + k * g.steps[1] + start * g.steps[2];
+      copy(first, g.steps, end - start, s.out_rows, s.out_columns, gs.data() + k * of_g, s.out_columns * of_pixel,
+           of_pixel);
       float* inside = inputs.data() + k * of_image + s.row_padding * of_row + s.column_padding * s.channels;
       copy(input.data + n * input.steps[0] + k * input.steps[1], input.steps, s.channels, s.rows, s.columns, inside,
            of_row, s.channels);
@@ -104,21 +107,22 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
   const int64_t of_part = up(up(s.outs, parts) / parts, OS);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    Worker worker{s};
+    Worker worker{s, std::min(s.outs, of_part)};
 #pragma omp for
     for (int64_t unit = 0; unit < units; ++unit) {
-      const int64_t n = unit / parts, start = unit % parts * of_part, end = std::min(s.outs, start + of_part);
-      worker.load({g, g_steps}, {input, input_steps}, n);
+      const int64_t n = unit / parts, start = std::min(s.outs, unit % parts * of_part);
+      const int64_t end = std::min(s.outs, start + of_part);
+      worker.load({g, g_steps}, {input, input_steps}, n, start, end);
       double of_rows = 0;
       for (int64_t block = start; block < end; block += OS) {
-        worker.add_up(block);
+        worker.add_up(block - start);
         for (int64_t o = block; o < std::min(end, block + OS); ++o) {
           of_rows += worker.square(o - block);
           if (out) worker.write(o - block, out + (n * s.outs + o) * weights);
         }
       }
       found[unit] = of_rows;
-      found[units + unit] = start == 0 ? squares(worker.gs.data(), worker.gs.size()) : 0;
+      found[units + unit] = squares(worker.gs.data(), worker.gs.size());
       found[2 * units + unit] = start == 0 ? squares(worker.inputs.data(), worker.inputs.size()) : 0;
     }
   }
