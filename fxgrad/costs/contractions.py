@@ -108,7 +108,7 @@ PRODUCT = {
         Work(
             kernel=2 * n * k * o * i,
             memory=e * n * k * (o + i),
-            cache=e * n * (2 * k * (o + i) + o * i),
+            cache=e * n * (k * (o + i) + o * i),
             call=Integer(15),
         ),
         _product_sum,
@@ -118,7 +118,7 @@ PRODUCT = {
         + Work(
             kernel=2 * n * k * o * i,
             memory=e * n * k * (o + i),
-            cache=e * n * (2 * k * (o + i) + 2 * o * i),
+            cache=e * n * (k * (o + i) + o * i),
             call=Integer(15),
         ),
         Work(memory=e * n * o * i, call=Integer(2)),
@@ -142,7 +142,7 @@ WINDOWS = {
         Work(
             kernel=2 * n * k * w,
             memory=e * n * s,
-            cache=e * n * (2 * s + w),
+            cache=e * n * (s + w),
             call=Integer(20),
         ),
         _window_sum,
@@ -152,7 +152,7 @@ WINDOWS = {
         + Work(
             kernel=2 * n * k * w,
             memory=e * n * s,
-            cache=e * n * (2 * s + 2 * w),
+            cache=e * n * (s + 2 * w),
             call=Integer(20),
         ),
         Work(memory=e * n * w, call=Integer(2)),

@@ -1,7 +1,7 @@
 """How fast this machine is: seven numbers, measured and kept, by which the ways of `contractions` are told.
 
     product, batched    flop/s of a product of large matrices, and of one product for each sample
-    kernel              flop/s of the kernels that compute each sample's gradient, measured with a convolution
+    kernel              flop/s of the kernels that compute each sample's gradient, measured with products
     memory, cache       bytes/s of elementwise work on memory, and on what stays in the cache
     fresh               bytes/s of memory that the process did not have before
     call                calls/s of an operator on next to nothing
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import outer_products
+from fxgrad.operators.products import product_norms
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ RATES = tuple(field.name for field in fields(Machine) if field.name != "name")
 REFERENCE = Machine(
     product=90e9,
     batched=85e9,
-    kernel=160e9,
+    kernel=140e9,
     memory=16e9,
     cache=50e9,
     fresh=6e9,
@@ -200,9 +200,9 @@ def _probes(device: torch.device) -> dict[str, Probe]:
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=torch.float32, device=device)
 
-    long, g, pixels, shape = ones(1024, 512), ones(16, 64, 256), ones(8, 1, 64, 16, 16), (64, 64, 3, 3)
+    long, g, wide = ones(1024, 512), ones(16, 64, 256), ones(8, 256, 256)
     column, row, vector, number = ones(64, 512, 1), ones(64, 1, 512), ones(1 << 15), ones(1)
-    weights, held = torch.empty((8, *shape), device=device), torch.empty((24, 512, 512), device=device)
+    held = torch.empty((24, 512, 512), device=device)
     doubled, same = torch.empty_like(vector), torch.empty_like(number)
 
     def gradients() -> Tensor:
@@ -213,11 +213,10 @@ def _probes(device: torch.device) -> dict[str, Probe]:
         """Memory that is asked for and written once."""
         return fresh(row, (64, 512, 512)).fill_(0)
 
-    settings = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     return {
         "product": (lambda: outer_products(long, long), 1, 2 * 512 * 512 * 1024),
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
-        "kernel": (lambda: weight_grads(pixels, pixels, shape, settings, weights), 2, 2 * 8 * 256 * 64 * 64 * 9),
+        "kernel": (lambda: product_norms(wide, wide, False), 1, 2 * 8 * 256 * 256 * 256),
         "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
         "fresh": (anew, 1, 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),
