@@ -32,7 +32,7 @@ class Way(enum.Enum):
     """A way to contract a term; its value is what ``strategy=`` calls it."""
 
     RANK_ONE = "rank_one"  # ‖g ⊗ x‖ = ‖g‖ ‖x‖, where there is one position
-    ROWS = "rows"  # of a table: sort the ids, add up the rows of one id
+    ROWS = "rows"  # of a table: add up the rows of one id
     GRAM = "gram"  # products of positions with each other, of windows by their pixels'
     RECOMPUTE = "recompute"  # multiplied out a few samples at a time for the norms, and again for the sum
     MATERIALISE = "materialise"  # multiplied out when its use is differentiated, and held to the end
@@ -162,7 +162,7 @@ WINDOWS = {
 # Rows of a table: k of them are read, and v d numbers are a gradient.
 TABLE = {
     Way.ROWS: Costs(
-        Work(cache=(6 * e * d + 4000) * n * k, call=Integer(25)),  # sorting takes as long as 4 kB for each id
+        Work(cache=(3 * e * d + 600) * n * k, call=Integer(15)),  # finding an id takes as long as 600 bytes
         Work(memory=2 * e * n * k * d + 2 * e * v * d, call=Integer(4)),
     ),
     Way.MATERIALISE: Costs(
