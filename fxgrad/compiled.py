@@ -11,6 +11,7 @@ Types = Sequence[Any]  # of a function's arguments, as ctypes has them
 
 LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
 COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
+TOGETHER = 8  # outputs whose sums are in registers at once
 
 
 def library(sources: Sequence[Path], functions: Mapping[str, Types]) -> ctypes.CDLL | None:
@@ -30,9 +31,9 @@ def library(sources: Sequence[Path], functions: Mapping[str, Types]) -> ctypes.C
     return found
 
 
-def parts_of(samples: int, nbytes: int, threads: int) -> int:
+def parts_of(samples: int, outputs: int, nbytes: int, threads: int) -> int:
     """How many parts of a sample's outputs are computed by themselves, for so many bytes of a sample's gradients.
 
     More than one where there are more threads than samples, and where a thread's copy would be large.
     """
-    return max(-(-threads // samples), -(-nbytes // COPIED))
+    return min(max(-(-threads // samples), -(-nbytes // COPIED)), -(-outputs // TOGETHER))

@@ -5,7 +5,8 @@ Note [Lost renames]
 A buffer that an op writes into has another name after it, so that what reads it then is scheduled behind. Up to torch
 2.13 a loop whose sizes are computed again for a fusion forgets the new name, and may run first: the backward of a
 max_pool2d with windows that overlap adds into zeros, and the loop behind it read the zeros (PyTorch issue 185509).
-The gradients of all layers before it were zero, without a word. Renaming once more is what torch 2.14 does.
+The gradients of all layers before it were zero, without a word. Renaming once more is what torch 2.14 does. Inductor's
+cache does not tell what was scheduled without it: the tag does, for the process, since backwards are compiled later.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.compiler.config
 
 
 def compile_fx(*args: Any, **kwargs: Any) -> Any:
@@ -26,7 +28,7 @@ def compile_fx(*args: Any, **kwargs: Any) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _keep_renames() -> None:
-    """See Note [Lost renames]. The backward is compiled later, so this holds for the process."""
+    """See Note [Lost renames]."""
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
         return
     from torch._inductor.scheduler import SchedulerNode
@@ -38,4 +40,5 @@ def _keep_renames() -> None:
         original(node, *args, **kwargs)
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
+    torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag} renames kept"
     SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign, assignment]

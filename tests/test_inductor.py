@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +199,34 @@ def test_what_reads_a_buffer_runs_after_what_adds_into_it(strategy: str, device:
     model(x, y).backward()
     for grad, p in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_no_cached_backward_reads_before_what_adds(device: torch.device, tmp_path: Path) -> None:
+    """What Inductor cached without the renames is not found by who keeps them."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+        pytest.skip("PyTorch keeps them itself")
+    script = tmp_path / "run.py"
+    script.write_text(_CACHED.format(root=str(Path(__file__).parent.parent)))
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    for kept in ("without", "with"):
+        command = [sys.executable, str(script), kept, str(device)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split()[-1:] == [str(kept == "with")], done.stdout
+
+
+_CACHED = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, fxgrad, fxgrad.inductor
+from tests.test_inductor import Pooled
+if sys.argv[1] == "without":
+    fxgrad.inductor._keep_renames = lambda: None
+torch.manual_seed(0)
+device = torch.device(sys.argv[2])
+model, x, y = Pooled().to(device), torch.randn(16, 1, 28, 28, device=device), torch.arange(16, device=device) % 10
+fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e6), strategy="recompute")(x, y).backward()
+found = [p.grad for p in model.parameters()]
+model.zero_grad()
+model(x, y).backward()
+print(all(torch.allclose(grad, p.grad, rtol=1e-3, atol=1e-4) for grad, p in zip(found, model.parameters())))
+"""

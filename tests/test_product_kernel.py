@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxgrad import compiled
 from fxgrad.operators import product_kernel
+from fxgrad.operators import products as operators_of_products
 from fxgrad.operators.kernels import products
 from fxgrad.operators.products import product_norms, product_rows
 
@@ -84,3 +85,18 @@ def test_without_a_compiler_pytorch_multiplies(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(product_kernel, "_library", lambda: None)
     assert not product_kernel.applies(g, x)
     torch.testing.assert_close(found, both(g, x), rtol=1e-4, atol=0)
+
+
+def test_the_bound_where_squares_of_g_underflow() -> None:
+    g, x = torch.full((1, 402, 1), 1e-23), torch.zeros(1, 402, 2)
+    x[0, 0, 0], x[0, 1:-1, 0], x[0, -1, 0], x[0, 0, 1] = 1e18, 2.5e10, -1e18, 2e11
+    norm = (g.double().mT @ x.double()).norm()
+    assert all(found[1, 0] >= norm for found in both(g, x))
+
+
+def test_samples_without_a_gradient_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators_of_products, "_carefully", None)
+    g, x = torch.randn(3, 9, 4), torch.randn(3, 9, 5)
+    g[1] = 0
+    found = product_norms(g, x, False)
+    assert (found[:, 1] == 0).all() and (found[:, [0, 2]] > 0).all()

@@ -135,3 +135,26 @@ def test_without_a_compiler_pytorchs_kernels_run(monkeypatch: pytest.MonkeyPatch
     by_pytorch = torch.empty(shape).expand(3, *shape).clone()
     conv_rows(g, input, shape, told, by_pytorch)
     torch.testing.assert_close(out, by_pytorch, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2000, 1, 1), (1, 700, 513), (3, 1, 2)], ids=str)
+def test_the_bound_counts_the_sums_that_are_added(shape: tuple[int, int, int]) -> None:
+    """Each image's sum is added to those before: 1 + 2^-24 + 2^-24 + .. stays 1 in float32."""
+    k, rows, columns = shape
+    told = Settings((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    g = torch.full((1, k, 1, rows, columns), 2.0**-12)
+    g[0, 0, 0, 0, 0] = 1
+    norm = g.double().square().sum()
+    for found in (window_rows(g, g, (1, 1, 1, 1), told.numbers())[1],
+                  window_norms(g, g, (1, 1, 1, 1), told.numbers(), False)):
+        assert found[1, 0] >= norm * (1 - 1e-9)
+
+
+def test_equal_samples_have_equal_bounds_in_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    g, input, shape = operands(1, 1, (6, 5), (3, 5), (3, 3), told)
+    g, input = g.expand(3, *g.shape[1:]), input.expand(3, *input.shape[1:])
+    for threads in (1, 4, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        _, (_, bound) = window_rows(g, input, shape, told.numbers())
+        assert (bound == bound[0]).all()

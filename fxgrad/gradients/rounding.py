@@ -31,8 +31,8 @@ def rounding_of_term(term: Term) -> Tensor:
         return gamma(hint(rows.ids.shape[1]), g.dtype) * lengths.sum(1)
     if windows is not None:
         g, patches = windows
-        steps = patches.input if patches.settings.transposed else g
-        positions = hint(steps.shape[1]) * math.prod(hint(size) for size in steps.shape[3:])
+        met = patches.input if patches.settings.transposed else g
+        positions = [hint(size) for size in (met.shape[1], *met.shape[3:])]
         copies = math.prod(patches.kernel[2:])
         return window_rounding(frobenius(g), frobenius(patches.input), positions, copies, g.dtype)
     factors = [factor for factor in term.factors if isinstance(factor, Tensor)]

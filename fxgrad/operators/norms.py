@@ -20,9 +20,9 @@ TINY = 1e-30  # norms below this may have lost digits to underflow on the way
 SMALL = 1e-12  # likewise, where squares are summed in float32
 
 
-def gamma(m: int, dtype: torch.dtype) -> float:
-    """The relative error of a sum of m products, at most."""
-    chain = m if m <= CHAIN else CHAIN + m / CHAIN
+def gamma(m: int, dtype: torch.dtype, blocks: int = 0) -> float:
+    """The relative error of a sum of m products, at most; ``blocks``: how many there are, if more than m / CHAIN."""
+    chain = m if m <= CHAIN and blocks <= 1 else min(m, CHAIN) + max(m / CHAIN, blocks)
     return (chain + 2) * torch.finfo(dtype).eps / 2
 
 
@@ -89,17 +89,23 @@ def slices(n: int, size: int) -> list[slice]:
 
 
 def by_blocks(
-    slices: Sequence[slice], of_rows: Callable[[slice], Tensor], carefully: Callable[[int], Tensor]
+    g: Tensor,
+    x: Tensor,
+    slices: Sequence[slice],
+    of_rows: Callable[[slice], Tensor],
+    carefully: Callable[[int], Tensor],
 ) -> Tensor:
-    """A few samples at a time; those whose norm float32 could not hold, once more by themselves."""
+    """Of g's and x's samples a few at a time; those whose norm float32 could not hold, once more by themselves."""
     parts = [of_rows(rows) for rows in slices]
     found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
-    return again(found, ~found[1].isfinite() | (found[1] < TINY), carefully)
+    return again(g, x, found, ~found[1].isfinite() | (found[1] < TINY), carefully)
 
 
-def again(found: Tensor, doubtful: Tensor, carefully: Callable[[int], Tensor]) -> Tensor:
-    """``found`` with the doubtful samples' part computed by themselves."""
+def again(g: Tensor, x: Tensor, found: Tensor, doubtful: Tensor, carefully: Callable[[int], Tensor]) -> Tensor:
+    """``found`` with the doubtful samples computed by themselves, but those that have no gradient at all."""
     if bool(doubtful.any()):
-        for row in doubtful.nonzero().flatten().tolist():
+        zero = (as_vectors(g) == 0).all(1) & as_vectors(x).isfinite().all(1)  # 0 * Inf is NaN
+        found[:, doubtful & zero] = 0
+        for row in (doubtful & ~zero).nonzero().flatten().tolist():
             found[:, row] = carefully(row).flatten()
     return found

@@ -46,7 +46,7 @@ def rows(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     kernels = _library()
     assert kernels is not None
     (n, k, o), i, threads = g.shape, x.shape[2], torch.get_num_threads()
-    parts = parts_of(n, g[0].numel() * g.element_size(), threads)
+    parts = parts_of(n, o, g[0].numel() * g.element_size(), threads)
     found = torch.empty(2, n, parts, dtype=torch.float64)
     sides = [(side.data_ptr(), (_SIZE * 3)(*side.stride())) for side in (g, x)]
     to = None if out is None else out.data_ptr()

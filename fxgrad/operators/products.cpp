@@ -5,6 +5,7 @@
 
 #include <vector>
 
+constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
 constexpr int64_t WIDTH = VECTORS * V;
 
 struct Side {
@@ -68,8 +69,8 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
         }
       double lengths = 0;
       for (int64_t row = 0; row < k; ++row)
-        lengths += std::sqrt(square_of(own + row * g.steps[1], end - start, g.steps[2])) *
-                   std::sqrt(square_of(inputs + row * x.steps[1], i, x.steps[2]));
+        lengths += std::sqrt(square_of(own + row * g.steps[1], end - start, g.steps[2]) + (end - start) * LOST) *
+                   std::sqrt(square_of(inputs + row * x.steps[1], i, x.steps[2]) + i * LOST);
       found[unit] = square;
       found[units + unit] = lengths;
     }

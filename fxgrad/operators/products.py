@@ -57,10 +57,10 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
 
     if not gram and product_kernel.applies(g, x):
         found, doubtful = _by_kernel(g, x, None)
-        return again(found, doubtful, carefully)
+        return again(g, x, found, doubtful, carefully)
     size = (k * k * 2 if gram else o * i) * g.element_size()
     of_rows = gram_norms if gram else _norms_of_rows
-    return by_blocks(slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)
+    return by_blocks(g, x, slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)
 
 
 @product_norms.register_fake

@@ -49,7 +49,7 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
         g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
     threads = torch.get_num_threads()
-    parts = parts_of(len(g), g[0].numel() * g.element_size(), threads)
+    parts = parts_of(len(g), g.shape[2], g[0].numel() * g.element_size(), threads)
     found = torch.empty(3, len(g), parts, dtype=torch.float64)
     sizes = (*g.shape, *input.shape[2:], *kernel[2:], *stride, *padding, *dilation)
     found_library.window_rows(

@@ -112,6 +112,10 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
     for (int64_t unit = 0; unit < units; ++unit) {
       const int64_t n = unit / parts, start = std::min(s.outs, unit % parts * of_part);
       const int64_t end = std::min(s.outs, start + of_part);
+      if (start == end) {  // more parts than blocks of outputs
+        found[unit] = found[units + unit] = found[2 * units + unit] = 0;
+        continue;
+      }
       worker.load({g, g_steps}, {input, input_steps}, n, start, end);
       double of_rows = 0;
       for (int64_t block = start; block < end; block += OS) {

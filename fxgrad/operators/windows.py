@@ -17,6 +17,7 @@ from fxgrad.operators.gram import from_squares, met, pixels_of, window_gram
 from fxgrad.operators.kernels import ANY_LAYOUT
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.norms import (
+    CHAIN,
     SMALL,
     again,
     by_blocks,
@@ -29,12 +30,18 @@ from fxgrad.operators.norms import (
 from fxgrad.precision import computable
 
 
-def window_rounding(of_g: Tensor, of_input: Tensor, positions: int, copies: int, dtype: torch.dtype) -> Tensor:
+def window_rounding(
+    of_g: Tensor, of_input: Tensor, positions: Sequence[int], copies: int, dtype: torch.dtype
+) -> Tensor:
     """How far a gradient's norm may be from the one in exact arithmetic: γ ‖g_n‖ ‖windows of input_n‖.
 
-    From the norms ``[n]`` of g and of the input, whose entries are in ``copies`` windows at most.
+    From the norms ``[n]`` of g and of the input, whose entries are in ``copies`` windows at most, and the positions
+    of a sample: its images, and their sizes in space. A kernel adds up some rows of an image, and then those sums.
     """
-    return of_g * of_input * (1.001 * gamma(positions, dtype) * math.sqrt(copies))
+    *images, rows, columns = (1, *positions)
+    high = max(1, CHAIN // max(columns, 1))
+    blocks = math.prod(images) * -(-rows // high) * -(-columns // CHAIN)
+    return of_g * of_input * (1.001 * gamma(math.prod(positions), dtype, blocks) * math.sqrt(copies))
 
 
 @torch.library.custom_op("fxgrad::window_rows", mutates_args=(), tags=ANY_LAYOUT)
@@ -78,10 +85,12 @@ def _by_kernel(
     return quickly_bounded(norms[0], window_rounding(norms[1], norms[2], *terms, g.dtype), g.dtype), doubtful
 
 
-def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[int, int]:
-    """How many products an entry of the weight's gradient adds up, and how often an entry of the input is met."""
-    positions = math.prod((input if settings.transposed else g).shape[3:]) * g.shape[1]
-    return positions, math.prod(kernel[2:])
+def _terms_of_windows(
+    g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings
+) -> tuple[Sequence[int], int]:
+    """The positions that an entry of the weight's gradient adds up, and how often an entry of the input is met."""
+    met = input if settings.transposed else g
+    return (met.shape[1], *met.shape[3:]), math.prod(kernel[2:])
 
 
 @torch.library.custom_op("fxgrad::window_norms", mutates_args=(), tags=ANY_LAYOUT)
@@ -100,9 +109,9 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
 
     if not gram and window_kernel.applies(g, input, kernel, settings):
         found, doubtful = _by_kernel(g, input, kernel, settings, None)
-        return again(found, doubtful, carefully)
+        return again(g, input, found, doubtful, carefully)
     if not gram:
-        return by_blocks(blocks(g, input, kernel), lambda rows: of(g[rows], input[rows]), carefully)
+        return by_blocks(g, input, blocks(g, input, kernel), lambda rows: of(g[rows], input[rows]), carefully)
 
     def by_gram(rows: slice) -> Tensor:
         by_g = pixels_of(g[rows]).mT @ pixels_of(g[rows])
@@ -111,7 +120,7 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
 
     pixels, windows = math.prod(input.shape[3:]), math.prod(g.shape[3:])
     size = max(pixels * pixels, windows * windows) * g.element_size()
-    return by_blocks(slices(len(g), size), by_gram, carefully)
+    return by_blocks(g, input, slices(len(g), size), by_gram, carefully)
 
 
 @window_norms.register_fake
