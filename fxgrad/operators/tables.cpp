@@ -47,7 +47,8 @@ extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* s
       double square = 0, off = 0;
       for (size_t i = 0; i < sums.size(); ++i) {
         square += squares(rows.data() + i * d, d);
-        const double relative = (sums[i].count - 1) * sums[i].lengths;  // of one row nothing is added up
+        const double added = sums[i].count - 1;  // of one row nothing is added up
+        const double relative = added / std::max(0.5, 1 - added * 6e-8) * sums[i].lengths;
         off += relative * relative;
       }
       found[sample] = square;
