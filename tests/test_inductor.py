@@ -202,22 +202,27 @@ def test_what_reads_a_buffer_runs_after_what_adds_into_it(strategy: str, device:
 
 
 def test_no_cached_backward_reads_before_what_adds(device: torch.device, tmp_path: Path) -> None:
-    """What Inductor cached without the renames is not found by who keeps them."""
+    """What Inductor cached without the renames is not found by who keeps them; what they cached is."""
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
         pytest.skip("PyTorch keeps them itself")
     script = tmp_path / "run.py"
     script.write_text(_CACHED.format(root=str(Path(__file__).parent.parent)))
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    for kept in ("without", "with"):
+    hits = []
+    for kept in ("without", "with", "with"):
         command = [sys.executable, str(script), kept, str(device)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.split()[-1:] == [str(kept == "with")], done.stdout
+        right, found = done.stdout.split()[-2:]
+        assert right == "True" or kept == "without"
+        hits.append(int(found))
+    assert hits[:2] == [0, 0] and hits[2] > 0
 
 
 _CACHED = """
 import sys
 sys.path.insert(0, {root!r})
 import torch, fxgrad, fxgrad.inductor
+from torch._dynamo.utils import counters
 from tests.test_inductor import Pooled
 if sys.argv[1] == "without":
     fxgrad.inductor._keep_renames = lambda: None
@@ -228,5 +233,6 @@ fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e6), strategy="recompute")(
 found = [p.grad for p in model.parameters()]
 model.zero_grad()
 model(x, y).backward()
-print(all(torch.allclose(grad, p.grad, rtol=1e-3, atol=1e-4) for grad, p in zip(found, model.parameters())))
+right = all(torch.allclose(grad, p.grad, rtol=1e-3, atol=1e-4) for grad, p in zip(found, model.parameters()))
+print(right, counters["inductor"]["fxgraph_cache_hit"])
 """
