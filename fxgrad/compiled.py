@@ -1,4 +1,4 @@
-"""Kernels in C++, compiled by Inductor's own machinery: its compiler, its flags and its cache."""
+"""Kernels in C++, compiled by Inductor's own machinery (its compiler, flags, cache), and how much they copy at once."""
 
 from __future__ import annotations
 

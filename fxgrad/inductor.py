@@ -29,7 +29,7 @@ def compile_fx(*args: Any, **kwargs: Any) -> Any:
 @functools.lru_cache(maxsize=1)
 def _keep_renames() -> None:
     """See Note [Lost renames]."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+    if torch.__version__ >= "2.14":
         return
     from torch._inductor.scheduler import SchedulerNode
 
