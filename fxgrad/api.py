@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fxgrad.batch import Roles
-from fxgrad.capture import Engine, check_parameters
+from fxgrad.capture import Engine
+from fxgrad.checks import check_parameters
 from fxgrad.context import Mixing
 from fxgrad.costs.choices import Strategy, wishes_of
 from fxgrad.distributed import check_distribution, replicated

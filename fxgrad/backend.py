@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import exc
 
-from fxgrad.capture import MARKS
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.compiler import compile_graph
 from fxgrad.costs.choices import wishes_of
+from fxgrad.dynamo import MARKS
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.options import Options, check_strategy, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities

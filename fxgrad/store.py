@@ -115,7 +115,7 @@ class Store:
 
     def deliveries(self, forward: Forward, of: Mapping[str, Tensor] | None = None) -> list[list[Delivery]]:
         """What each quantity delivers of a forward, or of the parameters of one of its graphs."""
-        names = None if of is None else tuple(of)
+        names = None if of is None or list(of) == list(forward.parameters) else tuple(of)
         if names not in forward.deliveries:
             forward.deliveries[names] = self._ask(forward.size, forward.parameters if of is None else of)
         return forward.deliveries[names]

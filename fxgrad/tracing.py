@@ -11,9 +11,11 @@ from torch import fx, nn
 from torch._dynamo import exc
 
 from fxgrad.api import engine_of, transform
-from fxgrad.capture import CAPTURING, Engine, fresh_function, marked, sizes_unseen, translated
-from fxgrad.captured import called_with, make_context
+from fxgrad.capture import Engine
+from fxgrad.captured import make_context
 from fxgrad.context import Context
+from fxgrad.dynamo import CapturedCall, check_told, fresh_function
+from fxgrad.dynamo_errors import translated
 from fxgrad.errors import FxgradError
 from fxgrad.pipeline import PASSES, SINGLE, Pass, run_passes
 from fxgrad.printing import graph_text
@@ -74,6 +76,7 @@ def capture(
     batch = engine.roles.find(args, kwargs)
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        check_told()
         captured = engine.captured(gm, examples, batch.size)
         single = batch.size == 1
         ctx = make_context(captured, engine.options, captured.sample_dims(), single=single)
@@ -82,8 +85,7 @@ def capture(
 
     compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
     try:
-        with marked(batch), called_with(args, kwargs), sizes_unseen(), CAPTURING:
-            compiled(*args, **kwargs)
+        CapturedCall(batch, args, kwargs).run(compiled)
     except exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, _Captured):
             return error.inner_exception.trace

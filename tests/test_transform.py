@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 
 import fxgrad
 from fxgrad.api import engine_of
+from fxgrad.dynamo import MARKS, CapturedCall
 from fxgrad.errors import OptionError
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
 
 BATCH = 5
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0]
 
 
 class Net(nn.Module):
@@ -216,6 +223,35 @@ def test_user_tensors_are_not_left_marked(net: Net, x: Tensor) -> None:
     with pytest.raises(Exception, match="shapes cannot be multiplied"):
         gs(x[:, :2])
     assert x.__dict__ == before
+
+
+def test_nothing_is_left_on_tensors_of_a_known_graph(net: Net, x: Tensor) -> None:
+    """Dynamo is told what it has to know where it compiles; AOTAutograd marks what it saves in every call."""
+    gs = fxgrad.transform(net, backend="aot_eager")
+    for _ in range(3):
+        assert right(gs, x)
+        fxgrad.zero_grad(gs)
+        assert not x.__dict__.keys() & set(MARKS)
+
+
+def test_a_known_graph_is_not_told_anything(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    gs = view(net)
+    assert right(gs, x)
+    fxgrad.zero_grad(gs)
+    told: list[CapturedCall] = []
+    monkeypatch.setattr(CapturedCall, "tell", told.append)
+    assert right(gs, torch.cat([x, x])) and not told
+
+
+def test_a_compilation_that_nobody_announced(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo announces a compilation where nothing else is under way, CUDA graphs among it."""
+    monkeypatch.setattr(callback_handler, "run_start_callbacks", lambda _: None)
+    gs = view(nn.Sequential(net, nn.GRU(2, 2, batch_first=True), First()).to(x))
+    for size in (BATCH, BATCH + 2):
+        assert right(gs, torch.randn(size, 6, 3).to(x))
+        fxgrad.zero_grad(gs)
+    torch._dynamo.reset()  # forgets who asked to be told
+    assert right(gs, torch.randn(BATCH, 6, 3).to(x))
 
 
 def test_inside_another_model(net: Net, x: Tensor) -> None:

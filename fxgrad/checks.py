@@ -1,0 +1,75 @@
+"""What is looked at in every call before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.quantities import Quantity
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
+    for name, parameter in parameters.items():
+        if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_complex():
+            continue
+        kind = (
+            f"a tensor subclass, {type(parameter.data).__name__}"
+            if type(parameter.data) is not Tensor
+            else "sparse"
+            if parameter.layout is not torch.strided
+            else "complex"
+            if parameter.is_complex()
+            else ""
+        )
+        if kind:
+            raise OptionError(
+                f"parameter '{name}' is {kind}: it has no per-sample gradient here",
+                advice="Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
+            )
+
+
+def check_groups(quantities: Sequence[Quantity], size: int) -> int:
+    """How many samples the rows of a batch are, for the quantity that takes weights."""
+    for quantity in quantities:
+        if size % quantity.group_size:
+            raise BatchSizeError(
+                f"{size} rows cannot be groups of {quantity.group_size}, as {quantity} has them",
+                advice="Fill the batch up, or leave out the last rows.",
+            )
+    weighted = [quantity for quantity in quantities if getattr(quantity, "sample_weight", False)]
+    return weighted[0].units(size) if weighted else size
+
+
+def check_sample_weight(weight: Any, size: int) -> None:
+    """One number, not negative, for each sample."""
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or tuple(weight.shape) != (size,) or weight.is_complex():
+        found = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise OptionError(f"sample_weight has to be a tensor of {size} numbers, one for each sample, not {found}")
+    if size and not bool((weight >= 0).all()):
+        raise OptionError("sample_weight has to be 0 or more for every sample")
+
+
+def check_reverse_mode(values: Sequence[Any]) -> None:
+    """Per-sample gradients come from one reverse pass, not from within another transform."""
+    func = torch._C._functorch.peek_interpreter_stack() is not None
+    if func or any(isinstance(v, Tensor) and torch._C._functorch.is_batchedtensor(v) for v in values):
+        raise OptionError(
+            "a transformed model does not run inside of torch.func's transforms (grad, jvp, vmap)",
+            advice="Call the original model there.",
+        )
+    if forward_ad._current_level < 0:
+        return
+    dual = [v for v in values if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None]
+    if dual:
+        raise OptionError(
+            "forward-mode AD does not go through a transformed model",
+            advice="Call the original model on dual tensors.",
+        )
