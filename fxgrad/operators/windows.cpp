@@ -8,6 +8,7 @@
 
 #include <vector>
 
+constexpr int64_t TILE = 16;  // numbers that are transposed at once, by as many
 
 // As the caller fills it, all in int64.
 struct Shape {
@@ -47,7 +48,7 @@ struct Worker {
   const int64_t of_g = s.out_rows * s.out_columns * of_pixel, of_image = (s.rows + 2 * s.row_padding) * of_row;
   std::vector<float> gs = std::vector<float>(s.images * of_g);
   std::vector<float> inputs = std::vector<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
-  std::vector<float> total = std::vector<float>(OS * runs * padded);
+  std::vector<float> total = std::vector<float>(OS * runs * padded + TILE * std::max(padded, s.channels));  // as far
 
   void load(const Values& g, const Values& input, int64_t n, int64_t start, int64_t end) {
     if (outs < s.outs) std::fill(gs.begin(), gs.end(), 0);  // the last outputs may be fewer
@@ -90,11 +91,31 @@ struct Worker {
 
   void write(int64_t o, float* out) const {  // [channels, kernel_rows, kernel_columns]
     const float* of_o = total.data() + o * runs * padded;
-    const int64_t places = s.kernel_rows * s.kernel_columns;
-    for (int64_t place = 0; place < places; ++place) {
-      const int64_t i = place / s.kernel_columns, j = place % s.kernel_columns;
-      const float* from = joined ? of_o + i * padded + j * s.channels : of_o + place * padded;
-      for (int64_t c = 0; c < s.channels; ++c) out[c * places + place] = from[c];
+    const int64_t places = s.kernel_rows * s.kernel_columns, step = joined ? s.channels : padded;
+    if (places == 1) {
+      std::copy_n(of_o, s.channels, out);
+    } else if (places <= TILE && (!joined || padded == length)) {
+      turn(of_o, step, out, places);
+    } else {
+      for (int64_t place = 0; place < places; ++place) {
+        const int64_t i = place / s.kernel_columns, j = place % s.kernel_columns;
+        const float* from = joined ? of_o + i * padded + j * s.channels : of_o + place * padded;
+        for (int64_t c = 0; c < s.channels; ++c) out[c * places + place] = from[c];
+      }
+    }
+  }
+
+  // [places, channels], `step` apart, as [channels, places]. Whole vectors are stored, and what is behind a channel's
+  // places is stored over by the next channel: masked stores, or one number after another, take several times as long.
+  void turn(const float* from, int64_t step, float* out, int64_t places) const {
+    float tile[TILE * TILE];
+    for (int64_t start = 0; start < s.channels; start += TILE) {
+      const int64_t channels = std::min(TILE, s.channels - start);
+      at::vec::transpose_mxn<float>(from + start, step, tile, TILE, TILE, channels);
+      for (int64_t c = 0; c < channels; ++c, out += places) {
+        const int64_t left = (s.channels - start - c) * places;
+        for (int64_t at = 0; at < places; at += V) Vec::loadu(tile + c * TILE + at).store(out + at, std::min(V, left - at));
+      }
     }
   }
 };
