@@ -6,7 +6,7 @@
 
 struct Sum {
   int64_t id, count;
-  double lengths;  // of the rows, added up
+  double lengths;  // of the rows, added up, where there are several
 };
 
 extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
@@ -36,21 +36,22 @@ extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* s
         }
         Sum& sum = sums[places[place]];
         float* to = rows.data() + places[place] * d;
+        if (sum.count == 1) sum.lengths = std::sqrt(squares(to, d));
+        if (!first) sum.lengths += std::sqrt(squares(row, d));
         for (int64_t at = 0; at < d; at += V) {
           const int64_t size = std::min(V, d - at);
           const Vec value = Vec::loadu(row + at, size);
           (first ? value : Vec::loadu(to + at, size) + value).store(to + at, size);
         }
         sum.count += 1;
-        sum.lengths += std::sqrt(squares(row, d));
       }
-      double square = 0, off = 0;
-      for (size_t i = 0; i < sums.size(); ++i) {
-        square += squares(rows.data() + i * d, d);
-        const double added = sums[i].count - 1;  // of one row nothing is added up
-        const double relative = added / std::max(0.5, 1 - added * 6e-8) * sums[i].lengths;
+      double off = 0;
+      for (const Sum& sum : sums) {
+        const double added = sum.count - 1;  // of one row nothing is added up
+        const double relative = added / std::max(0.5, 1 - added * 6e-8) * sum.lengths;
         off += relative * relative;
       }
+      const double square = squares(rows.data(), sums.size() * d);
       found[sample] = square;
       found[n + sample] = off;
     }
