@@ -26,13 +26,12 @@ from fxgrad.batch import PACKED_SIZES, Batch, dynamic_dim
 from fxgrad.captured import SAMPLE_DIM, called_with
 from fxgrad.recurrent.modules import recurrent_modules
 
-_PROPAGATED = "_dynamo_propagated_dynamic_indices"
+_OF_SAVED = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")  # from 2.13 on, and before
 MARKS = (
+    *_OF_SAVED,
     "_dynamo_dynamic_indices",
     "_dynamo_dynamic_range",
-    "_dynamo_weak_dynamic_indices",
     "_dynamo_hint_overrides",
-    _PROPAGATED,
     "_specialize_on",
     "_has_dynamo_dim_marking",
     SAMPLE_DIM,
@@ -97,7 +96,8 @@ class CapturedCall:
                 self.told.close()
             else:
                 for tensor in self.batch.tensors:  # AOTAutograd marks what it saves
-                    tensor.__dict__.pop(_PROPAGATED, None)
+                    for mark in _OF_SAVED:
+                        tensor.__dict__.pop(mark, None)
 
     def tell(self) -> None:
         """What Dynamo has to know, from now to the end of the call."""
