@@ -14,7 +14,8 @@ from torch import Tensor
 from fxgrad.costs.choices import Ways
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import OwnStrategy, Strategy
-from fxgrad.tape import Collect, Derive, Like, OwnTap, Single, Tap, Tape, TapSeveral
+from fxgrad.tape import Like, Tape
+from fxgrad.taps import Collect, Derive, OwnTap, Single, Tap, TapSeveral
 
 
 class Target:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.convolutions import Settings
-from fxgrad.operators.kernels import conv_weight_grad, products
+from fxgrad.operators.dense import conv_weight_grad, products
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxgrad import compiled
 from fxgrad.operators import product_kernel
 from fxgrad.operators import products as operators_of_products
-from fxgrad.operators.kernels import products
+from fxgrad.operators.dense import products
 from fxgrad.operators.products import product_norms, product_rows
 
 

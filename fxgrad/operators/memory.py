@@ -1,4 +1,4 @@
-"""Fresh memory for large results, on huge pages where the system has them.
+"""What operators read, in whatever layout, and fresh memory for large results, on huge pages where the system has them.
 
 Per-sample gradients are hundreds of megabytes that a step writes once, into memory the process has never
 touched. On CPU the time then goes into page faults, one for every 4 KiB; asked for in time, the kernel
@@ -12,8 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
+# Operators take values as they lie: where a compiler has a convolution's channels last, copying a few samples at a time
+# will do.
+ANY_LAYOUT = (torch.Tag.flexible_layout,)
 HUGE = 2 << 20  # bytes of a huge page
 _MADV_HUGEPAGE = 14
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from fxgrad.operators import product_kernel
 from fxgrad.operators.convolutions import CACHED
 from fxgrad.operators.gram import gram_norms
-from fxgrad.operators.kernels import ANY_LAYOUT
-from fxgrad.operators.memory import fresh
+from fxgrad.operators.memory import ANY_LAYOUT, fresh
 from fxgrad.operators.norms import (
     SMALL,
     again,

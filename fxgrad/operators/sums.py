@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.convolutions import Settings
-from fxgrad.operators.kernels import ANY_LAYOUT
+from fxgrad.operators.memory import ANY_LAYOUT
 from fxgrad.operators.onednn import outer_products
 from fxgrad.precision import accumulating
 

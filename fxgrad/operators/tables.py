@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.compiled import LARGEST, library
-from fxgrad.operators.kernels import ANY_LAYOUT
+from fxgrad.operators.memory import ANY_LAYOUT
 from fxgrad.operators.norms import CHAIN, SMALL, gamma, quick_frobenius
 from fxgrad.precision import computable
 

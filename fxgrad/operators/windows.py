@@ -14,8 +14,7 @@ from torch import Tensor
 from fxgrad.operators import window_kernel
 from fxgrad.operators.convolutions import Settings, blocks, conv_rows
 from fxgrad.operators.gram import from_squares, met, pixels_of, window_gram
-from fxgrad.operators.kernels import ANY_LAYOUT
-from fxgrad.operators.memory import fresh
+from fxgrad.operators.memory import ANY_LAYOUT, fresh
 from fxgrad.operators.norms import (
     CHAIN,
     SMALL,

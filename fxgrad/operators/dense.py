@@ -1,9 +1,4 @@
-"""The opaque operators: work that is done at run time, behind one node of the compiled graph.
-
-Large products go into fresh memory on huge pages, and so do the weight gradients of a convolution per sample
-(convolutions.py). Operators take values in any memory format: where a compiler has a convolution's channels
-last, copying a few samples at a time will do.
-"""
+"""Per-sample gradients themselves, of products and of convolutions: large ones into fresh memory on huge pages."""
 
 from __future__ import annotations
 
@@ -15,13 +10,11 @@ from torch import Tensor
 
 from fxgrad.operators import product_kernel
 from fxgrad.operators.convolutions import Settings, weight_grads
-from fxgrad.operators.memory import fresh
+from fxgrad.operators.memory import ANY_LAYOUT, fresh
 
 if TYPE_CHECKING:
     from fxgrad.terms import Patches
 
-
-ANY_LAYOUT = (torch.Tag.flexible_layout,)
 LARGE = 64 << 10  # bytes of one sample's gradient from which fresh memory decides the time on CPU
 
 
