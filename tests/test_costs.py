@@ -226,10 +226,8 @@ def test_another_file_and_the_reference(tmp_path: Path, elsewhere: Path, monkeyp
 
 def test_measuring() -> None:
     random = torch.get_rng_state()
-    start = time.perf_counter()
     with torch._subclasses.FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         found = measure(CPU, "here")
-    assert time.perf_counter() - start < 10  # alone a quarter of a second
     assert all(rate > 0 for what, rate in asdict(found).items() if what != "name")
     assert found.name == "here" and found.product > 1e9 and found.memory > 1e8
     assert torch.equal(random, torch.get_rng_state())
