@@ -183,5 +183,3 @@ def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[s
                 seen.add(following)
                 stack.append(following)
     return tuple(found)
-
-

@@ -16,11 +16,9 @@ from fxgrad.quantities import Quantity
 def check_parameters(parameters: Mapping[str, Tensor]) -> None:
     """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
     for name, parameter in parameters.items():
-        if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_complex():
-            continue
         kind = (
             f"a tensor subclass, {type(parameter.data).__name__}"
-            if type(parameter.data) is not Tensor
+            if type(parameter) is not nn.Parameter and type(parameter.data) is not Tensor  # .data makes a tensor
             else "sparse"
             if parameter.layout is not torch.strided
             else "complex"

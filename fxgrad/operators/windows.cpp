@@ -48,7 +48,8 @@ struct Worker {
   const int64_t of_g = s.out_rows * s.out_columns * of_pixel, of_image = (s.rows + 2 * s.row_padding) * of_row;
   std::vector<float> gs = std::vector<float>(s.images * of_g);
   std::vector<float> inputs = std::vector<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
-  std::vector<float> total = std::vector<float>(OS * runs * padded + TILE * std::max(padded, s.channels));  // as far
+  // `turn` reads TILE rows, of which the last may not be there.
+  std::vector<float> total = std::vector<float>(OS * runs * padded + TILE * std::max(padded, s.channels));
 
   void load(const Values& g, const Values& input, int64_t n, int64_t start, int64_t end) {
     if (outs < s.outs) std::fill(gs.begin(), gs.end(), 0);  // the last outputs may be fewer
