@@ -1,4 +1,4 @@
-"""The kernel in C++ for products of every sample's positions, against products in float64."""
+"""The kernels in C++ for products of every sample's positions and their Gram matrices, against float64."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxgrad import compiled
-from fxgrad.operators import product_kernel
+from fxgrad.operators import gram_kernel, product_kernel
 from fxgrad.operators import products as operators_of_products
 from fxgrad.operators.dense import products
 from fxgrad.operators.products import product_norms, product_rows
 
 
-def both(g: Tensor, x: Tensor) -> list[Tensor]:
-    """Norms and bounds, of what is kept and of what is not."""
-    return [product_rows(g, x)[1], product_norms(g, x, False)]
+def every(g: Tensor, x: Tensor) -> list[Tensor]:
+    """Norms and bounds, of what is kept, of what is not, and of what is never there."""
+    return [product_rows(g, x)[1], product_norms(g, x, False), product_norms(g, x, True)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_shape_and_layout(data: Any) -> None:
     draw = data.draw
-    n, k = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 5, 64, 513, 1100]))
+    n, k = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 5, 33, 64, 513, 1100]))
     o, i = draw(st.sampled_from([1, 7, 8, 33])), draw(st.sampled_from([1, 15, 16, 49, 100]))
     torch.manual_seed(draw(st.integers(0, 99)))
     layouts = [lambda d: torch.randn(n, k, d), lambda d: torch.randn(k, n, d).transpose(0, 1),
                lambda d: torch.randn(n, d, k).mT, lambda d: torch.randn(n, 1, d).expand(n, k, d)]  # fmt: skip
     g, x = draw(st.sampled_from(layouts))(o), draw(st.sampled_from(layouts))(i)
-    assert product_kernel.applies(g, x)
+    assert product_kernel.applies(g, x) and gram_kernel.applies(g, x)
     true = g.double().mT @ x.double()
     near = 1e-5 * float(g.norm() * x.norm())
     torch.testing.assert_close(product_rows(g, x)[0].double(), true, rtol=1e-5, atol=near)
     norms, most = true.flatten(1).norm(dim=1), (g.norm(dim=2) * x.norm(dim=2)).sum(1)
-    for norm, bound in both(g, x):
+    for norm, bound in every(g, x):
         torch.testing.assert_close(norm, norms, rtol=1e-5, atol=near)
         assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms + 1e-3 * most).all()
 
@@ -60,7 +60,7 @@ def test_norms_where_squares_leave_float32(scale: float) -> None:
     g, x = torch.randn(3, 9, 4), torch.randn(3, 9, 5)
     g[1] *= scale
     norms = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
-    for norm, bound in both(g, x):
+    for norm, bound in every(g, x):
         torch.testing.assert_close(norm, norms, rtol=1e-5, atol=0)
         assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms * 1.001).all()
 
@@ -68,7 +68,7 @@ def test_norms_where_squares_leave_float32(scale: float) -> None:
 def test_a_sample_that_is_not_finite_stays_alone() -> None:
     g, x = torch.randn(4, 9, 4), torch.randn(4, 9, 5)
     g[1, 0, 0], x[2, 8, 4] = torch.inf, torch.nan
-    for norm, bound in both(g, x):
+    for norm, bound in every(g, x):
         assert norm[[0, 3]].isfinite().all() and bound[[0, 3]].isfinite().all()
         assert not bound[1].isfinite() and not bound[2].isfinite()
 
@@ -81,22 +81,45 @@ def test_gradients_alone_are_products_too() -> None:
 
 def test_without_a_compiler_pytorch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     g, x = torch.randn(3, 9, 4), torch.randn(3, 9, 5)
-    found = both(g, x)
-    monkeypatch.setattr(product_kernel, "_library", lambda: None)
-    assert not product_kernel.applies(g, x)
-    torch.testing.assert_close(found, both(g, x), rtol=1e-4, atol=0)
+    found = every(g, x)
+    for kernel in (product_kernel, gram_kernel):
+        monkeypatch.setattr(kernel, "_library", lambda: None)
+        assert not kernel.applies(g, x)
+    torch.testing.assert_close(found, every(g, x), rtol=1e-4, atol=0)
 
 
 def test_the_bound_where_squares_of_g_underflow() -> None:
     g, x = torch.full((1, 402, 1), 1e-23), torch.zeros(1, 402, 2)
     x[0, 0, 0], x[0, 1:-1, 0], x[0, -1, 0], x[0, 0, 1] = 1e18, 2.5e10, -1e18, 2e11
     norm = (g.double().mT @ x.double()).norm()
-    assert all(found[1, 0] >= norm for found in both(g, x))
+    assert all(found[1, 0] >= norm for found in every(g, x))
 
 
 def test_samples_without_a_gradient_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators_of_products, "_carefully", None)
     g, x = torch.randn(3, 9, 4), torch.randn(3, 9, 5)
     g[1] = 0
-    found = product_norms(g, x, False)
-    assert (found[:, 1] == 0).all() and (found[:, [0, 2]] > 0).all()
+    for gram in (False, True):
+        found = product_norms(g, x, gram)
+        assert (found[:, 1] == 0).all() and (found[:, [0, 2]] > 0).all()
+
+
+@pytest.mark.parametrize(("o", "i"), [(95, 97), (96, 1), (700, 193)])
+def test_gram_matrices_of_many_features_are_added_up(o: int, i: int) -> None:
+    """Some features at a time, of every layout."""
+    torch.manual_seed(0)
+    for k in (1, 16, 17, 130):
+        g, x = torch.randn(3, 2 * o, k).mT[..., ::2], torch.randn(3, k, i)
+        norms = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+        norm, bound = product_norms(g, x, True)
+        torch.testing.assert_close(norm, norms, rtol=1e-6, atol=0)
+        assert (bound >= norms).all() and (bound <= norms * 1.001).all()
+
+
+def test_terms_that_cancel() -> None:
+    """Σ_k g_k ⊗ x_k is nothing beside its terms: the bound of its norm is not."""
+    g, x = torch.randn(2, 64, 40), torch.randn(2, 64, 30)
+    g[:, 32:], x[:, 32:] = g[:, :32], -x[:, :32] * (1 + 1e-7)
+    norms = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+    for _, bound in every(g, x):
+        assert (bound >= norms).all()

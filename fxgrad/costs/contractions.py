@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import sympy
-from sympy import Expr, Integer, Rational
+from sympy import Expr, Integer
 from torch import Tensor
 
 from fxgrad.costs.machines import Machine
@@ -87,8 +87,8 @@ def _held(size: Expr) -> Work:
 
 GRAMS = 1 << 20  # bytes of Gram matrices that one round of calls looks at
 
-# Σ_k g_nk ⊗ x_nk. The Gram matrices are symmetric: of long ones a quarter is left out. The norms of what is multiplied
-# out are taken while it is in the cache, a few samples at a time.
+# Σ_k g_nk ⊗ x_nk. The Gram matrices are symmetric: half of them is computed, and the blocks on the diagonal. The norms
+# of what is multiplied out are taken while it is in the cache, a few samples at a time.
 _product_sum = Work(product=2 * n * k * o * i, memory=2 * e * n * k * (o + i), call=Integer(6))
 PRODUCT = {
     Way.RANK_ONE: Costs(
@@ -97,10 +97,10 @@ PRODUCT = {
     ),
     Way.GRAM: Costs(
         Work(
-            batched=Rational(3, 2) * n * k**2 * (o + i),
+            kernel=n * k * (k + 16) * (o + i),
             memory=e * n * k * (o + i),
-            cache=10 * e * n * k**2,
-            call=30 * (1 + 2 * e * n * k**2 / GRAMS),
+            cache=e * n * k * (o + i + 2 * k),
+            call=Integer(20),
         ),
         _product_sum,
     ),

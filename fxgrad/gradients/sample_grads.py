@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxgrad.costs.choices import Ways
 from fxgrad.costs.contractions import Way, contraction_of, hint
+from fxgrad.costs.machines import Machine
 from fxgrad.gradients.columns import by_columns
 from fxgrad.gradients.parts import (
     Kept,
@@ -30,6 +31,7 @@ from fxgrad.gradients.parts import (
 from fxgrad.operators.norms import as_vectors, bounded, frobenius, gamma
 from fxgrad.operators.products import product_norms, product_rows, rank_one_norms
 from fxgrad.operators.sums import (
+    FEW_FACTORS,
     FEW_PRODUCTS,
     SMALL,
     dense_sum,
@@ -235,10 +237,9 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is not None:
         g, x = product
-        products = math.prod(hint(size) for size in (*g.shape, x.shape[2]))
-        if products <= FEW_PRODUCTS:
+        if _is_small_sum(g, x, ways.machine):
             return small_product_sum(g, x, c)
-        found: Tensor = product_sum(g, x, c)
+        found: Tensor = product_sum(g, x, c, ways.machine.onednn_pays())
         return found
     if table is not None:
         rows, g = table
@@ -248,6 +249,12 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
         found = window_sum(g, patches.input, c, patches.kernel, patches.settings.numbers())
         return found
     return _dense_sum(part.dense(), c)
+
+
+def _is_small_sum(g: Tensor, x: Tensor, machine: Machine) -> bool:
+    """Whether the sum of g ⊗ x is left to the compiler."""
+    n, k, o, i = (hint(size) for size in (*g.shape, x.shape[2]))
+    return n * k * o * i <= FEW_PRODUCTS or (not machine.onednn_pays() and n * k * max(o, i) <= FEW_FACTORS)
 
 
 def _dense_sum(rows: Tensor, c: Tensor) -> Tensor:

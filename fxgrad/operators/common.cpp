@@ -10,24 +10,56 @@ constexpr int64_t V = Vec::size();
 constexpr int64_t CHAIN = 512;  // products that are added one after another, at most; then those sums: see norms.gamma
 
 constexpr int64_t OS = V >= 16 ? 8 : 4;  // the outputs, and vectors of inputs, whose products are summed in registers
-constexpr int64_t VECTORS = 3;
+constexpr int64_t VECTORS = 3;  // at most
+
+// How many vectors of the `left` that are left are next: a single one at the end would take as long as two.
+int64_t next_of(int64_t left) { return left == 4 ? 2 : std::min(VECTORS, left); }
 
 int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-double squares(const float* values, int64_t count) {
+double total_of(const Vec& sums) {
+  float lanes[V];
+  sums.store(lanes);
+  double parts[4] = {0, 0, 0, 0};
+  for (int64_t k = 0; k < V; ++k) parts[k % 4] += lanes[k];
+  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}
+
+// A sum of squares. A lane adds at most CHAIN of them before they go on as doubles.
+struct Squares {
+  static constexpr int64_t LANES = 4;  // of vectors, which do not wait for each other
+  Vec sums[LANES] = {Vec(0), Vec(0), Vec(0), Vec(0)};
+  int64_t chain = 0;
   double total = 0;
-  for (int64_t start = 0; start < count; start += CHAIN * V) {
-    Vec sums(0);
-    const int64_t end = std::min(count, start + CHAIN * V);
-    for (int64_t k = start; k < end; k += V) {
-      const Vec value = Vec::loadu(values + k, std::min(V, end - k));
-      sums = at::vec::fmadd(value, value, sums);
+
+  void add(const float* values, int64_t count) {
+    for (int64_t k = 0; k < count; k += LANES * V, ++chain) {
+      if (chain == CHAIN - 2) flush();
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < LANES; ++r)
+        if (const int64_t left = count - k - r * V; left > 0) {
+          const Vec value = Vec::loadu(values + k + r * V, std::min(V, left));
+          sums[r] = at::vec::fmadd(value, value, sums[r]);
+        }
     }
-    float lanes[V];
-    sums.store(lanes);
-    for (const float lane : lanes) total += lane;
   }
-  return total;
+
+  void flush() {
+    total += total_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (Vec& sum : sums) sum = Vec(0);
+    chain = 0;
+  }
+
+  double value() {
+    flush();
+    return total;
+  }
+};
+
+double squares(const float* values, int64_t count) {
+  Squares found;
+  found.add(values, count);
+  return found.value();
 }
 
 struct Steps {  // from one row to the next, and from one column
@@ -38,9 +70,7 @@ struct Steps {  // from one row to the next, and from one column
 template <int64_t N>
 void multiply(const float* g, Steps of_g, const float* input, Steps of_input, int64_t rows, int64_t columns,
               float* total, int64_t of_total, bool first) {
-  Vec sums[OS][N];
-  for (auto& of_o : sums)
-    for (auto& sum : of_o) sum = Vec(0);
+  Vec sums[OS][N];  // zeros
   for (int64_t y = 0; y < rows; ++y) {
     const float *gs = g + y * of_g.row, *values = input + y * of_input.row;
     for (int64_t x = 0; x < columns; ++x, gs += of_g.column, values += of_input.column) {
@@ -60,4 +90,10 @@ void multiply(const float* g, Steps of_g, const float* input, Steps of_input, in
       float* to = total + o * of_total + r * V;
       (first ? sums[o][r] : Vec::loadu(to) + sums[o][r]).store(to);
     }
+}
+
+using Multiply = decltype(&multiply<VECTORS>);
+
+Multiply multiply_by(int64_t vectors) {
+  return vectors == 3 ? multiply<3> : vectors == 2 ? multiply<2> : multiply<1>;
 }

@@ -1,8 +1,8 @@
 """Large float32 products on CPU, by oneDNN.
 
-PyTorch gives matrix products to MKL, convolutions and recurrent layers to oneDNN. On the processor of
-docs/performance.md (AMD with AVX-512) oneDNN takes a third to two thirds of MKL's time. Everywhere else these are
-PyTorch's own products.
+PyTorch gives matrix products to MKL, convolutions and recurrent layers to oneDNN. On an AMD processor with AVX-512
+oneDNN takes a third to two thirds of MKL's time, on an Intel one a little more (docs/performance.md): where it was
+measured to be slower (`fxgrad.costs.machines`), and where it does not apply, these are PyTorch's own products.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def plus_times(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda y, x: linear.default(x, packed, None, "none", [], "").add_(y)
 
 
-def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None) -> Tensor:
+def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None, onednn: bool = True) -> Tensor:
     """``Σ_m c[m] g[m, o] x[m, i]`` as ``[o, i]``: what a linear layer's weight gradient is."""
     (m, o), i = g.shape, x.shape[1]
-    if not applies(g) or not applies(x) or m * o * i < FEW:
-        return (g.t() if c is None else g.t() * c) @ x
+    if not onednn or not applies(g) or not applies(x) or m * o * i < FEW:
+        if c is None:
+            return g.t() @ x
+        return (g.t() * c) @ x if o <= i else g.t() @ (x * c.unsqueeze(1))
     if o > WIDE:
         x = x if c is None else x * c.unsqueeze(1)
         result = fresh(g, (o, i))

@@ -6,27 +6,21 @@
 #include <vector>
 
 constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
-constexpr int64_t WIDTH = VECTORS * V;
 
 struct Side {
   const float* data;
   const int64_t* steps;  // of n, k and the elements
 };
 
-// [k, size] as [size / width, k, width]; what is behind the end stays as it was.
-void pack(const float* from, const int64_t* steps, int64_t k, int64_t size, int64_t width, float* into) {
-  for (int64_t row = 0; row < k; ++row) {
-    const float* here = from + row * steps[1];
-    for (int64_t at = 0; at < size; at += width) {
-      const int64_t count = std::min(width, size - at);
-      float* to = into + at * k + row * width;
-      if (steps[2] == 1) {
-        std::copy_n(here + at, count, to);
-      } else {
-        for (int64_t c = 0; c < count; ++c) to[c] = here[(at + c) * steps[2]];
-      }
+// `count` numbers of every row, one row behind the other, `WIDTH` apart; what is behind `count` stays as it was.
+template <int64_t WIDTH>
+void pack(const float* from, const int64_t* steps, int64_t k, int64_t count, float* into) {
+  for (int64_t row = 0; row < k; ++row, from += steps[1], into += WIDTH)
+    if (steps[2] == 1 && count == WIDTH) {
+      std::copy_n(from, WIDTH, into);
+    } else {
+      for (int64_t c = 0; c < count; ++c) into[c] = from[c * steps[2]];
     }
-  }
 }
 
 double square_of(const float* row, int64_t size, int64_t step) {
@@ -44,34 +38,38 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
   const int64_t units = n * parts, of_part = up((o + parts - 1) / parts, OS);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<float> gs(k * of_part), xs(k * up(i, WIDTH)), tile(OS * WIDTH);
+    std::vector<float> gs(k * of_part), xs(k * up(i, V)), tile(OS * VECTORS * V);
 #pragma omp for
     for (int64_t unit = 0; unit < units; ++unit) {
       const int64_t sample = unit / parts, start = unit % parts * of_part, end = std::max(start, std::min(o, start + of_part));
       const float *own = g.data + sample * g.steps[0] + start * g.steps[2], *inputs = x.data + sample * x.steps[0];
       if (parts > 1) std::fill(gs.begin(), gs.end(), 0);  // the last part is smaller
-      pack(own, g.steps, k, end - start, OS, gs.data());
-      pack(inputs, x.steps, k, i, WIDTH, xs.data());
-      double square = 0;
+      for (int64_t at = 0; at < end - start; at += OS)
+        pack<OS>(own + at * g.steps[2], g.steps, k, std::min(OS, end - start - at), gs.data() + at * k);
+      for (int64_t at = 0, left = up(i, V) / V; left > 0; at += next_of(left) * V, left -= next_of(left)) {
+        const auto pack_some = next_of(left) == 3 ? pack<3 * V> : next_of(left) == 2 ? pack<2 * V> : pack<V>;
+        pack_some(inputs + at * x.steps[2], x.steps, k, std::min(next_of(left) * V, i - at), xs.data() + at * k);
+      }
+      Squares square;
       for (int64_t block = start; block < end; block += OS)
-        for (int64_t at = 0; at < i; at += WIDTH) {
-          const int64_t count = std::min(WIDTH, i - at);
+        for (int64_t at = 0, left = up(i, V) / V; left > 0; at += next_of(left) * V, left -= next_of(left)) {
+          const int64_t width = next_of(left) * V, count = std::min(width, i - at);
           for (int64_t row = 0; row < k; row += CHAIN) {
             const float* factors = gs.data() + (block - start) * k + row * OS;
-            const float* values = xs.data() + at * k + row * WIDTH;
-            const auto some = count > 2 * V ? multiply<3> : count > V ? multiply<2> : multiply<1>;
-            some(factors, {0, OS}, values, {0, WIDTH}, 1, std::min(CHAIN, k - row), tile.data(), WIDTH, row == 0);
+            const float* values = xs.data() + at * k + row * width;
+            multiply_by(next_of(left))(factors, {0, OS}, values, {0, width}, 1, std::min(CHAIN, k - row), tile.data(),
+                                       width, row == 0);
           }
-          for (int64_t m = 0; m < OS && block + m < end; ++m) {
-            square += squares(tile.data() + m * WIDTH, count);
-            if (out) std::copy_n(tile.data() + m * WIDTH, count, out + (sample * o + block + m) * i + at);
-          }
+          square.add(tile.data(), OS * width);  // what is behind the end is 0, or the sample is not finite anyway
+          if (out)
+            for (int64_t m = 0; m < std::min(OS, end - block); ++m)
+              std::copy_n(tile.data() + m * width, count, out + (sample * o + block + m) * i + at);
         }
       double lengths = 0;
       for (int64_t row = 0; row < k; ++row)
         lengths += std::sqrt(square_of(own + row * g.steps[1], end - start, g.steps[2]) + (end - start) * LOST) *
                    std::sqrt(square_of(inputs + row * x.steps[1], i, x.steps[2]) + i * LOST);
-      found[unit] = square;
+      found[unit] = square.value();
       found[units + unit] = lengths;
     }
   }

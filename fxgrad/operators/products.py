@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxgrad.operators import product_kernel
+from fxgrad.operators import gram_kernel, product_kernel
 from fxgrad.operators.convolutions import CACHED
 from fxgrad.operators.gram import gram_norms
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
@@ -54,9 +54,10 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     def carefully(row: int) -> Tensor:
         return _carefully(g[row], x[row])
 
+    if gram and gram_kernel.applies(g, x):
+        return again(g, x, *gram_kernel.norms(g, x), carefully)
     if not gram and product_kernel.applies(g, x):
-        found, doubtful = _by_kernel(g, x, None)
-        return again(g, x, found, doubtful, carefully)
+        return again(g, x, *_by_kernel(g, x, None), carefully)
     size = (k * k * 2 if gram else o * i) * g.element_size()
     of_rows = gram_norms if gram else _norms_of_rows
     return by_blocks(g, x, slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)

@@ -17,6 +17,7 @@ from fxgrad.precision import accumulating
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 FEW_PRODUCTS = 8 << 20  # of a sum, up to which an operator's call costs more than a faster library gains
+FEW_FACTORS = 1 << 18  # elements of a side, up to which it costs more than one more copy of them
 
 
 def nothing(c: Tensor) -> Tensor | None:
@@ -36,23 +37,23 @@ def weighted(rows: Tensor, c: Tensor, none: Tensor | None) -> Tensor:
 
 
 @torch.library.custom_op("fxgrad::product_sum", mutates_args=(), tags=ANY_LAYOUT)
-def product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
     c = c.to(g.dtype)
     none = nothing(c)
     if g.shape[1] == 1:
-        return outer_products(without(g.squeeze(1), none), without(x.squeeze(1), none), c)
+        return outer_products(without(g.squeeze(1), none), without(x.squeeze(1), none), c, onednn)
     if g.shape[2] <= x.shape[2]:
         g, x = weighted(g, c, none), without(x, none)
     else:
         g, x = without(g, none), weighted(x, c, none)
     if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
         g, x = g.transpose(0, 1), x.transpose(0, 1)
-    return outer_products(g.flatten(0, 1), x.flatten(0, 1))
+    return outer_products(g.flatten(0, 1), x.flatten(0, 1), onednn=onednn)
 
 
 @product_sum.register_fake
-def _(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def _(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     return g.new_empty(g.shape[2], x.shape[2])
 
 

@@ -69,25 +69,22 @@ struct Worker {
     for (int64_t run = 0; run < runs; ++run) {
       const int64_t i = joined ? run : run / s.kernel_columns, j = joined ? 0 : run % s.kernel_columns;
       const int64_t shift = i * s.row_dilation * of_row + j * s.column_dilation * s.channels;
-      for (int64_t at = 0, left = padded / V; left > 0; at += VECTORS * V, left -= VECTORS) {
-        const auto some = left >= VECTORS ? multiply<VECTORS> : left == 2 ? multiply<2> : multiply<1>;
+      for (int64_t at = 0, left = padded / V; left > 0; at += next_of(left) * V, left -= next_of(left)) {
         bool first = true;
         for (int64_t k = 0; k < s.images; ++k)
           for (int64_t y = 0; y < s.out_rows; y += rows)
             for (int64_t x = 0; x < s.out_columns; x += columns, first = false) {
               const float* factors = gs.data() + k * of_g + y * to_g.row + x * to_g.column + o;
               const float* values = inputs.data() + k * of_image + shift + y * to_input.row + x * to_input.column + at;
-              some(factors, to_g, values, to_input, std::min(rows, s.out_rows - y), std::min(columns, s.out_columns - x),
+              multiply_by(next_of(left))(factors, to_g, values, to_input, std::min(rows, s.out_rows - y), std::min(columns, s.out_columns - x),
                    total.data() + run * padded + at, runs * padded, first);
             }
       }
     }
   }
 
-  double square(int64_t o) const {
-    double sum = 0;
-    for (int64_t run = 0; run < runs; ++run) sum += squares(total.data() + (o * runs + run) * padded, length);
-    return sum;
+  void square(int64_t o, Squares& sum) const {
+    for (int64_t run = 0; run < runs; ++run) sum.add(total.data() + (o * runs + run) * padded, length);
   }
 
   void write(int64_t o, float* out) const {  // [channels, kernel_rows, kernel_columns]
@@ -139,15 +136,15 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
         continue;
       }
       worker.load({g, g_steps}, {input, input_steps}, n, start, end);
-      double of_rows = 0;
+      Squares of_rows;
       for (int64_t block = start; block < end; block += OS) {
         worker.add_up(block - start);
         for (int64_t o = block; o < std::min(end, block + OS); ++o) {
-          of_rows += worker.square(o - block);
+          worker.square(o - block, of_rows);
           if (out) worker.write(o - block, out + (n * s.outs + o) * weights);
         }
       }
-      found[unit] = of_rows;
+      found[unit] = of_rows.value();
       found[units + unit] = squares(worker.gs.data(), worker.gs.size());
       found[2 * units + unit] = start == 0 ? squares(worker.inputs.data(), worker.inputs.size()) : 0;
     }

@@ -1,0 +1,91 @@
+// Of g [n, k, o] and x [n, k, i] for each sample, with the Gram matrices G = g gT and X = x xT of its positions:
+//
+//     sum G X    sum |G X|    sum |g_a| |g_b| |X_ab|    sum |x_a| |x_b| |G_ab|    sum |g_a|    sum |x_a|
+//
+// The first is the squared norm of sum_k g_k (x) x_k, the others bound its rounding. The matrices are symmetric: what
+// is above the diagonal counts twice. Some features of all positions are turned at a time, and stay in a near cache.
+
+#include <vector>
+
+constexpr int64_t NEAR = 6144, FEATURES = 96;  // numbers, and features at least: gram_kernel.py knows of the second
+constexpr int64_t TILE = 16;  // that are turned at once, by as many
+constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
+
+struct Gram {
+  const int64_t k, padded = up(k, V), most = std::clamp(NEAR / padded / TILE * TILE, FEATURES, CHAIN);
+  std::vector<float> features = std::vector<float>(most * padded);
+  std::vector<float> matrix = std::vector<float>(padded * padded), lengths = std::vector<float>(padded);
+  double length = 0;  // of all positions, added up
+
+  // [k, count] as [count, padded]; what is behind the positions stays 0.
+  void load(const float* from, const int64_t* steps, int64_t count) {
+    for (int64_t position = 0; position < k; position += TILE)
+      for (int64_t f = 0; f < count; f += TILE) {
+        const int64_t positions = std::min(TILE, k - position), some = std::min(TILE, count - f);
+        const float* own = from + position * steps[1] + f * steps[2];
+        float* to = features.data() + f * padded + position;
+        if (steps[2] == 1) {
+          at::vec::transpose_mxn<float>(own, steps[1], to, padded, positions, some);
+        } else {
+          for (int64_t column = 0; column < some; ++column)
+            for (int64_t row = 0; row < positions; ++row)
+              to[column * padded + row] = own[row * steps[1] + column * steps[2]];
+        }
+      }
+  }
+
+  void add_up(const float* from, const int64_t* steps, int64_t size) {
+    for (int64_t start = 0; start < size; start += most) {
+      const int64_t count = std::min(most, size - start);
+      load(from + start * steps[2], steps, count);
+      for (int64_t a = 0; a < k; a += OS)
+        for (int64_t b = a / V * V, left = (padded - b) / V; left > 0; b += next_of(left) * V, left -= next_of(left))
+          multiply_by(next_of(left))(features.data() + a, {0, padded}, features.data() + b, {0, padded}, 1, count,
+                                     matrix.data() + a * padded + b, padded, start == 0);
+    }
+    length = 0;
+    for (int64_t a = 0; a < k; ++a) {
+      lengths[a] = std::sqrt(std::max(0.0, double(matrix[a * padded + a])) + size * LOST);
+      length += lengths[a];
+    }
+  }
+};
+
+// `found` is [6, n].
+extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
+                          int64_t n, int64_t k, int64_t o, int64_t i, double* found, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    Gram g{k}, x{k};
+    std::vector<float> counts(g.padded);  // how often an entry of a row counts
+#pragma omp for
+    for (int64_t sample = 0; sample < n; ++sample) {
+      g.add_up(g_data + sample * g_steps[0], g_steps, o);
+      x.add_up(x_data + sample * x_steps[0], x_steps, i);
+      std::fill_n(counts.begin(), k, 2.0f);
+      double sums[4] = {0, 0, 0, 0};
+      for (int64_t a = 0; a < k; ++a) {
+        counts[a] = 1;
+        Vec square(0), size(0), of_g(0), of_x(0);
+        for (int64_t b = a / V * V; b < g.padded; b += V) {
+          const Vec count = Vec::loadu(counts.data() + b);
+          const Vec in_g = Vec::loadu(g.matrix.data() + a * g.padded + b);
+          const Vec in_x = Vec::loadu(x.matrix.data() + a * g.padded + b);
+          const Vec product = in_g * in_x;
+          square = at::vec::fmadd(count, product, square);
+          size = at::vec::fmadd(count, product.abs(), size);
+          of_g = at::vec::fmadd(count * Vec::loadu(g.lengths.data() + b), in_x.abs(), of_g);
+          of_x = at::vec::fmadd(count * Vec::loadu(x.lengths.data() + b), in_g.abs(), of_x);
+        }
+        counts[a] = 0;
+        sums[0] += total_of(square);
+        sums[1] += total_of(size);
+        sums[2] += total_of(of_g) * g.lengths[a];
+        sums[3] += total_of(of_x) * x.lengths[a];
+      }
+      for (int64_t each = 0; each < 4; ++each) found[each * n + sample] = sums[each];
+      found[4 * n + sample] = g.length;
+      found[5 * n + sample] = x.length;
+    }
+  }
+}

@@ -1,0 +1,56 @@
+"""Norms by Gram matrices by a kernel of our own (gram.cpp), where it applies.
+
+PyTorch multiplies one sample after another, both halves of matrices that are symmetric, and reads what comes out half a
+dozen times. Here a matrix stays in the cache until its sums are taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fxgrad.compiled import LARGEST, library
+from fxgrad.operators.gram import from_squares
+from fxgrad.operators.norms import SMALL, gamma
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+FEATURES = 96  # whose products are added up at once, at least
+LOST = 1.2e-38  # of a square that underflows, at most
+VECTOR = 8  # numbers, at least
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "gram.cpp")]
+    types = [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER, ctypes.c_int]
+    return library(sources, {"gram_sums": types})
+
+
+def applies(g: Tensor, x: Tensor) -> bool:
+    """Whether the kernel can: float32 on CPU, matrices that a thread may hold."""
+    exact = g.dtype is torch.float32 and x.dtype is torch.float32 and g.device.type == "cpu"
+    small = bool(g.numel() and x.numel()) and 2 * g.shape[1] ** 2 * g.element_size() <= LARGEST
+    return bool(exact and small) and _library() is not None
+
+
+def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``."""
+    kernels = _library()
+    assert kernels is not None
+    (n, k, o), i = g.shape, x.shape[2]
+    found = torch.empty(6, n, dtype=torch.float64)
+    sides = [(side.data_ptr(), (_SIZE * 3)(*side.stride())) for side in (g, x)]
+    kernels.gram_sums(*sides[0], *sides[1], n, k, o, i, found.data_ptr(), torch.get_num_threads())
+    square, size, by_g, by_x, of_g, of_x = found
+    underflow = LOST * (o * of_x.square() + i * of_g.square())
+    slack = _rounding(o) * by_g + _rounding(i) * by_x + gamma(k // VECTOR + 2, g.dtype) * size + underflow
+    norms = from_squares(square, 1.01 * slack)
+    return norms, ~norms[1].isfinite() | (norms[1] < SMALL) | (underflow > 1e-7 * square)
+
+
+def _rounding(features: int) -> float:
+    return gamma(features, torch.float32, blocks=-(-features // FEATURES))
