@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 
 from fxgrad.batch import Batch, Roles
@@ -41,36 +42,48 @@ class Engine:
         A transformed part of a model that fxgrad itself is capturing is the original, inlined. Another
         user's torch.compile stops here and calls the part as it is.
         """
-        if torch.compiler.is_dynamo_compiling() and CAPTURING.depth:
-            return self._original(method)(*args, **kwargs)
-        return self._call(method, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if CAPTURING.depth:
+                return self._original(method)(*args, **kwargs)
+        elif get_eval_frame_callback() is None:  # there is nothing to disable
+            return self._call(method, args, kwargs)
+        return self._call_undisturbed(method, args, kwargs)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _call_undisturbed(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._call(method, args, kwargs)
+
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._original(method)
         parameters = self.trainable() if torch.is_grad_enabled() else {}
         if not parameters:
             self._sample_weight(kwargs)
             return original(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
+        nested = kwargs or any(type(arg) is not Tensor for arg in args)
+        leaves = tree_leaves((args, kwargs)) if nested else args
         check_whole(self.model, parameters, leaves)
         check_parameters(parameters)
         check_reverse_mode([*parameters.values(), *leaves])
         weight = self._sample_weight(kwargs)
         given: dict[int, Tensor] = {}
-        args, kwargs = with_indices(args, given), with_indices(kwargs, given)
+        if nested:
+            args, kwargs = with_indices(args, given), with_indices(kwargs, given)
         batch = self.roles.find(args, kwargs)
         size = check_groups(self.options.quantities, batch.size)
         check_sample_weight(weight, size)
         forward = Forward(batch.size, parameters, weight)
         self.store.check_clear(forward, forward.enclosing, "a forward")
-        with self.store.during(forward):
-            if batch.size == 0:
-                outputs = self._on_no_samples(method, forward, args, kwargs)
-            else:
-                outputs = self._run((method, *parameters), batch, args, kwargs)
-        outputs = as_pytorch_packs(outputs, given)
-        tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
+        run = self._on_no_samples if batch.size == 0 else self._run
+        before = self.store.enter(forward)
+        try:
+            outputs = run(method, forward, batch, args, kwargs)
+        finally:
+            self.store.leave(before)
+        if type(outputs) is Tensor:
+            tensors = [outputs]
+        else:
+            outputs = as_pytorch_packs(outputs, given)
+            tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
         watch(tensors, self.store, forward)
         if not self.options.fullgraph:
             forward.outside = used_outside(tensors, self.names())
@@ -86,7 +99,10 @@ class Engine:
         return weight
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """The trainable parameters by name; in every call, so without `named_parameters`' generators."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        _find_parameters(self.model, "", found, set())
+        return {name: p for name, p in found.values() if p.requires_grad}
 
     def names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -95,10 +111,10 @@ class Engine:
         return self.model if method == "__call__" else self.model.forward
 
     def _run(
-        self, key: tuple[str, ...], batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, method: str, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         # Not every version of Dynamo guards on requires_grad: what is trainable is part of the key.
-        method = key[0]
+        key = method, *forward.parameters
         compiled = self.compiled.get(key)
         if compiled is None:
             compiled = self.compiled[key] = self._compile(method)
@@ -138,13 +154,26 @@ class Engine:
         return Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
 
     def _on_no_samples(
-        self, method: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, method: str, forward: Forward, _: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An empty batch runs as it is: there is nothing to compile and nothing to add up."""
         stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
         with _swapped(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
             return self._original(method)(*args, **kwargs)
+
+
+def _find_parameters(
+    module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Parameter]], seen: set[int]
+) -> None:
+    """The parameters of a module and of those inside of it, each once, as `nn.Module.named_parameters` has them."""
+    seen.add(id(module))
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in found:
+            found[id(parameter)] = prefix + name, parameter
+    for name, inner in module._modules.items():
+        if inner is not None and id(inner) not in seen:
+            _find_parameters(inner, f"{prefix}{name}.", found, seen)
 
 
 @contextlib.contextmanager

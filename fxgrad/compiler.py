@@ -11,6 +11,7 @@ import torch
 import torch._functorch.config
 import torch.compiler.config
 from torch import Tensor, fx
+from torch._dynamo.eval_frame import innermost_fn
 
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
 from fxgrad.context import Context, memory_of, tensors_of
@@ -44,6 +45,8 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     names = [captured.name(i) for i in trainable]
     with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
+    if isinstance(options.backend, str):
+        compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
     frozen = {} if options.fullgraph else captured.frozen()
     return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size, frozen)
 

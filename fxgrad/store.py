@@ -7,11 +7,10 @@ the compiled region, over all parameters, stores them: on the parameters, in p.g
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,14 @@ POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
 _TASK = "_fxgrad_task"  # on a result: the backward call that set it
 
 
+class Asked(NamedTuple):
+    """What the quantities deliver of a forward, or of the parameters of one of its graphs."""
+
+    by_quantity: list[list[Delivery]]
+    every: list[Delivery]
+    attributes: frozenset[str]  # of parameters, that are set
+
+
 class Forward:
     """One forward with gradients: its samples, its trainable parameters, and the ghosts its graphs left."""
 
@@ -33,7 +40,7 @@ class Forward:
         self.size, self.parameters, self.sample_weight = size, parameters, sample_weight
         self.ghosts: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
-        self.deliveries: dict[tuple[str, ...] | None, list[list[Delivery]]] = {}  # of all parameters, or of a graph's
+        self.asked: dict[tuple[str, ...] | None, Asked] = {}  # of all parameters, or of a graph's
         # Reentrant checkpointing runs a forward and a graph task of its own inside of a backward call:
         # what it finds belongs to that call.
         self.enclosing = torch._C._current_graph_task_id()
@@ -64,18 +71,17 @@ class Store:
         self.policy, self.quantities = policy, tuple(quantities)
         self.current = _Current()
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
-        self.asked: dict[Any, list[list[Delivery]]] = {}
+        self.asked: dict[Any, Asked] = {}
         self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
 
-    @contextlib.contextmanager
-    def during(self, forward: Forward) -> Iterator[None]:
-        """Graphs that run in here belong to this forward."""
+    def enter(self, forward: Forward) -> Forward | None:
+        """Graphs that run from here on belong to this forward; returns the one around it, for `leave`."""
         before = self.current.forward
         self.current.forward = forward
-        try:
-            yield
-        finally:
-            self.current.forward = before
+        return before
+
+    def leave(self, before: Forward | None) -> None:
+        self.current.forward = before
 
     def began(self, forward: Forward, ghost: Any) -> None:
         """One more graph of a forward has run."""
@@ -103,8 +109,7 @@ class Store:
         """Raise before anything is computed, where a result would have no place."""
         if self.policy != "error":
             return
-        every = {one.place for deliveries in self.deliveries(forward) for one in deliveries}
-        for place in every - {GRAD, RESULT}:  # the attributes of parameters that are set
+        for place in self.asked_of(forward).attributes:
             for name, parameter in forward.parameters.items():
                 found = getattr(parameter, place, None)
                 if found is not None and (task == -1 or _task_of(found) != task):
@@ -113,20 +118,22 @@ class Store:
                         advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
                     )
 
-    def deliveries(self, forward: Forward, of: Mapping[str, Tensor] | None = None) -> list[list[Delivery]]:
-        """What each quantity delivers of a forward, or of the parameters of one of its graphs."""
+    def asked_of(self, forward: Forward, of: Mapping[str, Tensor] | None = None) -> Asked:
+        """What the quantities deliver of a forward, or of the parameters of one of its graphs."""
         names = None if of is None or list(of) == list(forward.parameters) else tuple(of)
-        if names not in forward.deliveries:
-            forward.deliveries[names] = self._ask(forward.size, forward.parameters if of is None else of)
-        return forward.deliveries[names]
+        if names not in forward.asked:
+            forward.asked[names] = self._ask(forward.size, forward.parameters if of is None else of)
+        return forward.asked[names]
 
-    def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> list[list[Delivery]]:
+    def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
         """The quantities' own answers; remembered, since every step asks for the same."""
         key = (n, *((name, p.shape, p.dtype, p.device) for name, p in parameters.items()))
         if key not in self.asked:
             if len(self.asked) >= 64:
                 self.asked.clear()
-            self.asked[key] = [quantity.deliveries(quantity.units(n), parameters) for quantity in self.quantities]
+            found = [quantity.deliveries(quantity.units(n), parameters) for quantity in self.quantities]
+            every = [one for deliveries in found for one in deliveries]
+            self.asked[key] = Asked(found, every, frozenset(one.place for one in every) - {GRAD, RESULT})
         return self.asked[key]
 
     def begin_backward(self, forward: Forward) -> None:
@@ -155,6 +162,8 @@ class Store:
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
+        if len(self.forwards) == 1 and forward in self.forwards:
+            return
         alone = next((quantity for quantity in self.quantities if not quantity.adds), None)
         if alone is None:
             return
@@ -171,8 +180,10 @@ class Store:
 
     def _check_sizes(self, forward: Forward) -> None:
         """Results of one backward, or of several under "sum", are added: they need the same samples."""
-        every = (one for deliveries in self.deliveries(forward) for one in deliveries)
-        for delivery in (one for one in every if one.place == "grad_sample"):
+        asked = self.asked_of(forward)
+        if "grad_sample" not in asked.attributes:
+            return
+        for delivery in (one for one in asked.every if one.place == "grad_sample"):
             found = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
             adds = self.policy == "sum" or _task_of(found) == forward.task()
             if isinstance(found, Tensor) and adds and len(found) != delivery.shape[0]:
@@ -185,7 +196,7 @@ class Store:
         """Zeros where no gradient reached."""
         task = forward.task()
         self.forwards.discard(forward)
-        for place, deliveries in enumerate(self.deliveries(forward)):
+        for place, deliveries in enumerate(self.asked_of(forward).by_quantity):
             missing = []
             reported = self._reported(place, task)
             for delivery in deliveries:
@@ -212,8 +223,8 @@ class Store:
         by_name: dict[str, Tensor | None] = {}
         forward.delivered = forward.task()
         stored: list[tuple[int, Quantity, list[Delivery], list[Tensor | None]]] = []
-        every = self.deliveries(forward, parameters)
-        for place, (quantity, deliveries) in enumerate(zip(self.quantities, every, strict=True)):
+        asked = self.asked_of(forward, parameters)
+        for place, (quantity, deliveries) in enumerate(zip(self.quantities, asked.by_quantity, strict=True)):
             stored.append((place, quantity, deliveries, left[: len(deliveries)]))
             del left[: len(deliveries)]
         for _, quantity, deliveries, found in stored:
@@ -279,10 +290,11 @@ class Ghosts(torch.autograd.Function):
         ctx.store, ctx.of, ctx.names = store, forward, names
         ctx.set_materialize_grads(False)
         given = dict(zip(names, parameters, strict=True))
-        every = (one for deliveries in store.deliveries(forward, given) for one in deliveries)
         return tuple(
-            torch.empty_strided(one.shape, (0,) * len(one.shape), dtype=one.dtype, device=one.device)
-            for one in every
+            [
+                torch.empty_strided(one.shape, (0,) * len(one.shape), dtype=one.dtype, device=one.device)
+                for one in store.asked_of(forward, given).every
+            ]
         )
 
     @staticmethod
