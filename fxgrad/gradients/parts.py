@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.gradients.rounding import rounding_of_term
+from fxgrad.operators.norms import Norms
 from fxgrad.precision import HALF, computable
 from fxgrad.terms import Factor, OneHot, Patches, Term
 
@@ -31,7 +32,7 @@ class Pulled(Protocol):
 
     def rows(self, slot: int, wide: bool) -> Tensor: ...
 
-    def norms(self, slot: int) -> Tensor: ...
+    def norms(self, slot: int) -> Norms: ...
 
     def rounding(self, slot: int) -> Tensor: ...
 

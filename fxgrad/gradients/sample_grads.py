@@ -28,7 +28,7 @@ from fxgrad.gradients.parts import (
     rounding,
     summed,
 )
-from fxgrad.operators.norms import as_vectors, bounded, frobenius, gamma
+from fxgrad.operators.norms import Norms, as_vectors, bounded, frobenius, gamma
 from fxgrad.operators.products import product_norms, product_rows, rank_one_norms
 from fxgrad.operators.sums import (
     FEW_FACTORS,
@@ -77,11 +77,12 @@ class SampleGrads:
         parts = [grouped(part, size) for part in self.parts]
         return replace(self, n=self.n // size, parts=parts, ways=self.ways.grouped(size))
 
-    def norms(self) -> Tensor:
-        """``[2, n]`` in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
+    def norms(self) -> Norms:
+        """``[n]`` each, in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
         parts = merged(self.parts)
         if not parts:
-            return self.like.new_zeros(2, self.n, dtype=torch.float64)
+            zeros = self.like.new_zeros(self.n, dtype=torch.float64)
+            return zeros, zeros
         if len(parts) == 1:
             return norms_of(parts[0], self.name, self.ways)
         terms = [part for part in parts if isinstance(part, Term)]
@@ -180,12 +181,12 @@ def _multiplied_out(term: Term) -> Kept:
     return Kept(rows, found[1] - found[0], found)
 
 
-def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa: B008 - immutable
-    """Norms and bounds of one part alone, ``[2, n]``."""
+def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Norms:  # noqa: B008 - immutable
+    """Norms and bounds of one part alone, ``[n]`` each."""
     if isinstance(part, Virtual):
         return part.of.norms(part.slot)
     if isinstance(part, Kept) and part.found is not None:
-        return part.found
+        return part.found[0], part.found[1]
     if not isinstance(part, Term):
         return bounded(dense_of(part), rounding(part))
     product, table, windows = part.product(), part.rows(), part.windows()
@@ -194,26 +195,26 @@ def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Tensor:  # noqa
         way = ways.of(name, part, waits=True)
         if way is Way.RANK_ONE:
             return rank_one_norms(g.squeeze(1), x.squeeze(1))
-        found: Tensor = product_norms(g, x, way is Way.GRAM)
-        return found
+        found = product_norms(g, x, way is Way.GRAM)
+        return found[0], found[1]
     if table is not None:
         rows, g = table
         found = row_norms(rows.ids, g, rows.classes, -1 if rows.padding_idx is None else rows.padding_idx)
-        return found
+        return found[0], found[1]
     if windows is not None:
         g, patches = windows
         gram = ways.of(name, part, waits=True) is Way.GRAM
         found = window_norms(g, patches.input, patches.kernel, patches.settings.numbers(), gram)
-        return found
+        return found[0], found[1]
     return bounded(part.dense(), rounding(part))
 
 
-def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Tensor:
+def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Norms:
     """An embedding tied to a head: ``‖E + H‖² = ‖E‖² + ‖H‖² + 2 <E, H>``, the last one gather of a Gram matrix."""
     rows, pair = table.rows(), product.product()
     assert rows is not None and pair is not None
     (ids, g), (h, x) = rows, pair
-    own = torch.stack([norms_of(table, name, ways), norms_of(product, name, ways)])
+    own = norms_of(table, name, ways), norms_of(product, name, ways)
     if ids.padding_idx is not None:
         g = g.masked_fill((ids.ids == ids.padding_idx).unsqueeze(2), 0)
     met = h.gather(2, ids.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # [n, l, k]
@@ -224,9 +225,9 @@ def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Tensor:
         g.shape[0], 1, -1
     )
     slack = gamma(x.shape[2], x.dtype) * (met.double().abs() * lengths).sum((1, 2))
-    square = own[:, 0].square().sum(0) + 2 * cross
-    bound = own[:, 1].square().sum(0) + 2 * cross + 2 * slack * (1 + 1e-9)
-    return torch.stack([square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)])
+    square, bound = (one.square() + other.square() + 2 * cross for one, other in zip(*own, strict=True))
+    bound = bound + 2 * slack * (1 + 1e-9)
+    return square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)
 
 
 def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:

@@ -20,7 +20,7 @@ from fxgrad.costs.choices import Ways
 from fxgrad.gradients.parts import Kept, Part, Virtual, dense_of, rounding, shape_of, summed
 from fxgrad.gradients.pieces import Back, cut, traced
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.operators.norms import as_vectors, bounded, frobenius
+from fxgrad.operators.norms import Norms, as_vectors, bounded, frobenius
 from fxgrad.precision import accumulating
 from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
@@ -46,8 +46,8 @@ class Pullback:
             self._rows[wide] = self.back(rows.reshape(rows.shape[0], *self.grads.shape))
         return self._rows[wide][slot]
 
-    def norms(self, slot: int) -> Tensor:
-        """``[2, n]``: norms and bounds."""
+    def norms(self, slot: int) -> Norms:
+        """Norms and bounds, ``[n]`` each."""
         if self.keeps:
             return self.grads.norms()
         rows = self.rows(slot, True)

@@ -1,15 +1,16 @@
 """Norms of per-sample gradients, and a bound on what rounding may have hidden.
 
-What measures gradients returns ``[2, n]`` in float64: the norms, and upper bounds that hold for the gradients in exact
-arithmetic. A sum of m products in a dtype of unit roundoff u errs by at most γ(m) Σ|products|, whatever its order
-(Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); kernels add blocks of at most `CHAIN`
-products, and then the blocks. Where float32 overflows or loses a sample to underflow, that sample is computed
-again in float64, scaled.
+What measures gradients returns norms in float64, and upper bounds that hold for the gradients in exact arithmetic:
+operators as ``[2, n]``, ops of a traced graph as a pair of ``[n]``, which a compiler does not have to join. A sum of
+m products in a dtype of unit roundoff u errs by at most γ(m) Σ|products|, whatever its order (Higham, Accuracy and
+Stability of Numerical Algorithms, section 3.1); kernels add blocks of at most `CHAIN` products, and then the blocks.
+Where float32 overflows or loses a sample to underflow, that sample is computed again in float64, scaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
 TINY = 1e-30  # norms below this may have lost digits to underflow on the way
 SMALL = 1e-12  # likewise, where squares are summed in float32
+FEW = 8  # tensors up to which they are added one by one: joined first, each is written to memory
+Norms = tuple[Tensor, Tensor]  # and their bounds, [n] each
 
 
 def gamma(m: int, dtype: torch.dtype, blocks: int = 0) -> float:
@@ -59,15 +62,18 @@ def as_vectors(rows: Tensor) -> Tensor:
     return rows.unsqueeze(-1).flatten(1)
 
 
-def root_sum_squares(norms: Tensor) -> Tensor:
-    """``[m, n] -> [n]``: √Σ_m norms², scaled so that no finite result overflows."""
-    scale = norms.amax(0)
+def root_sum_squares(norms: Sequence[Tensor]) -> Tensor:
+    """m tensors ``[n] -> [n]``: √Σ_m norms², scaled so that no finite result overflows."""
+    joined = torch.stack(tuple(norms)) if len(norms) > FEW else None
+    scale = joined.amax(0) if joined is not None else reduce(torch.maximum, norms)
     safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
-    return (norms / safe).square().sum(0).sqrt() * safe
+    if joined is not None:
+        return (joined / safe).square().sum(0).sqrt() * safe
+    return reduce(torch.add, [(norm / safe).square() for norm in norms]).sqrt() * safe
 
 
 def measured(rows: Tensor, rounding: Tensor) -> Tensor:
-    """`bounded`, outside of a traced graph."""
+    """`bounded`, outside of a traced graph: ``[2, n]``."""
     return quickly_bounded(quick_frobenius(rows), rounding, rows.dtype)
 
 
@@ -76,10 +82,10 @@ def quickly_bounded(norms: Tensor, rounding: Tensor, dtype: torch.dtype) -> Tens
     return torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + rounding])
 
 
-def bounded(rows: Tensor, rounding: Tensor) -> Tensor:
+def bounded(rows: Tensor, rounding: Tensor) -> Norms:
     """Norms of gradients as they were computed, and bounds of what they were before rounding."""
     norms = frobenius(rows)
-    return torch.stack([norms, norms * (1 + 1e-12) + rounding])
+    return norms, norms * (1 + 1e-12) + rounding
 
 
 def slices(n: int, size: int) -> list[slice]:

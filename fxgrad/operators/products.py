@@ -18,6 +18,7 @@ from fxgrad.operators.gram import gram_norms
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
 from fxgrad.operators.norms import (
     SMALL,
+    Norms,
     again,
     by_blocks,
     frobenius,
@@ -39,10 +40,10 @@ def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius) -> Tensor:
     return 1.001 * gamma(k, g.dtype) * lengths.sum(1)
 
 
-def rank_one_norms(g: Tensor, x: Tensor) -> Tensor:
+def rank_one_norms(g: Tensor, x: Tensor) -> Norms:
     """‖g_n ⊗ x_n‖ = ‖g_n‖ ‖x_n‖ of ``[n, o]`` and ``[n, i]``."""
     norms = frobenius(g) * frobenius(x)
-    return torch.stack([norms, norms * (1 + 1e-12)])
+    return norms, norms * (1 + 1e-12)
 
 
 @torch.library.custom_op("fxgrad::product_norms", mutates_args=(), tags=ANY_LAYOUT)

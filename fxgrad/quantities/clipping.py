@@ -109,11 +109,11 @@ class ClippedGrad(Quantity):
         names = [g.name for g in grads]
         groups = self._groups(names)
         dtype = grads[0].accumulating
-        norms = torch.stack([g.norms() for g in grads])  # [parameters, 2, n]
-        found = [root_sum_squares(norms[[names.index(name) for name in group]].flatten(1)) for group in groups]
-        by_group = torch.stack(found).view(len(groups), 2, n)
-        finite = by_group[:, 0].isfinite().all(0)
-        pairs = zip(by_group[:, 1], self._bounds(groups), strict=True)
+        found = {g.name: g.norms() for g in grads}
+        norms = torch.stack([root_sum_squares([found[name][0] for name in group]) for group in groups])
+        most = torch.stack([root_sum_squares([found[name][1] for name in group]) for group in groups])
+        finite = norms.isfinite().all(0)
+        pairs = zip(most, self._bounds(groups), strict=True)
         weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])
         weight = torch.where(finite, weight, 0)
         if given:
@@ -123,7 +123,7 @@ class ClippedGrad(Quantity):
         rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once
         summed = [g.weighted(rows[of[g.name]]) for g in grads]
         shape = (n,) if len(groups) == 1 else (len(groups), n)
-        return [*summed, by_group[:, 0].to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum().float()]
+        return [*summed, norms.to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum().float()]
 
     def arrived(self, results: Sequence[Tensor | None]) -> None:
         """Raise before anything is stored, where that is asked for."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fxgrad.gradients.sample_grads import SampleGrads
@@ -41,7 +40,7 @@ class NormSample(Quantity):
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         norms = [g.norms()[0] for g in grads]
-        total = root_sum_squares(torch.stack(norms))
+        total = root_sum_squares(norms)
         own = [norm.to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
         return [*own, total.to(grads[0].accumulating)]
 
