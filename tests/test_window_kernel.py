@@ -35,7 +35,7 @@ def operands(n: int, k: int, size: tuple[int, int], channels: tuple[int, int], k
              ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """g and input ``[n, k, channels, *space]``, and the weight's shape."""
     input = torch.randn(n, k, channels[0], *size)
-    weight = torch.empty(channels[1], channels[0], *kernel)
+    weight = torch.empty(channels[1], channels[0] // told.groups, *kernel)
     y = torch.convolution(input.flatten(0, 1), weight, None, *told)
     return torch.randn(n, k, *y.shape[1:]), input, tuple(weight.shape)
 
@@ -58,12 +58,14 @@ def test_every_shape_and_layout(data: Any) -> None:
     kernel, stride, dilation = draw(windows), draw(pair), draw(pair)
     padding = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
     size = tuple(d * (each - 1) + 1 + draw(st.integers(0, 5)) for each, d in zip(kernel, dilation, strict=True))
-    channels = draw(st.sampled_from([(1, 1), (3, 5), (16, 8), (17, 9), (40, 20)]))
-    told = Settings(stride, padding, dilation, False, (0, 0), 1)
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    fan_in, fan_out = draw(st.sampled_from([(1, 1), (3, 5), (16, 8), (17, 9), (40, 20)]))
+    channels = groups * fan_in, groups * fan_out
+    told = Settings(stride, padding, dilation, False, (0, 0), groups)
     torch.manual_seed(draw(st.integers(0, 99)))
     g, input, shape = operands(draw(st.integers(1, 3)), draw(st.integers(1, 2)), size, channels, kernel, told)
     g, input = (in_layout(value, draw(st.sampled_from(LAYOUTS))) for value in (g, input))
-    assert window_kernel.applies(g, input, shape, told)
+    assert window_kernel.applies(g, input, shape, told) or groups > 1
     true = expected(g, input, shape, told)
     out, found = window_rows(g, input, shape, told.numbers())
     torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
@@ -75,11 +77,13 @@ def test_every_shape_and_layout(data: Any) -> None:
 
 
 @pytest.mark.parametrize(("threads", "copied"), [(1, 1 << 20), (2, 1 << 20), (5, 1 << 20), (1, 400), (2, 99)])
-def test_a_sample_in_parts(monkeypatch: pytest.MonkeyPatch, threads: int, copied: int) -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_sample_in_parts(monkeypatch: pytest.MonkeyPatch, threads: int, copied: int, groups: int) -> None:
     """Of its outputs, where there are more threads than samples or a copy of all would be large."""
     monkeypatch.setattr(compiled, "COPIED", copied)
-    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    g, input, shape = operands(2, 1, (6, 5), (3, 21), (3, 3), told)
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), groups)
+    g, input, shape = operands(2, 1, (6, 5), (9, 63), (3, 3), told)
+    assert window_kernel.applies(g, input, shape, told)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     out, found = window_rows(g, input, shape, told.numbers())
     true = expected(g, input, shape, told)
@@ -121,7 +125,7 @@ def test_what_it_does_not_take_is_left_to_pytorch() -> None:
     g, input, shape = operands(2, 1, (6, 5), (4, 8), (3, 3), told)
     assert window_kernel.applies(g, input, shape, told)
     assert not window_kernel.applies(g.double(), input.double(), shape, told)
-    assert not window_kernel.applies(g, input, (8, 2, 3, 3), told._replace(groups=2))
+    assert not window_kernel.applies(g, input, (8, 1, 3, 3), told._replace(groups=4))
     assert not window_kernel.applies(g, input, shape, told._replace(transposed=True))
     assert not window_kernel.applies(g[:0], input[:0], shape, told)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fxgrad.operators.convolutions import Settings
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+FEW = 4  # outputs of a group, and half of the numbers in a window's row, below which most of a vector would be padding
 
 
 @lru_cache(maxsize=1)
@@ -32,8 +33,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
-    """Whether the kernel can: float32 on CPU, one or two dimensions of space, neither grouped nor transposed."""
-    plain = settings.groups == 1 and not settings.transposed and len(kernel) in (3, 4)
+    """Whether the kernel can: float32 on CPU, one or two dimensions of space, not transposed, groups of some size."""
+    large = settings.groups == 1 or (kernel[0] // settings.groups >= FEW and kernel[1] * kernel[-1] >= 2 * FEW)
+    plain = large and not settings.transposed and len(kernel) in (3, 4)
     exact = g.dtype is torch.float32 and input.dtype is torch.float32 and g.device.type == "cpu"
     small = bool(g.numel() and input.numel()) and input[0].numel() * input.element_size() <= LARGEST
     return bool(plain and exact and small) and _library() is not None
@@ -49,9 +51,11 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
         g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
     threads = torch.get_num_threads()
-    parts = parts_of(len(g), g.shape[2], g[0].numel() * g.element_size(), threads)
-    found = torch.empty(3, len(g), parts, dtype=torch.float64)
-    sizes = (*g.shape, *input.shape[2:], *kernel[2:], *stride, *padding, *dilation)
+    groups, (outs, channels) = settings.groups, kernel[:2]
+    parts = parts_of(len(g) * groups, outs // groups, g[0].numel() // groups * g.element_size(), threads)
+    found = torch.empty(3, len(g), groups * parts, dtype=torch.float64)
+    of_group = (*g.shape[:2], outs // groups, *g.shape[3:], channels, *input.shape[3:])
+    sizes = (*of_group, *kernel[2:], *stride, *padding, *dilation, groups)
     found_library.window_rows(
         g.data_ptr(),
         _numbers(g.stride()),

@@ -10,10 +10,10 @@
 
 constexpr int64_t TILE = 16;  // numbers that are transposed at once, by as many
 
-// As the caller fills it, all in int64.
+// As the caller fills it, all in int64; outputs and channels are those of a group.
 struct Shape {
   int64_t samples, images, outs, out_rows, out_columns, channels, rows, columns, kernel_rows, kernel_columns;
-  int64_t row_stride, column_stride, row_padding, column_padding, row_dilation, column_dilation;
+  int64_t row_stride, column_stride, row_padding, column_padding, row_dilation, column_dilation, groups;
 };
 
 struct Values {  // [samples, images, channels, rows, columns], and the steps between them
@@ -118,30 +118,33 @@ struct Worker {
   }
 };
 
-// `out`, contiguous, may be null: then only the squares are found, of the gradients, g and input, [3, samples, parts].
+// `out`, contiguous, may be null: then only the squares are found, of the gradients, g and input, [3, samples, groups,
+// parts]. A group is a convolution of its own.
 extern "C" void window_rows(const float* g, const int64_t* g_steps, const float* input, const int64_t* input_steps,
                             const int64_t* sizes, float* out, double* found, int64_t parts, int threads) {
   const Shape s = *reinterpret_cast<const Shape*>(sizes);
-  const int64_t weights = s.channels * s.kernel_rows * s.kernel_columns, units = s.samples * parts;
+  const int64_t weights = s.channels * s.kernel_rows * s.kernel_columns, units = s.samples * s.groups * parts;
   const int64_t of_part = up(up(s.outs, parts) / parts, OS);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Worker worker{s, std::min(s.outs, of_part)};
 #pragma omp for
     for (int64_t unit = 0; unit < units; ++unit) {
-      const int64_t n = unit / parts, start = std::min(s.outs, unit % parts * of_part);
+      const int64_t each = unit / parts, n = each / s.groups, group = each % s.groups;
+      const int64_t start = std::min(s.outs, unit % parts * of_part);
       const int64_t end = std::min(s.outs, start + of_part);
       if (start == end) {  // more parts than blocks of outputs
         found[unit] = found[units + unit] = found[2 * units + unit] = 0;
         continue;
       }
-      worker.load({g, g_steps}, {input, input_steps}, n, start, end);
+      const Values own{g + group * s.outs * g_steps[2], g_steps};
+      worker.load(own, {input + group * s.channels * input_steps[2], input_steps}, n, start, end);
       Squares of_rows;
       for (int64_t block = start; block < end; block += OS) {
         worker.add_up(block - start);
         for (int64_t o = block; o < std::min(end, block + OS); ++o) {
           worker.square(o - block, of_rows);
-          if (out) worker.write(o - block, out + (n * s.outs + o) * weights);
+          if (out) worker.write(o - block, out + (each * s.outs + o) * weights);
         }
       }
       found[unit] = of_rows.value();
