@@ -59,7 +59,7 @@ class Engine:
         if not parameters:
             self._sample_weight(kwargs)
             return original(*args, **kwargs)
-        nested = kwargs or any(type(arg) is not Tensor for arg in args)
+        nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
         leaves = tree_leaves((args, kwargs)) if nested else args
         check_whole(self.model, parameters, leaves)
         check_parameters(parameters)

@@ -250,6 +250,23 @@ def test_automatic_and_a_function(device: torch.device) -> None:
 # Padding and what is not finite
 
 
+def test_a_group_that_is_frozen(device: torch.device) -> None:
+    """Has norms of zero, and no weight in anything."""
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    model[2].requires_grad_(False)
+    clipped = fxgrad.ClippedGrad([0.3, 0.1], groups=[["0.weight", "0.bias"], ["2.weight", "2.bias"]])
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    default_loss(transformed(x)).backward()
+    found = fxgrad.result(transformed, clipped)
+    grads = {name: g for name, g in rows(model, x).items() if name.startswith("0.")}
+    weight = (0.3 / (norms(grads) + 1e-6)).clamp(max=1)
+    assert close(found.norm_sample[0], norms(grads)) and not found.norm_sample[1].any()
+    for name, g in grads.items():
+        expected = torch.einsum("n,n...->...", weight, g)
+        torch.testing.assert_close(model.get_parameter(name).grad, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_sample_weight_leaves_padding_out(device: torch.device) -> None:
     model = net(device)
     x = torch.randn(5, 3, device=device, dtype=torch.float64)

@@ -245,6 +245,16 @@ def test_dropout_draws_what_pytorch_draws(kind: Any) -> None:
     same(outputs, model(packed))
 
 
+def test_a_sorted_sequence_with_weights() -> None:
+    """It has no indices of its own; the weights are the call's only other argument."""
+    model, sequences = OnPacked(nn.LSTM).double(), sample((5, 4, 2))
+    clipped = fxgrad.ClippedGrad(1e-3, sample_weight=True)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    loss(transformed(pack_sequence(sequences), sample_weight=torch.tensor([1.0, 2.0, 0.0]))).backward()
+    found = fxgrad.result(transformed, clipped)
+    assert found.weight[2] == 0 and (found.weight[:2] > 0).all() and found.norm_sample.shape == (3,)
+
+
 def test_one_sample() -> None:
     model = OnPacked(nn.LSTM).double()
     (sequence,) = sample([5])

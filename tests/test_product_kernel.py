@@ -116,6 +116,14 @@ def test_gram_matrices_of_many_features_are_added_up(o: int, i: int) -> None:
         assert (bound >= norms).all() and (bound <= norms * 1.001).all()
 
 
+@pytest.mark.parametrize(("of_g", "of_x"), [(1e-27, 1e14), (1e14, 1e-27), (1e-24, 1e15)])
+def test_what_underflows_does_not_rule_the_bound(of_g: float, of_x: float) -> None:
+    g, x = torch.randn(2, 16, 40) * of_g, torch.randn(2, 16, 30) * of_x
+    norms = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+    for _, bound in every(g, x):
+        assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms * 1.001).all()
+
+
 def test_terms_that_cancel() -> None:
     """Σ_k g_k ⊗ x_k is nothing beside its terms: the bound of its norm is not."""
     g, x = torch.randn(2, 64, 40), torch.randn(2, 64, 30)

@@ -1,6 +1,6 @@
 // Of g [n, k, o] and x [n, k, i] for each sample, with the Gram matrices G = g gT and X = x xT of its positions:
 //
-//     sum G X    sum |G X|    sum |g_a| |g_b| |X_ab|    sum |x_a| |x_b| |G_ab|    sum |g_a|    sum |x_a|
+//     sum G X   sum |G X|   sum |g_a| |g_b| |X_ab|   sum |x_a| |x_b| |G_ab|   sum |g_a| |x_a|   sum |g_a|   sum |x_a|
 //
 // The first is the squared norm of sum_k g_k (x) x_k, the others bound its rounding. The matrices are symmetric: what
 // is above the diagonal counts twice. Some features of all positions are turned at a time, and stay in a near cache.
@@ -51,7 +51,7 @@ struct Gram {
   }
 };
 
-// `found` is [6, n].
+// `found` is [7, n].
 extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
                           int64_t n, int64_t k, int64_t o, int64_t i, double* found, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -63,7 +63,7 @@ extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const flo
       g.add_up(g_data + sample * g_steps[0], g_steps, o);
       x.add_up(x_data + sample * x_steps[0], x_steps, i);
       std::fill_n(counts.begin(), k, 2.0f);
-      double sums[4] = {0, 0, 0, 0};
+      double sums[5] = {0, 0, 0, 0, 0};
       for (int64_t a = 0; a < k; ++a) {
         counts[a] = 1;
         Vec square(0), size(0), of_g(0), of_x(0);
@@ -82,10 +82,11 @@ extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const flo
         sums[1] += total_of(size);
         sums[2] += total_of(of_g) * g.lengths[a];
         sums[3] += total_of(of_x) * x.lengths[a];
+        sums[4] += double(g.lengths[a]) * x.lengths[a];
       }
-      for (int64_t each = 0; each < 4; ++each) found[each * n + sample] = sums[each];
-      found[4 * n + sample] = g.length;
-      found[5 * n + sample] = x.length;
+      for (int64_t each = 0; each < 5; ++each) found[each * n + sample] = sums[each];
+      found[5 * n + sample] = g.length;
+      found[6 * n + sample] = x.length;
     }
   }
 }

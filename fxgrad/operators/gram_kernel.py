@@ -42,12 +42,14 @@ def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     kernels = _library()
     assert kernels is not None
     (n, k, o), i = g.shape, x.shape[2]
-    found = torch.empty(6, n, dtype=torch.float64)
+    found = torch.empty(7, n, dtype=torch.float64)
     sides = [(side.data_ptr(), (_SIZE * 3)(*side.stride())) for side in (g, x)]
     kernels.gram_sums(*sides[0], *sides[1], n, k, o, i, found.data_ptr(), torch.get_num_threads())
-    square, size, by_g, by_x, of_g, of_x = found
+    square, size, by_g, by_x, by_both, of_g, of_x = found
     underflow = LOST * (o * of_x.square() + i * of_g.square())
-    slack = _rounding(o) * by_g + _rounding(i) * by_x + gamma(k // VECTOR + 2, g.dtype) * size + underflow
+    off_g, off_x = _rounding(o), _rounding(i)
+    slack = off_g * by_g + off_x * by_x + off_g * off_x * by_both.square()
+    slack = slack + gamma(k // VECTOR + 2, g.dtype) * size + underflow
     norms = from_squares(square, 1.01 * slack)
     return norms, ~norms[1].isfinite() | (norms[1] < SMALL) | (underflow > 1e-7 * square)
 

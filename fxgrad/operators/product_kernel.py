@@ -38,18 +38,19 @@ def pays(g: Tensor, x: Tensor) -> bool:
     return g.shape[1] >= LONG and min(g.shape[2], x.shape[2]) >= WIDE
 
 
-def rows(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def rows(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """``Σ_k g[n, k, o] x[n, k, i]`` into ``out`` ``[n, o, i]``, contiguous, where there is one.
 
-    Returns what they square to, and ``Σ_k ‖g_nk‖ ‖x_nk‖``, which bounds their rounding: ``[n]``, in float64.
+    Returns what they square to, ``Σ_k ‖g_nk‖ ‖x_nk‖``, which bounds their rounding, and how much of that is only there
+    because squares may underflow: ``[n]``, in float64.
     """
     kernels = _library()
     assert kernels is not None
     (n, k, o), i, threads = g.shape, x.shape[2], torch.get_num_threads()
     parts = parts_of(n, o, g[0].numel() * g.element_size(), threads)
-    found = torch.empty(2, n, parts, dtype=torch.float64)
+    found = torch.empty(3, n, parts, dtype=torch.float64)
     sides = [(side.data_ptr(), (_SIZE * 3)(*side.stride())) for side in (g, x)]
     to = None if out is None else out.data_ptr()
     kernels.product_rows(*sides[0], *sides[1], n, k, o, i, to, found.data_ptr(), parts, threads)
-    squares, lengths = found.sum(2)
-    return squares, lengths
+    squares, lengths, lost = found.sum(2)
+    return squares, lengths, lost

@@ -1,5 +1,5 @@
 // Of g [n, k, o] and x [n, k, i] for each sample: the products D = sum over k of g_k (x) x_k, their squared norms, and
-// what bounds their rounding, the sum over k of |g_k| |x_k|.
+// what bounds their rounding, the sum over k of |g_k| |x_k|, and how much of that is only for squares that underflow.
 //
 // Both sides are copied so that what a few sums need lies in one run of memory: OS of g, and VECTORS vectors of x.
 
@@ -30,7 +30,7 @@ double square_of(const float* row, int64_t size, int64_t step) {
   return total;
 }
 
-// `out` [n, o, i], contiguous, may be null: then only what is in `found` [2, n, parts] is wanted.
+// `out` [n, o, i], contiguous, may be null: then only what is in `found` [3, n, parts] is wanted.
 extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
                              int64_t n, int64_t k, int64_t o, int64_t i, float* out, double* found, int64_t parts,
                              int threads) {
@@ -65,12 +65,17 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
             for (int64_t m = 0; m < std::min(OS, end - block); ++m)
               std::copy_n(tile.data() + m * width, count, out + (sample * o + block + m) * i + at);
         }
-      double lengths = 0;
-      for (int64_t row = 0; row < k; ++row)
-        lengths += std::sqrt(square_of(own + row * g.steps[1], end - start, g.steps[2]) + (end - start) * LOST) *
-                   std::sqrt(square_of(inputs + row * x.steps[1], i, x.steps[2]) + i * LOST);
+      double lengths = 0, lost = 0;
+      for (int64_t row = 0; row < k; ++row) {
+        const double of_g = square_of(own + row * g.steps[1], end - start, g.steps[2]);
+        const double of_x = square_of(inputs + row * x.steps[1], i, x.steps[2]);
+        const double length = std::sqrt(of_g + (end - start) * LOST) * std::sqrt(of_x + i * LOST);
+        lengths += length;
+        lost += length - std::sqrt(of_g) * std::sqrt(of_x);
+      }
       found[unit] = square.value();
       found[units + unit] = lengths;
+      found[2 * units + unit] = lost;
     }
   }
 }

@@ -106,7 +106,7 @@ def _(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_kernel(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
-    squares, lengths = product_kernel.rows(g, x, out)
-    norms = squares.sqrt()
-    doubtful = ~norms.isfinite() | ~lengths.isfinite() | (norms < SMALL)
-    return quickly_bounded(norms, lengths * (1.001 * gamma(g.shape[1], g.dtype)), g.dtype), doubtful
+    squares, lengths, lost = product_kernel.rows(g, x, out)
+    norms, rounding = squares.sqrt(), 1.001 * gamma(g.shape[1], g.dtype)
+    doubtful = ~norms.isfinite() | ~lengths.isfinite() | (norms < SMALL) | (rounding * lost > 1e-4 * norms)
+    return quickly_bounded(norms, lengths * rounding, g.dtype), doubtful

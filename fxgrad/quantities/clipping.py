@@ -110,8 +110,9 @@ class ClippedGrad(Quantity):
         groups = self._groups(names)
         dtype = grads[0].accumulating
         found = {g.name: g.norms() for g in grads}
-        norms = torch.stack([root_sum_squares([found[name][0] for name in group]) for group in groups])
-        most = torch.stack([root_sum_squares([found[name][1] for name in group]) for group in groups])
+        none = grads[0].like.new_zeros(n, dtype=torch.float64)  # of a group that is frozen
+        norms = torch.stack([root_sum_squares([found[name][0] for name in group] or [none]) for group in groups])
+        most = torch.stack([root_sum_squares([found[name][1] for name in group] or [none]) for group in groups])
         finite = norms.isfinite().all(0)
         pairs = zip(most, self._bounds(groups), strict=True)
         weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])
