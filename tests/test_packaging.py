@@ -74,7 +74,7 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("fxgrad-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    kernels = [f"operators/{name}.cpp" for name in ("common", "products", "tables", "windows")]
+    kernels = [f"operators/{name}.cpp" for name in ("common", "gram", "products", "tables", "windows")]
     others = ["py.typed", "explanation/page.css", "explanation/page.js", "recurrent/lstm.cpp", *kernels]
     assert names == {*source_files(), *(f"fxgrad/{name}" for name in others)}
 

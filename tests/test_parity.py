@@ -54,7 +54,7 @@ def natural_cases(op: Any, dtype: torch.dtype) -> Iterator[Any]:
             by_input = "op(x0" in source or op.name.endswith("embedding")
             if by_input and case.natural and case.out_dims is not None and case.in_dims == (0,):
                 yield case
-                break  # of the others some end PyTorch 2.13's convolution in float16, on a processor that computes in it
+                break  # others end PyTorch 2.13 in float16, on processors that compute in it
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

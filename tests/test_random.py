@@ -39,12 +39,13 @@ def run(call: object, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_same_draws_as_eager(backend: str, device: torch.device) -> None:
-    """Bitwise, and the generator is left where the plain model's forward and backward leave it."""
+    """The same numbers, and the generator is left where the plain model's forward and backward leave it."""
     model, x = Random().to(device), torch.randn(5, 3, 4, device=device)
     plain, state = run(model, x)
     model.zero_grad()
     own, own_state = run(fxgrad.transform(model, backend=backend), x)
-    assert torch.equal(own, plain)
+    # To the last bit but where PyTorch's matmul asks whether a weight has gradients, and takes another kernel.
+    torch.testing.assert_close(own, plain, rtol=1e-6, atol=1e-6)
     assert torch.equal(own_state, state)
 
 

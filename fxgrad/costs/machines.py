@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def product(self) -> float:
-        """Of a product of large matrices, by the faster library; slower than many small ones on a busy machine alone."""
+        """Of a product of large matrices, by the faster library; on a busy machine small ones may seem faster."""
         return max(self.mkl, self.onednn, self.batched)
 
     def onednn_pays(self) -> bool:
