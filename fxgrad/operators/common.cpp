@@ -9,6 +9,9 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t V = Vec::size();
 constexpr int64_t CHAIN = 512;  // products that are added one after another, at most; then those sums: see norms.gamma
 
+constexpr int64_t TILE = 16;  // numbers that are transposed at once, by as many
+constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
+
 constexpr int64_t OS = V >= 16 ? 8 : 4;  // the outputs, and vectors of inputs, whose products are summed in registers
 constexpr int64_t VECTORS = 3;  // at most
 

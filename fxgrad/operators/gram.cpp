@@ -8,8 +8,6 @@
 #include <vector>
 
 constexpr int64_t NEAR = 6144, FEATURES = 96;  // numbers, and features at least: gram_kernel.py knows of the second
-constexpr int64_t TILE = 16;  // that are turned at once, by as many
-constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
 
 struct Gram {
   const int64_t k, padded = up(k, V), most = std::clamp(NEAR / padded / TILE * TILE, FEATURES, CHAIN);

@@ -5,8 +5,6 @@
 
 #include <vector>
 
-constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
-
 struct Side {
   const float* data;
   const int64_t* steps;  // of n, k and the elements

@@ -8,8 +8,6 @@
 
 #include <vector>
 
-constexpr int64_t TILE = 16;  // numbers that are transposed at once, by as many
-
 // As the caller fills it, all in int64; outputs and channels are those of a group.
 struct Shape {
   int64_t samples, images, outs, out_rows, out_columns, channels, rows, columns, kernel_rows, kernel_columns;
