@@ -17,6 +17,7 @@ from fxgrad.calls import Call
 from fxgrad.errors import UnsupportedOp
 from fxgrad.gradients.parts import Part
 from fxgrad.operators.generic import per_sample_vjp, register_program
+from fxgrad.partitioning import in_backward
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import elementwise
 from fxgrad.rules.linear import einsum_applies
@@ -58,14 +59,18 @@ class Strategy:
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         if self.use.output is not None:
             g = self.use.first(g, self.use.output, values, n, gradient=True)
-        return self.function(self.use, g, self.use.sample_first(values, n))
+        return self.function(self.use, g, self._rows(values, n))
 
     def terms_of_several(self, grads: Sequence[Tensor], values: Sequence[Any], n: int) -> Contributions:
         """The same of an op with several outputs, which has the generic rule alone."""
         layouts = [layout for _, layout in self.use.several]
         pairs = zip(grads, layouts, strict=True)
         rows = [self.use.first(g, layout, values, n, gradient=True) for g, layout in pairs]
-        return _by_vmap_of(self.use, rows, self.use.sample_first(values, n))
+        return _by_vmap_of(self.use, rows, self._rows(values, n))
+
+    def _rows(self, values: Sequence[Any], n: int) -> list[Any]:
+        with in_backward():
+            return self.use.sample_first(values, n)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import traceback as fx_traceback
 
 from fxgrad.costs.choices import Ways
 from fxgrad.gradients.parts import Part, has_complex, in_full_precision, joined, summed
 from fxgrad.gradients.sample_grads import SampleGrads, kept
 from fxgrad.gradients.virtual import pulled_back
+from fxgrad.partitioning import in_backward
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import Contributions, Strategy
 from fxgrad.terms import Term
@@ -140,23 +139,3 @@ class Tape:
 
 def _is_complex(factor: Any) -> bool:
     return isinstance(factor, Tensor) and factor.is_complex()
-
-
-# Note [What stays in the backward]
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A Gram matrix x xᵀ is made of what the forward knows, and the partitioner would move it there and save it. What
-# only the quantities need is traced under the partitioner's own tag.
-
-
-def in_backward() -> contextlib.AbstractContextManager[None]:
-    """See Note [What stays in the backward]."""
-    try:
-        from torch._functorch._aot_autograd.graph_capture_wrappers import (
-            set_partitioner_tag_must_be_in_backward,
-        )
-    except ImportError:  # where PyTorch has no such tag, the partitioner decides
-        return contextlib.nullcontext()
-    if not fx_traceback.has_preserved_node_meta():  # nobody is tracing
-        return contextlib.nullcontext()
-    tagged: contextlib.AbstractContextManager[None] = set_partitioner_tag_must_be_in_backward()
-    return tagged

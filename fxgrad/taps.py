@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fxgrad.partitioning import in_backward
 from fxgrad.strategies import OwnStrategy, Strategy, matched
-from fxgrad.tape import Tape, in_backward
+from fxgrad.tape import Tape
 
 
 class Tap(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils import _pytree as pytree
 
 import fxgrad
@@ -26,6 +26,7 @@ FREE = """t detach view permute transpose unsqueeze squeeze expand alias _unsafe
 class Recorder:
     """A backend that keeps AOTAutograd's graphs and runs them as they are."""
 
+    partition: Callable[..., Any] = default_partition
     joint: list[fx.GraphModule] = field(default_factory=list)
     forward: list[fx.GraphModule] = field(default_factory=list)
     backward: list[fx.GraphModule] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Recorder:
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
         self.joint.append(joint)
-        return default_partition(joint, inputs, **settings)
+        return self.partition(joint, inputs, **settings)
 
 
 def computations(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
@@ -141,6 +142,18 @@ def test_the_forward_is_the_plain_models(name: str, device: torch.device) -> Non
     model.zero_grad()
     run(fxgrad.transform(model, backend=own), x)
     assert calls(own.forward[0]) == calls(plain.forward[0])
+
+
+def test_the_forward_saves_its_input_and_no_view_of_it(device: torch.device) -> None:
+    """Of an input that is saved Inductor knows so, and lays it out for a convolution."""
+    recorder = Recorder(partition=min_cut_rematerialization_partition)
+    model, quantity = nn.Conv2d(1, 3, 5).to(device), fxgrad.ClippedGrad(max_grad_norm=1.0)
+    own = fxgrad.transform(model, quantity=quantity, backend=recorder)
+    default_loss(own(torch.randn(7, 1, 9, 9, device=device))).backward()
+    graph = recorder.forward[0].graph
+    saved = set(graph.output_node().all_input_nodes)
+    x = graph.find_nodes(op="call_function", target=aten.convolution.default)[0].args[0]
+    assert x in saved and saved.isdisjoint(x.users)
 
 
 @pytest.mark.parametrize("name", MODELS)
