@@ -18,6 +18,7 @@ from fxgrad.context import Context, memory_of, tensors_of
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.explanation.rehearsal import rehearse
+from fxgrad.operators.memory import keep_memory
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
 from fxgrad.passes.infer_samples import infer_samples
@@ -45,6 +46,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     names = [captured.name(i) for i in trainable]
     with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
+    keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
     frozen = {} if options.fullgraph else captured.frozen()
