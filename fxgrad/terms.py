@@ -165,3 +165,8 @@ def _scatter(rows: OneHot, g: Tensor) -> Tensor:
         g = g.masked_fill((ids == rows.padding_idx).unsqueeze(-1), 0)
     zeros = g.new_zeros(n, rows.classes, g.shape[-1])
     return zeros.scatter_add(1, ids.unsqueeze(-1).expand_as(g), g)
+
+
+def is_one(size: object) -> bool:
+    """Whether a size is one for every batch."""
+    return isinstance(size, int) and size == 1

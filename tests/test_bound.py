@@ -171,3 +171,10 @@ def test_products_of_entries_round_as_their_absolute_values_say(device: torch.de
     found = rounding_of_term(Term("nkc...,nkc...->nc", g, x))
     expected = 1.01 * gamma(4 * 6, torch.float32) * (g * x).abs().double().sum((1, 3)).norm(dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_what_is_neither_multiplied_nor_added_up_is_not_rounded(device: torch.device) -> None:
+    g = torch.randn(5, 1, 7, device=device)
+    assert rounding_of_term(Term("n...o->no", g)).equal(torch.zeros(5, dtype=torch.float64, device=device))
+    assert (rounding_of_term(Term("n...o->no", g.expand(5, 2, 7))) > 0).all()
+    assert (rounding_of_term(Term("n...o,n...o->no", g, g)) > 0).all()

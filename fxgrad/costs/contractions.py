@@ -25,7 +25,7 @@ from sympy import Expr, Integer
 from torch import Tensor
 
 from fxgrad.costs.machines import Machine
-from fxgrad.terms import Patches, Term
+from fxgrad.terms import Patches, Term, is_one
 
 
 class Way(enum.Enum):
@@ -227,7 +227,7 @@ def contraction_of(term: Term) -> Contraction:
     if product is not None:
         g, x = product
         positions, fan_out, fan_in = g.shape[1], g.shape[2], x.shape[2]
-        ways = _ways("product", {Way.RANK_ONE: _is_one(positions)})
+        ways = _ways("product", {Way.RANK_ONE: is_one(positions)})
         factors = positions * (fan_out + fan_in)
         return Contraction("product", (positions, fan_out, fan_in), ways, factors, fan_out * fan_in, itemsize)
     if table is not None:
@@ -253,7 +253,7 @@ def _windows(g: Tensor, patches: Patches, itemsize: int) -> Contraction:
         math.prod(patches.kernel[2:]),
         factors,
     )
-    gram = _is_one(g.shape[1]) and not patches.settings.transposed and patches.settings.groups == 1
+    gram = is_one(g.shape[1]) and not patches.settings.transposed and patches.settings.groups == 1
     return Contraction("windows", sizes, _ways("windows", {Way.GRAM: gram}), factors, elements, itemsize)
 
 
@@ -284,10 +284,6 @@ def letters(term: Term) -> dict[str, Any]:
 def _ways(kind: str, only_if: Mapping[Way, bool] | None = None) -> tuple[Way, ...]:
     """The ways of a table, without those whose condition does not hold."""
     return tuple(way for way in TABLES[kind][1] if (only_if or {}).get(way, True))
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def _tensors(term: Term) -> list[Tensor]:

@@ -3,7 +3,7 @@
 A sum of m products errs by at most γ(m) times the sum of their absolute values (`fxgrad.operators.norms`). Of one
 factor, or of several that are multiplied entry by entry, those are added up beside the sum itself. Of others, the
 contraction of absolute values is at most the product of the factors' norms (Cauchy and Schwarz), times √m where m
-values are added up that meet no other factor.
+values are added up that meet no other factor. Of one factor alone, of one position, nothing is computed at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxgrad.costs.contractions import hint
 from fxgrad.operators.norms import frobenius, gamma
 from fxgrad.operators.products import product_rounding
 from fxgrad.operators.windows import window_rounding
-from fxgrad.terms import Term
+from fxgrad.terms import Term, is_one
 
 
 def rounding_of_term(term: Term) -> Tensor:
@@ -38,17 +38,19 @@ def rounding_of_term(term: Term) -> Tensor:
     factors = [factor for factor in term.factors if isinstance(factor, Tensor)]
     letters, result = term.letters()
     sizes = {
-        letter: hint(size)
+        letter: size
         for names, factor in zip(letters, factors, strict=True)
         for letter, size in zip(names, factor.shape, strict=True)
     }
     added = [letter for letter in sizes if letter not in result]
-    relative = 1.01 * gamma(math.prod(sizes[letter] for letter in added), factors[0].dtype)
+    if len(factors) == 1 and all(is_one(sizes[letter]) for letter in added):
+        return factors[0].new_zeros(factors[0].shape[0], dtype=torch.float64)  # nothing is multiplied or added up
+    relative = 1.01 * gamma(math.prod(hint(sizes[letter]) for letter in added), factors[0].dtype)
     if all(names == letters[0] for names in letters):
         return relative * frobenius(Term(term.equation, *(factor.abs() for factor in factors)).dense())
     alone = [letter for letter in added if sum(letter in names for names in letters) == 1]
-    found = torch.full((), relative * math.sqrt(math.prod(sizes[letter] for letter in alone)), dtype=torch.float64)
-    found = found.to(factors[0].device)
+    times = math.sqrt(math.prod(hint(sizes[letter]) for letter in alone))
+    found = torch.full((), relative * times, dtype=torch.float64, device=factors[0].device)
     for names, factor in zip(letters, factors, strict=True):
         found = found * frobenius(factor if names[0] == "n" else factor.unsqueeze(0))
     return found

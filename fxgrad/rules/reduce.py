@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fxgrad.terms import Term
+from fxgrad.terms import Term, is_one
 
 
 def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
@@ -37,12 +37,8 @@ def sum_dims(grad: Tensor, dims: Sequence[int], shape: Sequence[int]) -> Term:
 def _repeated(grad: Tensor, shape: Sequence[int]) -> list[int]:
     """The dims of ``[n, *broadcast]`` along which broadcasting repeated what has this shape."""
     extra = grad.dim() - 1 - len(shape)
-    ones = (dim for dim, size in enumerate(shape, 1 + extra) if _is_one(size) and not _is_one(grad.shape[dim]))
+    ones = (dim for dim, size in enumerate(shape, 1 + extra) if is_one(size) and not is_one(grad.shape[dim]))
     return [*range(1, 1 + extra), *ones]
-
-
-def _is_one(size: int) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def sum_positions(grad: Tensor, keep: int) -> Term:
