@@ -64,6 +64,9 @@ class Roles:
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """The batch of ``model(*args, **kwargs)``."""
+        known = self._of_tensors(args) if not kwargs else None
+        if known is not None:
+            return known
         found = list(self._inputs(args, kwargs))
         held = [item for item in found if counting_dim(item[2]) is not None]
         sizes = {size for _, tensor, role in held if (size := _size(tensor, role)) is not None}
@@ -82,6 +85,19 @@ class Roles:
                 advice="Pass in_dims= with None for inputs that all samples share, or batch_size=.",
             )
         return _batch(sizes.pop(), found)
+
+    def _of_tensors(self, args: Sequence[Any]) -> Batch | None:
+        """The batch of tensors of which nothing was said and which agree: of most calls, and in every step."""
+        dim = self.default_dim
+        if self.in_dims is not None or self.batch_size is not None:
+            return None
+        if any(type(arg) is not Tensor or arg.dim() <= dim for arg in args):
+            return None
+        sizes = {arg.shape[dim] for arg in args}
+        if len(sizes) != 1:
+            return None
+        unique = {id(arg): arg for arg in args}
+        return Batch(sizes.pop(), dict.fromkeys(unique, dim), list(unique.values()))
 
     def _explicit(self, found: list[Input], size: int) -> Batch:
         """With an explicit batch_size, inputs of another size are shared by all samples, and stay so."""

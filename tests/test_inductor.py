@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,6 +124,14 @@ def test_group_norm_s_statistics_are_the_forward_s(device: torch.device) -> None
     _, (forward, backward, *_) = run_and_get_code(lambda: default_loss(model(x)).backward())
     assert "welford" in forward
     assert "welford" not in backward
+
+
+def test_a_weight_is_computed_once_for_all_that_read_it(device: torch.device) -> None:
+    layers = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
+    model = fxgrad.transform(layers, quantity=fxgrad.ClippedGrad(1.0))
+    x = torch.randn(64, 64, device=device)
+    _, (_, backward, *_) = run_and_get_code(lambda: default_loss(model(x)).backward())
+    assert 1 <= len(re.findall(r"nextafter\(", backward)) <= 2  # of vectors, and of what is left of one
 
 
 class Returns(nn.Module):

@@ -32,12 +32,22 @@ def gamma(m: int, dtype: torch.dtype, blocks: int = 0) -> float:
 def frobenius(rows: Tensor) -> Tensor:
     """‖rows_n‖ in float64, ``[n]``: no finite value over- or underflows on the way."""
     rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
-    flat = as_vectors(rows).double()
-    if rows.dtype != torch.float64 or flat.shape[1] == 0:
-        return flat.square().sum(1).sqrt()
+    flat = as_vectors(rows)
+    if not is_wide(rows) or flat.shape[1] == 0:
+        return sum_squares(rows).sqrt()
     scale = flat.abs().amax(1, keepdim=True)
     safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
     return (flat / safe).square().sum(1).sqrt() * safe.squeeze(1)
+
+
+def sum_squares(rows: Tensor) -> Tensor:
+    """‖rows_n‖² in float64, ``[n]``, of real values; in narrower types it cannot over- or underflow."""
+    return as_vectors(rows).double().square().sum(1)
+
+
+def is_wide(value: Tensor | torch.dtype) -> bool:
+    """Whether squares of such numbers may be too large, or too small, for float64."""
+    return (value.dtype if isinstance(value, Tensor) else value) in (torch.float64, torch.complex128)
 
 
 def quick_frobenius(rows: Tensor) -> Tensor:
@@ -62,14 +72,24 @@ def as_vectors(rows: Tensor) -> Tensor:
     return rows.unsqueeze(-1).flatten(1)
 
 
-def root_sum_squares(norms: Sequence[Tensor]) -> Tensor:
-    """m tensors ``[n] -> [n]``: √Σ_m norms², scaled so that no finite result overflows."""
+def root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
+    """m tensors ``[n] -> [n]``: √Σ_m norms².
+
+    ``wide``: of gradients in float64, scaled so that no finite result overflows. Of narrower types the squares fit into
+    float64.
+    """
     joined = torch.stack(tuple(norms)) if len(norms) > FEW else None
+    if not wide:
+        return (joined.square().sum(0) if joined is not None else _added([norm.square() for norm in norms])).sqrt()
     scale = joined.amax(0) if joined is not None else reduce(torch.maximum, norms)
     safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
     if joined is not None:
         return (joined / safe).square().sum(0).sqrt() * safe
-    return reduce(torch.add, [(norm / safe).square() for norm in norms]).sqrt() * safe
+    return _added([(norm / safe).square() for norm in norms]).sqrt() * safe
+
+
+def _added(values: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, values)
 
 
 def measured(rows: Tensor, rounding: Tensor) -> Tensor:

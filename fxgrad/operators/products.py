@@ -23,10 +23,12 @@ from fxgrad.operators.norms import (
     by_blocks,
     frobenius,
     gamma,
+    is_wide,
     measured,
     quick_frobenius,
     quickly_bounded,
     slices,
+    sum_squares,
 )
 from fxgrad.precision import computable
 
@@ -42,7 +44,10 @@ def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius) -> Tensor:
 
 def rank_one_norms(g: Tensor, x: Tensor) -> Norms:
     """‖g_n ⊗ x_n‖ = ‖g_n‖ ‖x_n‖ of ``[n, o]`` and ``[n, i]``."""
-    norms = frobenius(g) * frobenius(x)
+    if any(is_wide(side) or side.is_complex() for side in (g, x)):
+        norms = frobenius(g) * frobenius(x)
+    else:
+        norms = (sum_squares(g) * sum_squares(x)).sqrt()
     return norms, norms * (1 + 1e-12)
 
 

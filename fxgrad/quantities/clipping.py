@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from fxgrad.errors import NonFinite, OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.operators.norms import root_sum_squares
+from fxgrad.operators.memory import stored
+from fxgrad.operators.norms import is_wide, root_sum_squares
 from fxgrad.precision import accumulating
 from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity, first
 
@@ -111,20 +113,22 @@ class ClippedGrad(Quantity):
         dtype = grads[0].accumulating
         found = {g.name: g.norms() for g in grads}
         none = grads[0].like.new_zeros(n, dtype=torch.float64)  # of a group that is frozen
-        norms = torch.stack([root_sum_squares([found[name][0] for name in group] or [none]) for group in groups])
-        most = torch.stack([root_sum_squares([found[name][1] for name in group] or [none]) for group in groups])
-        finite = norms.isfinite().all(0)
+        wide = any(is_wide(g.dtype) for g in grads)
+        norms = torch.stack([root_sum_squares([found[name][0] for name in group] or [none], wide) for group in groups])
+        most = torch.stack([root_sum_squares([found[name][1] for name in group] or [none], wide) for group in groups])
+        finite = (norms < math.inf).all(0) if len(groups) > 1 else norms[0] < math.inf  # neither of NaN
         pairs = zip(most, self._bounds(groups), strict=True)
         weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])
         weight = torch.where(finite, weight, 0)
         if given:
             finite = finite | (given[0] == 0)
             weight = torch.where(given[0] == 0, 0, weight * given[0])
+        weight = stored(weight)
         of = {name: i for i, group in enumerate(groups) for name in group}
         rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once
         summed = [g.weighted(rows[of[g.name]]) for g in grads]
         shape = (n,) if len(groups) == 1 else (len(groups), n)
-        return [*summed, norms.to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum().float()]
+        return [*summed, norms.to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum(dtype=torch.float32)]
 
     def arrived(self, results: Sequence[Tensor | None]) -> None:
         """Raise before anything is stored, where that is asked for."""

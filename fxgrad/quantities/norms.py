@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.operators.norms import root_sum_squares
+from fxgrad.operators.norms import is_wide, root_sum_squares
 from fxgrad.precision import accumulating
 from fxgrad.quantities.base import RESULT, Delivery, Quantity, first
 
@@ -40,7 +40,7 @@ class NormSample(Quantity):
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         norms = [g.norms()[0] for g in grads]
-        total = root_sum_squares(norms)
+        total = root_sum_squares(norms, any(is_wide(g.dtype) for g in grads))
         own = [norm.to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
         return [*own, total.to(grads[0].accumulating)]
 
