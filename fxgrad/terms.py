@@ -151,6 +151,8 @@ def _einsum(equation: str, tensors: list[Tensor]) -> Tensor:
     inputs, _, result = equation.replace(" ", "").partition("->")
     names = inputs.split(",")
     if names.count(names[0]) == len(names):
+        if names == [f"n...{result[1:]}"] and tensors[0].dim() == len(result) + 1 and is_one(tensors[0].shape[1]):
+            return tensors[0].squeeze(1)  # nothing is added up
         return torch.einsum(f"{names[0]}->{result}", reduce(torch.mul, tensors))
     return torch.einsum(equation, *tensors)
 

@@ -19,7 +19,6 @@ CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
 TINY = 1e-30  # norms below this may have lost digits to underflow on the way
 SMALL = 1e-12  # likewise, where squares are summed in float32
-FEW = 8  # tensors up to which they are added one by one: joined first, each is written to memory
 Norms = tuple[Tensor, Tensor]  # and their bounds, [n] each
 
 
@@ -76,20 +75,13 @@ def root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
     """m tensors ``[n] -> [n]``: √Σ_m norms².
 
     ``wide``: of gradients in float64, scaled so that no finite result overflows. Of narrower types the squares fit into
-    float64.
+    float64. They are added one by one: joined first, each would be written to memory in a loop of its own.
     """
-    joined = torch.stack(tuple(norms)) if len(norms) > FEW else None
     if not wide:
-        return (joined.square().sum(0) if joined is not None else _added([norm.square() for norm in norms])).sqrt()
-    scale = joined.amax(0) if joined is not None else reduce(torch.maximum, norms)
+        return reduce(torch.add, [norm.square() for norm in norms]).sqrt()
+    scale = reduce(torch.maximum, norms)
     safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
-    if joined is not None:
-        return (joined / safe).square().sum(0).sqrt() * safe
-    return _added([(norm / safe).square() for norm in norms]).sqrt() * safe
-
-
-def _added(values: Sequence[Tensor]) -> Tensor:
-    return reduce(torch.add, values)
+    return reduce(torch.add, [(norm / safe).square() for norm in norms]).sqrt() * safe
 
 
 def measured(rows: Tensor, rounding: Tensor) -> Tensor:
