@@ -56,7 +56,9 @@ def fxgrad_backend(
         given.get("mixing", "error"),
         given.get("backend", "inductor"),
         fullgraph=False,  # the user's torch.compile decides; later graphs find the samples by their inputs' roles
+        named=False,
     )
+    made.check_each()
     strategy = given.get("strategy")
     check_strategy(strategy, made.quantities)
     _check_whole(gm, made.quantities)

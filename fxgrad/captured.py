@@ -39,7 +39,7 @@ class Captured:
     gm: fx.GraphModule
     examples: Sequence[Any]
     batch_size: int
-    names: dict[int, str]  # id(parameter) -> the user's name
+    names: dict[int, str]  # id(parameter) -> the user's name, in the model's order
     fullgraph: bool = True
     buffers: frozenset[int] = frozenset()  # id(buffer)
     positional: Sequence[str] = ()  # the names of forward's positional arguments
@@ -49,12 +49,14 @@ class Captured:
         self.values = [node.meta["example_value"] for node in self.placeholders]
 
     def trainable(self) -> list[int]:
-        """The positions of trainable parameters among the inputs."""
-        return [
+        """The positions of trainable parameters among the inputs, in the model's own order, as far as it is known."""
+        own = {parameter: place for place, parameter in enumerate(self.names)}
+        found = [
             i
             for i, example in enumerate(self.examples)
             if isinstance(example, nn.Parameter) and example.requires_grad
         ]
+        return sorted(found, key=lambda i: own.get(id(self.examples[i]), len(own)))
 
     def frozen(self) -> dict[int, str]:
         """The positions of the other parameters, with their names."""

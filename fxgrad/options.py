@@ -29,19 +29,24 @@ class Options:
     backend: str | Inner = "inductor"
     fullgraph: bool = True
     wishes: Mapping[str, Wish] = field(default_factory=dict)  # strategy=, by parameter
+    named: bool = True  # whether the model is known, and with it its parameters' names and their order
 
     def check(self) -> None:
         """Raise where options do not go together."""
+        self.check_each()
         for quantity in self.quantities:
-            quantity.check(self)
-            if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
-                raise OptionError(f"group_size has to be a positive int, not {quantity.group_size!r}")
             if not self.fullgraph and not quantity.adds:
                 raise OptionError(
                     f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
                     advice="Pass fullgraph=True, which names the line of a graph break.",
                 )
 
+    def check_each(self) -> None:
+        """The same for each quantity by itself, whoever decides about graph breaks."""
+        for quantity in self.quantities:
+            quantity.check(self)
+            if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
+                raise OptionError(f"group_size has to be a positive int, not {quantity.group_size!r}")
 
     def ways(self, device: torch.device | None, batch: int) -> Ways:
         """What chooses how terms are contracted; where everything is multiplied out nothing has to be measured."""

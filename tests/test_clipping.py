@@ -214,6 +214,48 @@ def test_per_parameter(device: torch.device) -> None:
     assert fxgrad.result(transformed, clipped).norm_sample.shape == (4, 5)
 
 
+class Backwards(nn.Module):
+    """Uses its layers in another order than it has them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x).tanh())
+        return out
+
+
+def test_per_parameter_follows_the_model_s_order(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Backwards().to(device, torch.float64)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    clipped = fxgrad.ClippedGrad([0.1, 0.2, 0.3, 0.4], groups="per_parameter")
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    default_loss(transformed(x)).backward()
+    found = fxgrad.result(transformed, clipped)
+    for i, (name, p) in enumerate(model.named_parameters()):
+        c = (clipped.max_grad_norm[i] / (norms(expected, name) + 1e-6)).clamp(max=1)  # type: ignore[index]
+        assert close(found.norm_sample[i], norms(expected, name)) and close(found.weight[i], c)
+        assert p.grad is not None and close(p.grad, torch.einsum("n,n...->...", c, expected[name]))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (dict(quantity=fxgrad.ClippedGrad([1.0, 2.0, 3.0, 4.0], groups="per_parameter")), "in which order"),
+        (dict(quantity=fxgrad.ClippedGrad(1.0), mixing="allow"), "refuses mixing='allow'"),
+        (dict(quantity=fxgrad.ClippedGrad(1.0, group_size=0)), "group_size has to be"),
+    ],
+    ids=["order", "mixing", "group_size"],
+)
+def test_the_backend_checks_its_quantities(options: dict[str, Any], sentence: str, device: torch.device) -> None:
+    model = torch.compile(net(device), backend="fxgrad", options={"backend": "eager", **options})
+    with pytest.raises((OptionError, BackendCompilerFailed), match=sentence):
+        model(torch.randn(5, 3, device=device, dtype=torch.float64))
+
+
 def test_groups_by_name(device: torch.device) -> None:
     model = net(device)
     x = torch.randn(5, 3, device=device, dtype=torch.float64)

@@ -41,7 +41,8 @@ class ClippedGrad(Quantity):
     assumed of ops without a rule.
 
     Args:
-        max_grad_norm: C, or one number for each group.
+        max_grad_norm: C, or one number for each group, in their order; of "per_parameter" that of
+            ``named_parameters()``, of which those count that are trainable and used.
         groups: "flat": one norm over all parameters; "per_parameter": each by itself; or lists of names, which
             name every trainable parameter once.
         weights: "clip"; "automatic": ``C / (n + gamma)`` (Bu et al. 2022); or a function of the norms ``[B]`` that
@@ -83,6 +84,11 @@ class ClippedGrad(Quantity):
             raise OptionError(
                 "ClippedGrad refuses mixing='allow': a sample's clipped part would not bound its influence",
                 advice="Use layers that treat samples alone, such as GroupNorm.",
+            )
+        if not options.named and self.groups == "per_parameter" and not isinstance(self.max_grad_norm, int | float):
+            raise OptionError(
+                "torch.compile does not say in which order the model has its parameters, which max_grad_norm= follows",
+                advice="Pass one number as max_grad_norm, or use fxgrad.transform.",
             )
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
@@ -170,7 +176,10 @@ class ClippedGrad(Quantity):
         given = self.max_grad_norm
         bounds = [given] * len(groups) if isinstance(given, int | float) else list(given)
         if len(bounds) != len(groups):
-            raise OptionError(f"max_grad_norm has {len(bounds)} numbers for {len(groups)} groups")
+            raise OptionError(
+                f"max_grad_norm has {len(bounds)} numbers for {len(groups)} groups",
+                advice="Give one for each group; parameters that are frozen or that the model does not use are none.",
+            )
         return bounds
 
     def __str__(self) -> str:
