@@ -81,6 +81,11 @@ class Context:
     def by_node(self) -> dict[str, TrainableParameter]:
         return {parameter.node: parameter for parameter in self.parameters}
 
+    def trainable(self, graph: fx.Graph) -> list[fx.Node]:
+        """The parameters' nodes, in the parameters' order, which is the model's and not the graph's."""
+        by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        return [by_name[parameter.node] for parameter in self.parameters]
+
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?P<code>[^\n]*)')
 _HOSTS = ("torch/nn/", "torch/_", "torch/utils/", "torch/functional.py", "fxgrad/")

@@ -51,18 +51,16 @@ class _Attachment:
 
     def run(self) -> None:
         nodes = list(self.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
         if not self.ctx.parameters:
             return
-        self._open(placeholders)
+        self._open()
         for node in nodes:
             if node.op in ("call_function", "call_method"):
                 self._visit(node)
 
-    def _open(self, placeholders: Sequence[fx.Node]) -> None:
+    def _open(self) -> None:
         """ghosts, n, tape, handle and the native values of the parameters."""
-        by_name = {node.name: node for node in placeholders}
-        trainable = [by_name[parameter.node] for parameter in self.ctx.parameters]
+        trainable = self.ctx.trainable(self.graph)
         ghosts, given = add_ghosts(self.graph, self.ctx, trainable)
         cursor = (ghosts + given)[-1]
         natives = []
@@ -75,7 +73,7 @@ class _Attachment:
             natives.append(cursor)
         batched, dim = next(iter(self.ctx.sample_dims.items()))
         with self.graph.inserting_after(cursor):
-            self.n = self.graph.call_function(torch.ops.aten.sym_size.int, (by_name[batched], dim))
+            self.n = self.graph.call_function(torch.ops.aten.sym_size.int, (self.values[batched], dim))
         self.tape, handle = open_tape(self.graph, self.ctx, self.n, self.n, ghosts, given)
         for key, native in enumerate(natives):
             self.keys[native] = key

@@ -16,8 +16,7 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     ``f(w)`` -> ``f(single(tape, handle, w))``, whose backward writes w's gradient on the tape as the one sample's.
     """
     graph = gm.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    trainable = [node for node in placeholders if node.name in ctx.by_node]
+    trainable = ctx.trainable(graph)
     ghosts, given = add_ghosts(graph, ctx, trainable)
     tape, cursor = open_tape(graph, ctx, (ghosts + given)[-1], 1, ghosts, given)
     handle = cursor

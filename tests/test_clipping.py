@@ -215,21 +215,22 @@ def test_per_parameter(device: torch.device) -> None:
 
 
 class Backwards(nn.Module):
-    """Uses its layers in another order than it has them in."""
+    """Uses its layers, which are of one size, in another order than it has them in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+        self.last, self.first = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.first(x).tanh())
         return out
 
 
-def test_per_parameter_follows_the_model_s_order(device: torch.device) -> None:
+@pytest.mark.parametrize("batch", [5, 1])
+def test_per_parameter_follows_the_model_s_order(batch: int, device: torch.device) -> None:
     torch.manual_seed(0)
     model = Backwards().to(device, torch.float64)
-    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    x = torch.randn(batch, 3, device=device, dtype=torch.float64)
     expected = rows(model, x)
     clipped = fxgrad.ClippedGrad([0.1, 0.2, 0.3, 0.4], groups="per_parameter")
     transformed = fxgrad.transform(model, quantity=clipped, backend="eager")

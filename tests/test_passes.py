@@ -153,12 +153,12 @@ def test_attach_taps() -> None:
           fc.bias: f32[4]                                                 trainable
           scale: f32[4]                                                   trainable
         ghosts:
+          ghost(scale)
           ghost(fc.weight)
           ghost(fc.bias)
-          ghost(scale)
         graph:
           tape = new_tape[GradSample]()
-          handle = collect(tape, B, ghost(fc.weight), ghost(fc.bias), ghost(scale))
+          handle = collect(tape, B, ghost(scale), ghost(fc.weight), ghost(fc.bias))
           view = view(x, 5*B, 3)                                          f32[5*B, 3] batched(0, 1, 5)
           linear = linear(view, fc.weight.detach(), fc.bias.detach())     f32[5*B, 4] batched(0, 1, 5)
           linear' = tap_linear(tape, B, linear, handle, view, fc.weight.detach(), fc.bias.detach())  rule
@@ -181,18 +181,18 @@ def test_take_whole_gradient() -> None:
           fc.bias: f32[4]                                                 trainable
           scale: f32[4]                                                   trainable
         ghosts:
+          ghost(scale)
           ghost(fc.weight)
           ghost(fc.bias)
-          ghost(scale)
         graph:
           tape = new_tape[GradSample]()
-          handle = collect(tape, 1, ghost(fc.weight), ghost(fc.bias), ghost(scale))
-          single = single(tape, handle, fc.weight)
-          single_2 = single(tape, handle, fc.bias)
-          single_3 = single(tape, handle, scale)
+          handle = collect(tape, 1, ghost(scale), ghost(fc.weight), ghost(fc.bias))
+          single = single(tape, handle, scale)
+          single_2 = single(tape, handle, fc.weight)
+          single_3 = single(tape, handle, fc.bias)
           view = view(x, 5, 3)
-          linear = linear(view, single, single_2)
-          mul = mul(linear, single_3)
+          linear = linear(view, single_2, single_3)
+          mul = mul(linear, single)
           view_2 = view(mul, 1, 5, -1)
           mean = mean(view_2, 1)
         return (mean,)
