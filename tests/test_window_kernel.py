@@ -1,4 +1,4 @@
-"""The kernel in C++ for a convolution's per-sample weight gradients, against PyTorch's in float64."""
+"""The kernels in C++ for a convolution's per-sample weight gradients, against PyTorch's in float64."""
 
 from __future__ import annotations
 
@@ -49,23 +49,25 @@ def expected(g: Tensor, input: Tensor, kernel: tuple[int, ...], told: Settings) 
     return torch.stack(rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_shape_and_layout(data: Any) -> None:
     draw = data.draw
     pair = st.tuples(st.integers(1, 3), st.integers(1, 3))
-    windows = st.tuples(st.integers(1, 5), st.integers(1, 5))
+    groups = draw(st.sampled_from([1, 1, 2, 3, 8, 17, 33]))
+    longest = 5 if groups < 8 else 10
+    windows = st.tuples(st.integers(1, longest), st.integers(1, longest))
     kernel, stride, dilation = draw(windows), draw(pair), draw(pair)
     padding = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
     size = tuple(d * (each - 1) + 1 + draw(st.integers(0, 5)) for each, d in zip(kernel, dilation, strict=True))
-    groups = draw(st.sampled_from([1, 1, 2, 3]))
-    fan_in, fan_out = draw(st.sampled_from([(1, 1), (3, 5), (16, 8), (17, 9), (40, 20)]))
+    large, small = [(1, 1), (3, 5), (16, 8), (17, 9), (40, 20)], [(1, 1), (1, 1), (1, 2), (2, 1), (3, 2)]
+    fan_in, fan_out = draw(st.sampled_from(large if groups < 8 else small))
     channels = groups * fan_in, groups * fan_out
     told = Settings(stride, padding, dilation, False, (0, 0), groups)
     torch.manual_seed(draw(st.integers(0, 99)))
     g, input, shape = operands(draw(st.integers(1, 3)), draw(st.integers(1, 2)), size, channels, kernel, told)
     g, input = (in_layout(value, draw(st.sampled_from(LAYOUTS))) for value in (g, input))
-    assert window_kernel.applies(g, input, shape, told) or groups > 1
+    assert window_kernel.applies(g, input, shape, told) or 1 < groups < 8
     true = expected(g, input, shape, told)
     out, found = window_rows(g, input, shape, told.numbers())
     torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
@@ -91,17 +93,23 @@ def test_a_sample_in_parts(monkeypatch: pytest.MonkeyPatch, threads: int, copied
     torch.testing.assert_close(found[0], true.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
 
 
-def test_a_row_longer_than_a_chain_of_additions() -> None:
-    told = Settings((1,), (2,), (1,), False, (0,), 1)
-    g, input = torch.randn(2, 1, 3, 1500), torch.randn(2, 1, 4, 1500)
-    out, _ = window_rows(g, input, (3, 4, 5), told.numbers())
-    torch.testing.assert_close(out.double(), expected(g, input, (3, 4, 5), told), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("channels", "shape"), [((3, 4), (3, 4, 5)), ((18, 18), (18, 1, 5))], ids=str)
+def test_a_row_longer_than_a_chain_of_additions(channels: tuple[int, int], shape: tuple[int, ...]) -> None:
+    told = Settings((1,), (2,), (1,), False, (0,), channels[1] // shape[1])
+    g, input = torch.randn(2, 1, channels[0], 1500), torch.randn(2, 1, channels[1], 1500)
+    assert window_kernel.applies(g, input, shape, told)
+    out, _ = window_rows(g, input, shape, told.numbers())
+    torch.testing.assert_close(out.double(), expected(g, input, shape, told), rtol=1e-4, atol=1e-4)
 
 
+KINDS = pytest.mark.parametrize(("channels", "groups"), [((3, 8), 1), ((20, 20), 20)], ids=["one", "depthwise"])
+
+
+@KINDS
 @pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e30])
-def test_norms_where_squares_leave_float32(scale: float) -> None:
-    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    g, input, shape = operands(3, 1, (6, 5), (3, 8), (3, 3), told)
+def test_norms_where_squares_leave_float32(scale: float, channels: tuple[int, int], groups: int) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), groups)
+    g, input, shape = operands(3, 1, (6, 5), channels, (3, 3), told)
     g = g.clone()
     g[1] *= scale
     norms = expected(g, input, shape, told).flatten(1).norm(dim=1)
@@ -111,9 +119,10 @@ def test_norms_where_squares_leave_float32(scale: float) -> None:
         assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms * 1.001).all()
 
 
-def test_a_sample_that_is_not_finite_stays_alone() -> None:
-    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    g, input, shape = operands(4, 1, (6, 5), (3, 8), (3, 3), told)
+@KINDS
+def test_a_sample_that_is_not_finite_stays_alone(channels: tuple[int, int], groups: int) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), groups)
+    g, input, shape = operands(4, 1, (6, 5), channels, (3, 3), told)
     g[1, 0, 0, 0, 0], input[2, 0, 0, 0, 0] = torch.inf, torch.nan
     out, found = window_rows(g, input, shape, told.numbers())
     assert out[[0, 3]].isfinite().all() and found[:, [0, 3]].isfinite().all()
@@ -130,9 +139,12 @@ def test_what_it_does_not_take_is_left_to_pytorch() -> None:
     assert not window_kernel.applies(g[:0], input[:0], shape, told)
 
 
-def test_without_a_compiler_pytorchs_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    g, input, shape = operands(3, 1, (6, 5), (3, 8), (3, 3), told)
+@KINDS
+def test_without_a_compiler_pytorchs_kernels_run(
+    monkeypatch: pytest.MonkeyPatch, channels: tuple[int, int], groups: int
+) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), groups)
+    g, input, shape = operands(3, 1, (6, 5), channels, (3, 3), told)
     out, found = window_rows(g, input, shape, told.numbers())
     monkeypatch.setattr(window_kernel, "_library", lambda: None)
     for one, other in zip((out, found), window_rows(g, input, shape, told.numbers()), strict=True):
@@ -142,22 +154,26 @@ def test_without_a_compiler_pytorchs_kernels_run(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(out, by_pytorch, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("shape", [(2000, 1, 1), (1, 700, 513), (3, 1, 2)], ids=str)
-def test_the_bound_counts_the_sums_that_are_added(shape: tuple[int, int, int]) -> None:
+def test_the_bound_counts_the_sums_that_are_added(shape: tuple[int, int, int], groups: int) -> None:
     """Each image's sum is added to those before: 1 + 2^-24 + 2^-24 + .. stays 1 in float32."""
     k, rows, columns = shape
-    told = Settings((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
-    g = torch.full((1, k, 1, rows, columns), 2.0**-12)
-    g[0, 0, 0, 0, 0] = 1
-    norm = g.double().square().sum()
-    for found in (window_rows(g, g, (1, 1, 1, 1), told.numbers())[1],
-                  window_norms(g, g, (1, 1, 1, 1), told.numbers(), False)):
+    told = Settings((1, 1), (0, 0), (1, 1), False, (0, 0), groups)
+    g = torch.full((1, k, groups, rows, columns), 2.0**-12)
+    g[0, 0, :, 0, 0] = 1
+    norm = g[0, :, 0].double().square().sum() * groups**0.5
+    for found in (window_rows(g, g, (groups, 1, 1, 1), told.numbers())[1],
+                  window_norms(g, g, (groups, 1, 1, 1), told.numbers(), False)):
         assert found[1, 0] >= norm * (1 - 1e-9)
 
 
-def test_equal_samples_have_equal_bounds_in_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    g, input, shape = operands(1, 1, (6, 5), (3, 5), (3, 3), told)
+@KINDS
+def test_equal_samples_have_equal_bounds_in_any_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, channels: tuple[int, int], groups: int
+) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), groups)
+    g, input, shape = operands(1, 1, (6, 5), channels, (3, 3), told)
     g, input = g.expand(3, *g.shape[1:]), input.expand(3, *input.shape[1:])
     for threads in (1, 4, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

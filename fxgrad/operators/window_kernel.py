@@ -1,8 +1,11 @@
-"""The weight gradients of a convolution for each sample by a kernel of our own (windows.cpp), where it applies.
+"""The weight gradients of a convolution for each sample by a kernel of our own, where one applies.
+
+Where groups are large, a vector holds the inputs of a window (windows.cpp); where they are small and many, as in a
+depthwise convolution, it holds as many groups (depthwise.cpp).
 
 PyTorch's kernels are made for a batch. One sample at a time, or as the groups of one call, they reach a third to two
-thirds of their rate, and every call copies: into the library's layout, and back. This one reads values in the layout
-they have, writes what it found once, and takes the norms on the way (docs/performance.md).
+thirds of their rate, and every call copies: into the library's layout, and back. These read values in the layout
+they have, write what they found once, and take the norms on the way (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -23,22 +26,27 @@ if TYPE_CHECKING:
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 FEW = 4  # outputs of a group, and half of the numbers in a window's row, below which most of a vector would be padding
+LANES = 16  # groups that depthwise.cpp takes as one part of a sample
 
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     types = [_POINTER] * 7 + [_SIZE, ctypes.c_int]
-    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "windows.cpp")]
-    return library(sources, {"window_rows": types})
+    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "windows.cpp", "depthwise.cpp")]
+    return library(sources, {"window_rows": types, "depthwise_rows": types})
 
 
 def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
-    """Whether the kernel can: float32 on CPU, one or two dimensions of space, not transposed, groups of some size."""
-    large = settings.groups == 1 or (kernel[0] // settings.groups >= FEW and kernel[1] * kernel[-1] >= 2 * FEW)
-    plain = large and not settings.transposed and len(kernel) in (3, 4)
+    """Whether a kernel can: float32 on CPU, one or two dimensions of space, not transposed, large groups or many."""
+    filled = _large_groups(kernel, settings) or 2 * settings.groups >= LANES
+    plain = filled and not settings.transposed and len(kernel) in (3, 4)
     exact = g.dtype is torch.float32 and input.dtype is torch.float32 and g.device.type == "cpu"
     small = bool(g.numel() and input.numel()) and input[0].numel() * input.element_size() <= LARGEST
     return bool(plain and exact and small) and _library() is not None
+
+
+def _large_groups(kernel: Sequence[int], settings: Settings) -> bool:
+    return settings.groups == 1 or (kernel[0] // settings.groups >= FEW and kernel[1] * kernel[-1] >= 2 * FEW)
 
 
 def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None) -> Tensor:
@@ -46,17 +54,22 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     them, of g ``[n, k, out, *space]`` and of input ``[n, k, in, *space]``: ``[3, n]`` in float64."""
     found_library = _library()
     assert found_library is not None
+    large = _large_groups(kernel, settings)
     stride, padding, dilation = (list(each) for each in settings[:3])
     if len(kernel) == 3:  # a row of pixels is an image
         g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
     threads = torch.get_num_threads()
     groups, (outs, channels) = settings.groups, kernel[:2]
-    parts = parts_of(len(g) * groups, outs // groups, g[0].numel() // groups * g.element_size(), threads)
-    found = torch.empty(3, len(g), groups * parts, dtype=torch.float64)
+    if large:
+        parts = parts_of(len(g) * groups, outs // groups, g[0].numel() // groups * g.element_size(), threads)
+        found = torch.empty(3, len(g), groups * parts, dtype=torch.float64)
+    else:
+        parts = -(-groups // LANES)
+        found = torch.empty(3, len(g), parts, dtype=torch.float64)
     of_group = (*g.shape[:2], outs // groups, *g.shape[3:], channels, *input.shape[3:])
     sizes = (*of_group, *kernel[2:], *stride, *padding, *dilation, groups)
-    found_library.window_rows(
+    (found_library.window_rows if large else found_library.depthwise_rows)(
         g.data_ptr(),
         _numbers(g.stride()),
         input.data_ptr(),
