@@ -37,12 +37,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
-    """Whether a kernel can: float32 on CPU, one or two dimensions of space, not transposed, large groups or many."""
-    filled = _large_groups(kernel, settings) or 2 * settings.groups >= LANES
-    plain = filled and not settings.transposed and len(kernel) in (3, 4)
+    """Whether a kernel can: float32 on CPU, one or two dimensions of space, large groups or many."""
+    plain = len(kernel) in (3, 4) and (_large_groups(kernel, settings) or 2 * settings.groups >= LANES)
     exact = g.dtype is torch.float32 and input.dtype is torch.float32 and g.device.type == "cpu"
-    small = bool(g.numel() and input.numel()) and input[0].numel() * input.element_size() <= LARGEST
-    return bool(plain and exact and small) and _library() is not None
+    image = g if settings.transposed else input
+    small = bool(g.numel() and input.numel()) and image[0].numel() * image.element_size() <= LARGEST
+    return plain and exact and small and _library() is not None
 
 
 def _large_groups(kernel: Sequence[int], settings: Settings) -> bool:
@@ -52,6 +52,8 @@ def _large_groups(kernel: Sequence[int], settings: Settings) -> bool:
 def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None) -> Tensor:
     """``[n, *kernel]`` into ``out``, contiguous, where there is one; returns the squares of what each sample has of
     them, of g ``[n, k, out, *space]`` and of input ``[n, k, in, *space]``: ``[3, n]`` in float64."""
+    if settings.transposed:  # it is g that has windows, at the positions of the input
+        return rows(input, g, kernel, settings._replace(transposed=False), out)[[0, 2, 1]]
     found_library = _library()
     assert found_library is not None
     large = _large_groups(kernel, settings)
