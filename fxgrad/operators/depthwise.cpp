@@ -32,7 +32,7 @@ void shift(const float* g, Steps of_g, const float* input, Steps of_input, Steps
 }
 
 using Shift = decltype(&shift<1, 1>);
-constexpr int64_t HIGH = 3, WIDE = 4, LONG = 8;  // sums that are in registers at once: 3 rows of 4, or one of 8
+constexpr int64_t HIGH = 3, WIDE = 4, LONG = 8;  // places whose sums are in registers: 3 rows of up to 4, or 8 of one
 constexpr Shift BLOCKS[] = {shift<3, 1>, shift<3, 2>, shift<3, 3>, shift<3, 4>};
 constexpr Shift ROWS[] = {shift<1, 1>, shift<1, 2>, shift<1, 3>, shift<1, 4>,
                           shift<1, 5>, shift<1, 6>, shift<1, 7>, shift<1, 8>};
@@ -67,18 +67,18 @@ struct Groups {
       std::fill(gs.begin(), gs.end(), 0);
       std::fill(inputs.begin(), inputs.end(), 0);
     }
-    for (int64_t k = 0; k < s.images; ++k) {
-      for (int64_t o = 0; o < s.outs; ++o) {
-        const float* from = g.data + n * g.steps[0] + k * g.steps[1] + (group * s.outs + o) * g.steps[2];
-        copy_lanes(from, s.outs * g.steps[2], g.steps[3], g.steps[4], lanes, s.out_rows, s.out_columns,
-                   gs.data() + (k * s.outs + o) * of_g, of_g_row);
-      }
-      for (int64_t c = 0; c < s.channels; ++c) {
-        const float* from = input.data + n * input.steps[0] + k * input.steps[1] + (group * s.channels + c) * input.steps[2];
-        float* inside = inputs.data() + (k * s.channels + c) * of_image + s.row_padding * of_row + s.column_padding * V;
-        copy_lanes(from, s.channels * input.steps[2], input.steps[3], input.steps[4], lanes, s.rows, s.columns, inside, of_row);
-      }
-    }
+    float* inside = inputs.data() + s.row_padding * of_row + s.column_padding * V;
+    load_side(g, n, group, lanes, s.outs, s.out_rows, s.out_columns, gs.data(), of_g, of_g_row);
+    load_side(input, n, group, lanes, s.channels, s.rows, s.columns, inside, of_image, of_row);
+  }
+
+  void load_side(const Values& from, int64_t n, int64_t group, int64_t lanes, int64_t channels, int64_t rows,
+                 int64_t columns, float* into, int64_t of_channel, int64_t of_row) {
+    const int64_t *steps = from.steps, lane = channels * steps[2];
+    for (int64_t k = 0; k < s.images; ++k)
+      for (int64_t c = 0; c < channels; ++c)
+        copy_lanes(from.data + n * steps[0] + k * steps[1] + group * lane + c * steps[2], lane, steps[3], steps[4],
+                   lanes, rows, columns, into + (k * channels + c) * of_channel, of_row);
   }
 
   void add_up(int64_t o, int64_t c) {
@@ -93,7 +93,7 @@ struct Groups {
     }
   }
 
-  void add_places(int64_t o, int64_t c, int64_t i, int64_t j, Shift shift) {
+  void add_places(int64_t o, int64_t c, int64_t i, int64_t j, Shift of_places) {
     const int64_t columns = std::min(s.out_columns, CHAIN), rows = CHAIN / std::max<int64_t>(columns, 1);
     const Steps to_g{of_g_row, V}, to_input{s.row_stride * of_row, s.column_stride * V};
     const Steps to_place{s.row_dilation * of_row, s.column_dilation * V};
@@ -102,11 +102,11 @@ struct Groups {
       for (int64_t y = 0; y < s.out_rows; y += rows)
         for (int64_t x = 0; x < s.out_columns; x += columns, first = false) {
           const float* factors = gs.data() + (k * s.outs + o) * of_g + y * to_g.row + x * to_g.column;
-          const float* values = inputs.data() + (k * s.channels + c) * of_image + y * to_input.row + x * to_input.column +
-                                i * to_place.row + j * to_place.column;
-          shift(factors, to_g, values, to_input, to_place, std::min(rows, s.out_rows - y),
-                std::min(columns, s.out_columns - x), total.data() + (i * s.kernel_columns + j) * V, s.kernel_columns * V,
-                first);
+          const float* values = inputs.data() + (k * s.channels + c) * of_image + y * to_input.row +
+                                x * to_input.column + i * to_place.row + j * to_place.column;
+          of_places(factors, to_g, values, to_input, to_place, std::min(rows, s.out_rows - y),
+                    std::min(columns, s.out_columns - x), total.data() + (i * s.kernel_columns + j) * V,
+                    s.kernel_columns * V, first);
         }
   }
 
