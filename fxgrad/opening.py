@@ -12,15 +12,15 @@ from fxgrad.tape import Like
 from fxgrad.targets import CollectTarget, NewTape
 
 
-def add_ghosts(graph: fx.Graph, ctx: Context, trainable: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+def add_ghosts(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list[fx.Node]]:
     """New inputs behind the others: a ghost for each tensor that is delivered, and what the quantities are given."""
-    of = {parameter.name: node for parameter, node in zip(ctx.parameters, trainable, strict=True)}
+    nodes = {parameter.name: parameter.node for parameter in ctx.parameters}
     cursor = graph.find_nodes(op="placeholder")[-1]
     made: list[list[fx.Node]] = [[], []]
     ghosts, given = ctx.deliveries(1), ctx.given(1)
     for kind, (group, word) in enumerate(((ghosts, "ghost"), (given, "given"))):
         for i, delivery in enumerate(group):
-            whose = f"model_{i}" if delivery.parameter is None else of[delivery.parameter].name
+            whose = f"model_{i}" if delivery.parameter is None else nodes[delivery.parameter]
             name = f"{word}_{whose}" if delivery.place == "grad_sample" else f"{word}_{delivery.place}_{whose}"
             with graph.inserting_after(cursor):
                 cursor = graph.placeholder(name)

@@ -60,11 +60,10 @@ class _Attachment:
 
     def _open(self) -> None:
         """ghosts, n, tape, handle and the native values of the parameters."""
-        trainable = self.ctx.trainable(self.graph)
-        ghosts, given = add_ghosts(self.graph, self.ctx, trainable)
+        ghosts, given = add_ghosts(self.graph, self.ctx)
         cursor = (ghosts + given)[-1]
         natives = []
-        for node in trainable:
+        for node in self.ctx.trainable(self.graph):
             with self.graph.inserting_after(cursor):
                 cursor = self.graph.call_method("detach", (node,))
             cursor.meta.update(fake=node.meta["fake"], samples=node.meta["samples"])

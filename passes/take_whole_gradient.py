@@ -16,12 +16,11 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     ``f(w)`` -> ``f(single(tape, handle, w))``, whose backward writes w's gradient on the tape as the one sample's.
     """
     graph = gm.graph
-    trainable = ctx.trainable(graph)
-    ghosts, given = add_ghosts(graph, ctx, trainable)
+    ghosts, given = add_ghosts(graph, ctx)
     tape, cursor = open_tape(graph, ctx, (ghosts + given)[-1], 1, ghosts, given)
     handle = cursor
     stopped = without_gradients(graph)
-    for key, node in enumerate(trainable):
+    for key, node in enumerate(ctx.trainable(graph)):
         versions = _Versions(node, stopped)
         with graph.inserting_after(cursor):
             cursor = graph.call_function(SingleTarget(key), (tape, handle, node))

@@ -5,9 +5,6 @@
 // Groups stand side by side in a vector, one in each lane. For a few (i, j) at a time the sums stay in registers, while
 // a padded copy of some groups' images, groups last, is read shifted by each of them.
 
-constexpr int64_t LANES = 16;  // groups that are one part of a sample: some vectors
-static_assert(LANES % V == 0);
-
 // total[i, j] (+)= the sum over some rows of positions of g[position] input[position + (i, j)], of V lanes each.
 template <int64_t I, int64_t J>
 void shift(const float* g, Steps of_g, const float* input, Steps of_input, Steps of_place, int64_t rows, int64_t columns,
@@ -94,20 +91,15 @@ struct Groups {
   }
 
   void add_places(int64_t o, int64_t c, int64_t i, int64_t j, Shift of_places) {
-    const int64_t columns = std::min(s.out_columns, CHAIN), rows = CHAIN / std::max<int64_t>(columns, 1);
     const Steps to_g{of_g_row, V}, to_input{s.row_stride * of_row, s.column_stride * V};
     const Steps to_place{s.row_dilation * of_row, s.column_dilation * V};
-    bool first = true;
-    for (int64_t k = 0; k < s.images; ++k)
-      for (int64_t y = 0; y < s.out_rows; y += rows)
-        for (int64_t x = 0; x < s.out_columns; x += columns, first = false) {
-          const float* factors = gs.data() + (k * s.outs + o) * of_g + y * to_g.row + x * to_g.column;
-          const float* values = inputs.data() + (k * s.channels + c) * of_image + y * to_input.row +
-                                x * to_input.column + i * to_place.row + j * to_place.column;
-          of_places(factors, to_g, values, to_input, to_place, std::min(rows, s.out_rows - y),
-                    std::min(columns, s.out_columns - x), total.data() + (i * s.kernel_columns + j) * V,
-                    s.kernel_columns * V, first);
-        }
+    by_blocks(s, [&](int64_t k, int64_t y, int64_t x, int64_t rows, int64_t columns, bool first) {
+      const float* factors = gs.data() + (k * s.outs + o) * of_g + y * to_g.row + x * to_g.column;
+      const float* values = inputs.data() + (k * s.channels + c) * of_image + y * to_input.row + x * to_input.column +
+                            i * to_place.row + j * to_place.column;
+      of_places(factors, to_g, values, to_input, to_place, rows, columns,
+                total.data() + (i * s.kernel_columns + j) * V, s.kernel_columns * V, first);
+    });
   }
 
   void write(int64_t lanes, float* out, int64_t of_group) const {  // [groups, places]
@@ -117,18 +109,18 @@ struct Groups {
   }
 };
 
-// As `window_rows`; each of the `parts` of a sample is LANES groups.
+// As `window_rows`, found is [3, samples, parts]: a part is some groups.
 extern "C" void depthwise_rows(const float* g, const int64_t* g_steps, const float* input, const int64_t* input_steps,
                                const int64_t* sizes, float* out, double* found, int64_t parts, int threads) {
   const Shape s = *reinterpret_cast<const Shape*>(sizes);
   const int64_t places = s.kernel_rows * s.kernel_columns, of_group = s.outs * s.channels * places;
-  const int64_t units = s.samples * parts;
+  const int64_t units = s.samples * parts, of_part = up(up(s.groups, parts) / parts, V);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Groups own{s};
 #pragma omp for
     for (int64_t unit = 0; unit < units; ++unit) {
-      const int64_t n = unit / parts, start = unit % parts * LANES, end = std::min(s.groups, start + LANES);
+      const int64_t n = unit / parts, start = unit % parts * of_part, end = std::min(s.groups, start + of_part);
       Squares of_rows, of_g, of_input;
       for (int64_t group = start; group < end; group += V) {
         const int64_t lanes = std::min(V, end - group);

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 FEW = 4  # outputs of a group, and half of the numbers in a window's row, below which most of a vector would be padding
-LANES = 16  # groups that depthwise.cpp takes as one part of a sample
+LANES = 16  # of a vector, at most: groups that are computed together
 
 
 @lru_cache(maxsize=1)
@@ -63,12 +63,11 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
     threads = torch.get_num_threads()
     groups, (outs, channels) = settings.groups, kernel[:2]
-    if large:
+    if large:  # of each group
         parts = parts_of(len(g) * groups, outs // groups, g[0].numel() // groups * g.element_size(), threads)
-        found = torch.empty(3, len(g), groups * parts, dtype=torch.float64)
     else:
         parts = -(-groups // LANES)
-        found = torch.empty(3, len(g), parts, dtype=torch.float64)
+    found = torch.empty(3, len(g), groups * parts if large else parts, dtype=torch.float64)
     of_group = (*g.shape[:2], outs // groups, *g.shape[3:], channels, *input.shape[3:])
     sizes = (*of_group, *kernel[2:], *stride, *padding, *dilation, groups)
     (found_library.window_rows if large else found_library.depthwise_rows)(

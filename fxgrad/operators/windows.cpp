@@ -35,6 +35,18 @@ void copy(const float* from, const int64_t* steps, int64_t channels, int64_t row
   }
 }
 
+// Every position of a sample's outputs, at most CHAIN at a time: what these come to is added up afterwards. `add` gets an
+// image, the first row and column, how many of both, and whether nothing has been added up before.
+template <typename Add>
+void by_blocks(const Shape& s, Add add) {
+  const int64_t columns = std::min(s.out_columns, CHAIN), rows = CHAIN / std::max<int64_t>(columns, 1);
+  bool first = true;
+  for (int64_t k = 0; k < s.images; ++k)
+    for (int64_t y = 0; y < s.out_rows; y += rows)
+      for (int64_t x = 0; x < s.out_columns; x += columns, first = false)
+        add(k, y, x, std::min(rows, s.out_rows - y), std::min(columns, s.out_columns - x), first);
+}
+
 // The gradients of a sample's weights for some of its outputs, in memory that a thread uses again for each.
 struct Worker {
   const Shape s;
@@ -62,22 +74,17 @@ struct Worker {
   }
 
   void add_up(int64_t o) {
-    const int64_t columns = std::min(s.out_columns, CHAIN), rows = CHAIN / std::max<int64_t>(columns, 1);
     const Steps to_g{s.out_columns * of_pixel, of_pixel}, to_input{s.row_stride * of_row, s.column_stride * s.channels};
     for (int64_t run = 0; run < runs; ++run) {
       const int64_t i = joined ? run : run / s.kernel_columns, j = joined ? 0 : run % s.kernel_columns;
       const int64_t shift = i * s.row_dilation * of_row + j * s.column_dilation * s.channels;
-      for (int64_t at = 0, left = padded / V; left > 0; at += next_of(left) * V, left -= next_of(left)) {
-        bool first = true;
-        for (int64_t k = 0; k < s.images; ++k)
-          for (int64_t y = 0; y < s.out_rows; y += rows)
-            for (int64_t x = 0; x < s.out_columns; x += columns, first = false) {
-              const float* factors = gs.data() + k * of_g + y * to_g.row + x * to_g.column + o;
-              const float* values = inputs.data() + k * of_image + shift + y * to_input.row + x * to_input.column + at;
-              multiply_by(next_of(left))(factors, to_g, values, to_input, std::min(rows, s.out_rows - y), std::min(columns, s.out_columns - x),
-                   total.data() + run * padded + at, runs * padded, first);
-            }
-      }
+      for (int64_t at = 0, left = padded / V; left > 0; at += next_of(left) * V, left -= next_of(left))
+        by_blocks(s, [&](int64_t k, int64_t y, int64_t x, int64_t rows, int64_t columns, bool first) {
+          const float* factors = gs.data() + k * of_g + y * to_g.row + x * to_g.column + o;
+          const float* values = inputs.data() + k * of_image + shift + y * to_input.row + x * to_input.column + at;
+          multiply_by(next_of(left))(factors, to_g, values, to_input, rows, columns, total.data() + run * padded + at,
+                                     runs * padded, first);
+        });
     }
   }
 
