@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.operators.convolutions import Settings
-from fxgrad.operators.dense import conv_weight_grad, products
+from fxgrad.operators.dense import conv_weight_grad, products, scattered
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Term:
             if isinstance(factor, OneHot):
                 g = self.factors[1 - position]
                 assert isinstance(g, Tensor)
-                return _scatter(factor, g)
+                return scattered(factor, g)
         tensors = [factor for factor in self.factors if isinstance(factor, Tensor)]
         return _einsum(self.equation, tensors)
 
@@ -155,18 +155,6 @@ def _einsum(equation: str, tensors: list[Tensor]) -> Tensor:
             return tensors[0].squeeze(1)  # nothing is added up
         return torch.einsum(f"{names[0]}->{result}", reduce(torch.mul, tensors))
     return torch.einsum(equation, *tensors)
-
-
-def _scatter(rows: OneHot, g: Tensor) -> Tensor:
-    """Σ_k onehot(ids_nk) ⊗ g_nk, as one scatter: ``[n, classes, features]``."""
-    n = rows.ids.shape[0]
-    ids = rows.ids.reshape(n, -1)
-    features = g.shape[rows.ids.dim() :]
-    g = g.reshape(n, ids.shape[1], math.prod(features))
-    if rows.padding_idx is not None:
-        g = g.masked_fill((ids == rows.padding_idx).unsqueeze(-1), 0)
-    zeros = g.new_zeros(n, rows.classes, g.shape[-1])
-    return zeros.scatter_add(1, ids.unsqueeze(-1).expand_as(g), g)
 
 
 def is_one(size: object) -> bool:

@@ -6,21 +6,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxgrad
 from fxgrad.operators import tables
-from fxgrad.operators.tables import row_norms
+from fxgrad.operators.tables import row_norms, table_grads
+
+
+def grads(ids: Tensor, g: Tensor, classes: int, padding: int) -> Tensor:
+    """Every sample's gradient, in float64."""
+    found = g.new_zeros(len(g), classes, g.shape[2], dtype=torch.float64)
+    for table, own, rows in zip(found, ids, g.double(), strict=True):
+        table.index_add_(0, own[own != padding], rows[own != padding])
+    return found
 
 
 def norms(ids: Tensor, g: Tensor, classes: int, padding: int) -> Tensor:
-    """Every sample's gradient, multiplied out in float64."""
-    found = []
-    for own, rows in zip(ids, g.double(), strict=True):
-        table = rows.new_zeros(classes, rows.shape[1]).index_add_(0, own[own != padding], rows[own != padding])
-        found.append(table.norm())
-    return torch.stack(found)
+    return grads(ids, g, classes, padding).flatten(1).norm(dim=1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -36,6 +41,8 @@ def test_every_shape(data: Any) -> None:
     norm, bound = row_norms(ids, g, classes, padding)
     true = norms(ids, g, classes, padding)
     torch.testing.assert_close(norm, true, rtol=1e-5, atol=1e-6)
+    found = table_grads(ids, g, classes, padding)
+    torch.testing.assert_close(found.double(), grads(ids, g, classes, padding), rtol=1e-5, atol=1e-5)
     assert (bound >= true * (1 - 1e-12)).all() and (bound <= true + 1e-3 * g.flatten(1).norm(dim=1)).all()
 
 
@@ -66,6 +73,39 @@ def test_rows_that_cancel_have_a_bound() -> None:
 def test_without_a_compiler_ids_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, g = torch.randint(5, (3, 9)), torch.randn(3, 9, 4)
     assert tables._library() is not None
-    found = row_norms(ids, g, 5, 2)
+    found, multiplied_out = row_norms(ids, g, 5, 2), table_grads(ids, g, 5, 2)
     monkeypatch.setattr(tables, "_library", lambda: None)
     torch.testing.assert_close(found[0], row_norms(ids, g, 5, 2)[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(multiplied_out, table_grads(ids, g, 5, 2))
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_ids_outside_of_the_table_are_an_error(wrong: int) -> None:
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        table_grads(torch.tensor([[0, wrong]]), torch.randn(1, 2, 4), 5, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [4, 1, 0])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_of_large_tables(batch: int, dtype: torch.dtype, backend: str) -> None:
+    classes, ids = 2100, torch.randint(2100, (batch, 3, 5))
+    model = nn.Embedding(classes, 16, padding_idx=7, dtype=dtype)
+    ids[:, 0, :2] = 7
+    inner = torch.randn(16, 2, dtype=dtype)
+    transformed = fxgrad.transform(nn.Sequential(model, Times(inner)), backend=backend)
+    transformed(ids).square().sum().backward()
+    values = F.embedding(ids, model.weight.detach())
+    g = (2 * values @ inner @ inner.T).flatten(1, 2)
+    expected = grads(ids.flatten(1), g, classes, 7)
+    found = vars(model.weight)["grad_sample"]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+class Times(nn.Module):
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.factor

@@ -1,7 +1,8 @@
-"""Per-sample gradients themselves, of products and of convolutions: large ones into fresh memory on huge pages."""
+"""Per-sample gradients themselves, of products, convolutions and tables: large ones into memory that is kept."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,17 +12,17 @@ from torch import Tensor
 from fxgrad.operators import product_kernel
 from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
+from fxgrad.operators.tables import table_grads
 
 if TYPE_CHECKING:
-    from fxgrad.terms import Patches
+    from fxgrad.terms import OneHot, Patches
 
-LARGE = 64 << 10  # bytes of one sample's gradient from which fresh memory decides the time on CPU
+LARGE = 64 << 10  # bytes of one sample's gradient from which memory decides the time on CPU
 
 
 def products(g: Tensor, x: Tensor) -> Tensor:
     """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``."""
-    size = g.shape[-1] * x.shape[-1] * g.element_size()
-    if g.device.type == "cpu" and isinstance(size, int) and size >= LARGE:
+    if _large(g, g.shape[-1] * x.shape[-1]):
         large: Tensor = _products(g, x)
         return large
     one_position = isinstance(g.shape[1], int) and g.shape[1] == 1
@@ -40,6 +41,24 @@ def _products(g: Tensor, x: Tensor) -> Tensor:
 @_products.register_fake
 def _(g: Tensor, x: Tensor) -> Tensor:
     return g.new_empty(g.shape[0], g.shape[2], x.shape[2])
+
+
+def scattered(rows: OneHot, g: Tensor) -> Tensor:
+    """``Σ_k onehot(ids_nk) ⊗ g_nk`` of g ``[n, k.., d..]``, as ``[n, classes, d]``."""
+    n = rows.ids.shape[0]
+    ids = rows.ids.reshape(n, -1)
+    g = g.reshape(n, ids.shape[1], math.prod(g.shape[rows.ids.dim() :]))
+    if _large(g, rows.classes * g.shape[2]):
+        large: Tensor = table_grads(ids, g, rows.classes, -1 if rows.padding_idx is None else rows.padding_idx)
+        return large
+    if rows.padding_idx is not None:
+        g = g.masked_fill((ids == rows.padding_idx).unsqueeze(-1), 0)
+    zeros = g.new_zeros(n, rows.classes, g.shape[2])
+    return zeros.scatter_add(1, ids.unsqueeze(-1).expand_as(g), g)
+
+
+def _large(g: Tensor, elements: object) -> bool:
+    return g.device.type == "cpu" and isinstance(elements, int) and elements * g.element_size() >= LARGE
 
 
 def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:

@@ -1,8 +1,30 @@
-// Of a table's gradients, from ids [n, k] and g [n, k, d]: every sample's squared norm, and how far rounding may be off.
-//
-// The rows of one id are added up: `places` finds their sum, an open hash table of ids with room for twice as many.
+// Of a table's gradients, from ids [n, k] and g [n, k, d].
 
+#include <cstring>
 #include <vector>
+
+// The gradients themselves, [n, classes, d]: a sample's is cleared and added to while it is in the cache.
+extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
+                            int64_t padding, int64_t classes, float* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t sample = 0; sample < n; ++sample) {
+    float* own = out + sample * classes * d;
+    std::memset(own, 0, classes * d * sizeof(float));
+    for (int64_t i = 0; i < k; ++i) {
+      const int64_t id = ids[sample * k + i];
+      if (id == padding) continue;
+      const float* row = g + sample * steps[0] + i * steps[1];
+      float* to = own + id * d;
+      for (int64_t at = 0; at < d; at += V) {
+        const int64_t size = std::min(V, d - at);
+        (Vec::loadu(to + at, size) + Vec::loadu(row + at, size)).store(to + at, size);
+      }
+    }
+  }
+}
+
+// Every sample's squared norm, and how far rounding may be off. The rows of one id are added up: `places` finds their
+// sum, an open hash table of ids with room for twice as many.
 
 struct Sum {
   int64_t id, count;

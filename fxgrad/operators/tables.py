@@ -1,11 +1,13 @@
-"""Norms of a table's per-sample gradients: the rows of one id are added up, and squared.
+"""A table's per-sample gradients: themselves, where they are large, and their norms, the rows of one id added up.
 
-In float32 on CPU by a kernel of our own (tables.cpp), where there is a compiler; else the ids are sorted.
+In float32 on CPU by kernels of our own (tables.cpp), where there is a compiler; else PyTorch adds them up, and for
+the norms the ids are sorted.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,18 +15,34 @@ import torch
 from torch import Tensor
 
 from fxgrad.compiled import LARGEST, library
-from fxgrad.operators.memory import ANY_LAYOUT
+from fxgrad.operators.memory import ANY_LAYOUT, fresh
 from fxgrad.operators.norms import CHAIN, SMALL, gamma, quick_frobenius
 from fxgrad.precision import computable
+
+
+@torch.library.custom_op("fxgrad::table_grads", mutates_args=(), tags=ANY_LAYOUT)
+def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """Of ids ``[n, k]`` and g ``[n, k, d]``: ``[n, classes, d]``."""
+    out = fresh(g, (len(g), classes, g.shape[2]))
+    kernels = _library() if _exact(g) else None
+    if kernels is None or int(ids.min()) < 0 or int(ids.max()) >= classes:
+        if padding_idx >= 0:
+            g = g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
+        return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)  # which says what is out of range
+    _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr())
+    return out
+
+
+@table_grads.register_fake
+def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    return g.new_empty(g.shape[0], classes, g.shape[2])
 
 
 @torch.library.custom_op("fxgrad::row_norms", mutates_args=(), tags=ANY_LAYOUT)
 def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     g = computable(g)
-    exact = g.dtype is torch.float32 and g.device.type == "cpu"
-    small = bool(g.numel()) and g[0].numel() * g.element_size() <= LARGEST
-    if not exact or not small or _library() is None:
+    if not _exact(g) or g[0].numel() * g.element_size() > LARGEST or _library() is None:
         return _by_sorting(ids, g, classes, padding_idx)
     found = _by_kernel(ids, g, padding_idx)
     doubtful = ~found[1].isfinite() | (found[0] < SMALL)
@@ -41,18 +59,26 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     sources = [Path(__file__).with_name(name) for name in ("common.cpp", "tables.cpp")]
-    types = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4 + [ctypes.c_void_p, ctypes.c_int]
-    return library(sources, {"row_squares": types})
+    read, written = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, [ctypes.c_void_p, ctypes.c_int]
+    return library(sources, {"row_squares": read + written, "table_grads": [*read, ctypes.c_int64, *written]})
+
+
+def _exact(g: Tensor) -> bool:
+    """Whether a kernel may read it: float32 on CPU, and not empty."""
+    return g.dtype is torch.float32 and g.device.type == "cpu" and g.numel() > 0
+
+
+def _call(kernel: Callable[..., None], ids: Tensor, g: Tensor, *arguments: int) -> None:
+    ids, g = ids.long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
+    steps = (ctypes.c_int64 * 2)(*g.stride()[:2])
+    kernel(ids.data_ptr(), g.data_ptr(), steps, *g.shape, *arguments, torch.get_num_threads())
 
 
 def _by_kernel(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
     kernels = _library()
     assert kernels is not None
-    ids, g = ids.long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
     found = torch.empty(2, len(ids), dtype=torch.float64)
-    steps = (ctypes.c_int64 * 2)(*g.stride()[:2])
-    shape = *g.shape, padding_idx
-    kernels.row_squares(ids.data_ptr(), g.data_ptr(), steps, *shape, found.data_ptr(), torch.get_num_threads())
+    _call(kernels.row_squares, ids, g, padding_idx, found.data_ptr())
     norms, off = found.sqrt()
     unit = torch.finfo(g.dtype).eps / 2
     return torch.stack([norms, norms * (1 + gamma(CHAIN, g.dtype)) + 1.001 * unit * off])
