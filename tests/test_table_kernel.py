@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxgrad
 from fxgrad.operators import tables
-from fxgrad.operators.tables import row_norms, table_grads
+from fxgrad.operators.tables import row_norms, table_grads, table_sum
 
 
 def grads(ids: Tensor, g: Tensor, classes: int, padding: int) -> Tensor:
@@ -44,6 +44,10 @@ def test_every_shape(data: Any) -> None:
     found = table_grads(ids, g, classes, padding)
     torch.testing.assert_close(found.double(), grads(ids, g, classes, padding), rtol=1e-5, atol=1e-5)
     assert (bound >= true * (1 - 1e-12)).all() and (bound <= true + 1e-3 * g.flatten(1).norm(dim=1)).all()
+    c = torch.rand(n, dtype=draw(st.sampled_from([torch.float32, torch.float64])))
+    c[0], g[0] = 0, float("nan")
+    summed = (grads(ids[1:], g[1:], classes, padding) * c[1:].view(-1, 1, 1)).sum(0)
+    torch.testing.assert_close(table_sum(ids, g, c, classes, padding).double(), summed, rtol=1e-5, atol=1e-5)
 
 
 def test_ids_that_share_their_low_bits() -> None:
@@ -73,16 +77,33 @@ def test_rows_that_cancel_have_a_bound() -> None:
 def test_without_a_compiler_ids_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, g = torch.randint(5, (3, 9)), torch.randn(3, 9, 4)
     assert tables._library() is not None
-    found, multiplied_out = row_norms(ids, g, 5, 2), table_grads(ids, g, 5, 2)
+    found, multiplied_out, c = row_norms(ids, g, 5, 2), table_grads(ids, g, 5, 2), torch.tensor([1.0, 0.5, 0.0])
+    summed = table_sum(ids, g, c, 5, 2)
     monkeypatch.setattr(tables, "_library", lambda: None)
     torch.testing.assert_close(found[0], row_norms(ids, g, 5, 2)[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(multiplied_out, table_grads(ids, g, 5, 2))
+    torch.testing.assert_close(summed, table_sum(ids, g, c, 5, 2))
 
 
-@pytest.mark.parametrize("wrong", [-1, 5])
+@pytest.mark.parametrize("wrong", [-2, 5])
 def test_ids_outside_of_the_table_are_an_error(wrong: int) -> None:
-    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-        table_grads(torch.tensor([[0, wrong]]), torch.randn(1, 2, 4), 5, -1)
+    ids, g = torch.tensor([[0, wrong]]), torch.randn(1, 2, 4)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        table_grads(ids, g, 5, -1)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        table_sum(ids, g, torch.ones(1), 5, -1)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+def test_sums_do_not_depend_on_the_threads(threads: int) -> None:
+    ids, g, c = torch.randint(50, (9, 40)), torch.randn(9, 40, 5), torch.rand(9)
+    before = torch.get_num_threads()
+    expected = table_sum(ids, g, c, 50, -1)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(table_sum(ids, g, c, 50, -1), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -32,16 +32,17 @@ from fxgrad.operators.norms import Norms, as_vectors, bounded, frobenius, gamma
 from fxgrad.operators.products import product_norms, product_rows, rank_one_norms
 from fxgrad.operators.sums import (
     FEW_FACTORS,
+    FEW_NUMBERS,
     FEW_PRODUCTS,
     SMALL,
     dense_sum,
     product_sum,
-    rows_sum,
     small_product_sum,
     small_sum,
+    small_table_sum,
     window_sum,
 )
-from fxgrad.operators.tables import row_norms
+from fxgrad.operators.tables import row_norms, sums_quickly, table_sum
 from fxgrad.operators.windows import window_norms, window_rows
 from fxgrad.precision import accumulating
 from fxgrad.terms import Term
@@ -244,7 +245,11 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
         return found
     if table is not None:
         rows, g = table
-        return rows_sum(rows.ids, g, c, rows.classes, rows.padding_idx)
+        padding = -1 if rows.padding_idx is None else rows.padding_idx
+        few = math.prod(hint(size) for size in g.shape) <= FEW_NUMBERS
+        table_sums = small_table_sum if few or not sums_quickly(g) else table_sum
+        found = table_sums(rows.ids, g, c, rows.classes, padding)
+        return found
     if windows is not None:
         g, patches = windows
         found = window_sum(g, patches.input, c, patches.kernel, patches.settings.numbers())

@@ -17,6 +17,7 @@ from fxgrad.precision import accumulating
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 FEW_PRODUCTS = 8 << 20  # of a sum, up to which an operator's call costs more than a faster library gains
+FEW_NUMBERS = 1 << 15  # of a table's rows, up to which its call costs more than it gains
 FEW_FACTORS = 1 << 18  # elements of a side, up to which it costs more than one more copy of them
 
 
@@ -103,11 +104,9 @@ def _(rows: Tensor, c: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[1:], dtype=kind)
 
 
-def rows_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int | None) -> Tensor:
-    """``Σ_nk c[n] onehot(ids[n, k]) ⊗ g[n, k, d]`` as ``[classes, d]``."""
+def small_table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """``Σ_nk c[n] onehot(ids[n, k]) ⊗ g[n, k, d]`` as ``[classes, d]``, as ops that fuse with others."""
     zero = (c == 0).view(-1, 1, 1)
     g = torch.where(zero, 0, g) * c.to(g.dtype).view(-1, 1, 1)
-    out: Tensor = torch.ops.aten.embedding_dense_backward(
-        g, ids, classes, -1 if padding_idx is None else padding_idx, False
-    )
+    out: Tensor = torch.ops.aten.embedding_dense_backward(g, ids, classes, padding_idx, False)
     return out

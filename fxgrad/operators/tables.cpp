@@ -3,6 +3,14 @@
 #include <cstring>
 #include <vector>
 
+static inline void add(float* to, const float* row, int64_t d, float weight) {
+  const Vec times(weight);
+  for (int64_t at = 0; at < d; at += V) {
+    const int64_t size = std::min(V, d - at);
+    at::vec::fmadd(Vec::loadu(row + at, size), times, Vec::loadu(to + at, size)).store(to + at, size);
+  }
+}
+
 // The gradients themselves, [n, classes, d]: a sample's is cleared and added to while it is in the cache.
 extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
                             int64_t padding, int64_t classes, float* out, int threads) {
@@ -13,11 +21,24 @@ extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* s
     for (int64_t i = 0; i < k; ++i) {
       const int64_t id = ids[sample * k + i];
       if (id == padding) continue;
-      const float* row = g + sample * steps[0] + i * steps[1];
-      float* to = own + id * d;
-      for (int64_t at = 0; at < d; at += V) {
-        const int64_t size = std::min(V, d - at);
-        (Vec::loadu(to + at, size) + Vec::loadu(row + at, size)).store(to + at, size);
+      add(own + id * d, g + sample * steps[0] + i * steps[1], d, 1);
+    }
+  }
+}
+
+// Their sum with weights c [n], added to `out` [classes, d]. Each thread looks at all ids and adds up its own share of the
+// rows, those of one cache line together, so that no two write to the same and the order is always one.
+extern "C" void table_sum(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
+                          int64_t padding, const float* c, float* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int share = 0; share < threads; ++share) {
+    for (int64_t sample = 0; sample < n; ++sample) {
+      if (c[sample] == 0) continue;
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t id = ids[sample * k + i];
+        const uint32_t mixed = static_cast<uint32_t>(id * d / 16) * 0x9E3779B1u;
+        if (id == padding || static_cast<int>(uint64_t(mixed) * threads >> 32) != share) continue;
+        add(out + id * d, g + sample * steps[0] + i * steps[1], d, c[sample]);
       }
     }
   }

@@ -1,7 +1,7 @@
-"""A table's per-sample gradients: themselves, where they are large, and their norms, the rows of one id added up.
+"""A table's per-sample gradients: themselves, their weighted sum, and their norms, the rows of one id added up.
 
 In float32 on CPU by kernels of our own (tables.cpp), where there is a compiler; else PyTorch adds them up, and for
-the norms the ids are sorted.
+the norms the ids are sorted. PyTorch's own sum adds every number by an atomic instruction.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from fxgrad.precision import computable
 def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of ids ``[n, k]`` and g ``[n, k, d]``: ``[n, classes, d]``."""
     out = fresh(g, (len(g), classes, g.shape[2]))
-    kernels = _library() if _exact(g) else None
-    if kernels is None or int(ids.min()) < 0 or int(ids.max()) >= classes:
-        if padding_idx >= 0:
-            g = g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
-        return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)  # which says what is out of range
+    kernels = _kernels(ids, g, classes)
+    if kernels is None:
+        g = _without(padding_idx, ids, g)
+        return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)
     _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr())
     return out
 
@@ -36,6 +35,30 @@ def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
 @table_grads.register_fake
 def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     return g.new_empty(g.shape[0], classes, g.shape[2])
+
+
+def sums_quickly(g: Tensor) -> bool:
+    """Whether there is a kernel for the sum of such rows."""
+    return g.dtype is torch.float32 and g.device.type == "cpu" and _library() is not None
+
+
+@torch.library.custom_op("fxgrad::table_sum", mutates_args=(), tags=ANY_LAYOUT)
+def table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """``Σ_nk c[n] onehot(ids[n, k]) ⊗ g[n, k, d]`` as ``[classes, d]``."""
+    out = fresh(g, (classes, g.shape[2])).zero_()
+    c = c.to(g.dtype).contiguous()
+    kernels = _kernels(ids, g, classes)
+    if kernels is None:
+        scale = c.view(-1, 1, 1)
+        g = _without(padding_idx, ids, torch.where(scale == 0, 0, g) * scale)
+        return out.index_add_(0, ids.flatten(), g.flatten(0, 1))
+    _call(kernels.table_sum, ids, g, padding_idx, c.data_ptr(), out.data_ptr())
+    return out
+
+
+@table_sum.register_fake
+def _(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
+    return g.new_empty(classes, g.shape[2])
 
 
 @torch.library.custom_op("fxgrad::row_norms", mutates_args=(), tags=ANY_LAYOUT)
@@ -60,12 +83,24 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
 def _library() -> ctypes.CDLL | None:
     sources = [Path(__file__).with_name(name) for name in ("common.cpp", "tables.cpp")]
     read, written = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, [ctypes.c_void_p, ctypes.c_int]
-    return library(sources, {"row_squares": read + written, "table_grads": [*read, ctypes.c_int64, *written]})
+    grads, sums = [*read, ctypes.c_int64, *written], [*read, ctypes.c_void_p, *written]
+    return library(sources, {"row_squares": read + written, "table_grads": grads, "table_sum": sums})
+
+
+def _kernels(ids: Tensor, g: Tensor, classes: int) -> ctypes.CDLL | None:
+    """Those that add up rows, which trust the ids; None where PyTorch's ops do, and say what is wrong."""
+    if not _exact(g) or int(ids.min()) < 0 or int(ids.max()) >= classes:
+        return None
+    return _library()
 
 
 def _exact(g: Tensor) -> bool:
     """Whether a kernel may read it: float32 on CPU, and not empty."""
     return g.dtype is torch.float32 and g.device.type == "cpu" and g.numel() > 0
+
+
+def _without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
+    return g if padding_idx < 0 else g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
 
 
 def _call(kernel: Callable[..., None], ids: Tensor, g: Tensor, *arguments: int) -> None:
@@ -86,8 +121,7 @@ def _by_kernel(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
 
 def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     n, k = ids.shape
-    if padding_idx >= 0:
-        g = g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
+    g = _without(padding_idx, ids, g)
     sample = torch.arange(n, device=ids.device).unsqueeze(1)
     keys, places = torch.unique(ids + sample * classes, return_inverse=True)
     flat = g.flatten(0, 1)
