@@ -50,7 +50,6 @@ class Work:
     kernel: Expr = ZERO  # flops in a kernel that computes each sample's gradient, or in a native convolution
     memory: Expr = ZERO  # bytes read or written
     cache: Expr = ZERO  # bytes read or written where a few samples at a time stay in the cache
-    fresh: Expr = ZERO  # bytes that the system hands out page by page, because they were given back
     call: Expr = ZERO  # operators called
 
     def __add__(self, other: Work) -> Work:
@@ -76,14 +75,6 @@ class Costs(NamedTuple):
 
 
 n, k, o, i, e, w, p, c, f, s, v, d, m = sympy.symbols("n k o i e w p c f s v d m", nonnegative=True)
-
-LARGE = 32 << 20  # bytes from which a C library gives memory back to the system when it is freed
-
-
-def _held(size: Expr) -> Work:
-    """Memory of this size, written once."""
-    return Work(memory=size, fresh=sympy.Piecewise((size, size > LARGE), (ZERO, True)))
-
 
 GRAMS = 1 << 20  # bytes of Gram matrices that one round of calls looks at
 
@@ -114,10 +105,9 @@ PRODUCT = {
         _product_sum,
     ),
     Way.MATERIALISE: Costs(
-        _held(e * n * o * i)
-        + Work(
+        Work(
             kernel=2 * n * k * o * i,
-            memory=e * n * k * (o + i),
+            memory=e * n * (k * (o + i) + o * i),
             cache=e * n * (k * (o + i) + o * i),
             call=Integer(15),
         ),
@@ -148,10 +138,9 @@ WINDOWS = {
         _window_sum,
     ),
     Way.MATERIALISE: Costs(
-        _held(e * n * w)
-        + Work(
+        Work(
             kernel=2 * n * k * w,
-            memory=e * n * s,
+            memory=e * n * (s + w),
             cache=e * n * (s + 2 * w),
             call=Integer(20),
         ),
@@ -166,7 +155,7 @@ TABLE = {
         Work(memory=2 * e * n * k * d + 2 * e * v * d, call=Integer(4)),
     ),
     Way.MATERIALISE: Costs(
-        _held(e * n * v * d) + Work(cache=2 * e * n * k * d, call=Integer(6)),
+        Work(memory=e * n * v * d, cache=2 * e * n * k * d, call=Integer(6)),
         Work(memory=e * n * v * d, call=Integer(2)),
     ),
 }

@@ -1,10 +1,9 @@
-"""How fast this machine is: eight numbers, measured and kept, by which the ways of `contractions` are told.
+"""How fast this machine is: seven numbers, measured and kept, by which the ways of `contractions` are told.
 
     mkl, onednn         flop/s of a product of large matrices, by PyTorch's own call (MKL, cuBLAS) and by oneDNN
     batched             flop/s of one product for each sample
     kernel              flop/s of the kernels that compute each sample's gradient, measured with products
     memory, cache       bytes/s of elementwise work on memory, and on what stays in the cache
-    fresh               bytes/s of memory that the process did not have before
     call                calls/s of an operator on next to nothing
 
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import outer_products
 from fxgrad.operators.products import product_norms
 
@@ -46,7 +44,6 @@ class Machine:
     kernel: float
     memory: float
     cache: float
-    fresh: float
     call: float
     name: str = ""
 
@@ -69,7 +66,6 @@ REFERENCE = Machine(
     kernel=140e9,
     memory=16e9,
     cache=50e9,
-    fresh=6e9,
     call=4e5,
     name="the reference machine",
 )
@@ -213,17 +209,13 @@ def _probes(device: torch.device) -> dict[str, Probe]:
         return torch.ones(shape, dtype=torch.float32, device=device)
 
     long, g, wide = ones(1024, 512), ones(16, 64, 256), ones(8, 256, 256)
-    column, row, vector, number = ones(64, 512, 1), ones(64, 1, 512), ones(1 << 15), ones(1)
+    column, row, vector, number = ones(24, 512, 1), ones(24, 1, 512), ones(1 << 15), ones(1)
     held = torch.empty((24, 512, 512), device=device)
     doubled, same = torch.empty_like(vector), torch.empty_like(number)
 
     def gradients() -> Tensor:
         """Memory that is there, written and read once."""
-        return torch.mul(column[:24], row[:24], out=held).sum()
-
-    def anew() -> Tensor:
-        """Memory that is asked for and written once."""
-        return fresh(row, (64, 512, 512)).fill_(0)
+        return torch.mul(column, row, out=held).sum()
 
     return {
         "mkl": (lambda: long.mT @ long, 1, 2 * 512 * 512 * 1024),
@@ -231,7 +223,6 @@ def _probes(device: torch.device) -> dict[str, Probe]:
         "batched": (lambda: g.mT @ g, 2, 2 * 16 * 64 * 256 * 256),
         "kernel": (lambda: product_norms(wide, wide, False), 1, 2 * 8 * 256 * 256 * 256),
         "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
-        "fresh": (anew, 1, 4 * 64 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),
         "call": (lambda: torch.mul(number, 2, out=same), 100, 1),
     }
