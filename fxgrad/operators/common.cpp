@@ -65,6 +65,40 @@ double squares(const float* values, int64_t count) {
   return found.value();
 }
 
+constexpr int64_t LINE = 64;  // bytes that a cache reads at once
+constexpr int64_t WRITTEN = 4 << 20;  // bytes of results from which they are not in the cache when somebody reads them
+
+// Numbers times a factor, written past the cache: it would read what it is about to write over first. Until `drain`, other
+// threads may not see them.
+void stream(const float* from, int64_t count, float* to, float factor = 1) {
+  const auto one_by_one = [&](int64_t at, int64_t end) {
+    for (; at < end; ++at) to[at] = factor * from[at];
+    return at;
+  };
+#if defined(__AVX512F__) || defined(__AVX2__)
+  const int64_t behind = reinterpret_cast<uintptr_t>(to) % LINE, head = behind ? (LINE - behind) / 4 : 0;
+  int64_t at = one_by_one(0, std::min(count, head));
+  for (; at + LINE / 4 <= count; at += LINE / 4)
+    for (int64_t part = at; part < at + LINE / 4; part += V) {
+      const Vec value = Vec::loadu(from + part) * Vec(factor);
+#if defined(__AVX512F__)
+      _mm512_stream_ps(to + part, value);
+#else
+      _mm256_stream_ps(to + part, value);
+#endif
+    }
+  one_by_one(at, count);
+#else
+  one_by_one(0, count);
+#endif
+}
+
+void drain() {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 struct Steps {  // from one row to the next, and from one column
   int64_t row, column;
 };

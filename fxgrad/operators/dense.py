@@ -32,10 +32,13 @@ def products(g: Tensor, x: Tensor) -> Tensor:
 @torch.library.custom_op("fxgrad::products", mutates_args=(), tags=ANY_LAYOUT)
 def _products(g: Tensor, x: Tensor) -> Tensor:
     out = fresh(g, (g.shape[0], g.shape[2], x.shape[2]))
-    if product_kernel.pays(g, x) and product_kernel.applies(g, x):
+    if not product_kernel.applies(g, x) or not (g.shape[1] == 1 or product_kernel.pays(g, x)):
+        return torch.mul(g.mT, x, out=out) if g.shape[1] == 1 else torch.bmm(g.mT, x, out=out)
+    if g.shape[1] == 1:
+        product_kernel.outer(g.squeeze(1), x.squeeze(1), out)
+    else:
         product_kernel.rows(g, x, out)
-        return out
-    return torch.mul(g.mT, x, out=out) if g.shape[1] == 1 else torch.bmm(g.mT, x, out=out)
+    return out
 
 
 @_products.register_fake

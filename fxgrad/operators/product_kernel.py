@@ -22,8 +22,9 @@ LONG, WIDE = 64, 32  # positions, and outputs and inputs, from which it is faste
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     sources = [Path(__file__).with_name(name) for name in ("common.cpp", "products.cpp")]
-    types = [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER] * 2 + [_SIZE, ctypes.c_int]
-    return library(sources, {"product_rows": types})
+    rows = [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER] * 2 + [_SIZE, ctypes.c_int]
+    outer = [_POINTER] * 2 + [_SIZE] * 3 + [_POINTER, ctypes.c_int]
+    return library(sources, {"product_rows": rows, "outer_rows": outer})
 
 
 def applies(g: Tensor, x: Tensor) -> bool:
@@ -31,6 +32,14 @@ def applies(g: Tensor, x: Tensor) -> bool:
     exact = g.dtype is torch.float32 and x.dtype is torch.float32 and g.device.type == "cpu"
     small = bool(g.numel() and x.numel()) and x[0].numel() * x.element_size() <= LARGEST
     return bool(exact and small) and _library() is not None
+
+
+def outer(g: Tensor, x: Tensor, out: Tensor) -> None:
+    """``g[n, o] x[n, i]`` into ``out`` ``[n, o, i]``, contiguous and large."""
+    kernels = _library()
+    assert kernels is not None
+    g, x = g.contiguous(), x.contiguous()
+    kernels.outer_rows(g.data_ptr(), x.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads())
 
 
 def pays(g: Tensor, x: Tensor) -> bool:

@@ -34,6 +34,7 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
                              int threads) {
   const Side g{g_data, g_steps}, x{x_data, x_steps};
   const int64_t units = n * parts, of_part = up((o + parts - 1) / parts, OS);
+  const bool large = n * o * i * 4 >= WRITTEN;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<float> gs(k * of_part), xs(k * up(i, V)), tile(OS * VECTORS * V);
@@ -60,8 +61,11 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
           }
           square.add(tile.data(), OS * width);  // what is behind the end is 0, or the sample is not finite anyway
           if (out)
-            for (int64_t m = 0; m < std::min(OS, end - block); ++m)
-              std::copy_n(tile.data() + m * width, count, out + (sample * o + block + m) * i + at);
+            for (int64_t m = 0; m < std::min(OS, end - block); ++m) {
+              float* to = out + (sample * o + block + m) * i + at;
+              if (large) stream(tile.data() + m * width, count, to);
+              else std::copy_n(tile.data() + m * width, count, to);
+            }
         }
       double lengths = 0, lost = 0;
       for (int64_t row = 0; row < k; ++row) {
@@ -75,5 +79,16 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
       found[units + unit] = lengths;
       found[2 * units + unit] = lost;
     }
+    drain();
+  }
+}
+
+// g [n, o] and x [n, i], each sample's numbers in one run, as [n, o, i]: large results.
+extern "C" void outer_rows(const float* g, const float* x, int64_t n, int64_t o, int64_t i, float* out, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for
+    for (int64_t row = 0; row < n * o; ++row) stream(x + row / o * i, i, out + row * i, g[row]);
+    drain();
   }
 }

@@ -130,9 +130,11 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
   const Shape s = *reinterpret_cast<const Shape*>(sizes);
   const int64_t weights = s.channels * s.kernel_rows * s.kernel_columns, units = s.samples * s.groups * parts;
   const int64_t of_part = up(up(s.outs, parts) / parts, OS);
+  const bool large = s.samples * s.groups * s.outs * weights * 4 >= WRITTEN;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Worker worker{s, std::min(s.outs, of_part)};
+    std::vector<float> row(large ? weights : 0);
 #pragma omp for
     for (int64_t unit = 0; unit < units; ++unit) {
       const int64_t each = unit / parts, n = each / s.groups, group = each % s.groups;
@@ -149,12 +151,16 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
         worker.add_up(block - start);
         for (int64_t o = block; o < std::min(end, block + OS); ++o) {
           worker.square(o - block, of_rows);
-          if (out) worker.write(o - block, out + (each * s.outs + o) * weights);
+          if (!out) continue;
+          float* to = out + (each * s.outs + o) * weights;
+          worker.write(o - block, large ? row.data() : to);
+          if (large) stream(row.data(), weights, to);
         }
       }
       found[unit] = of_rows.value();
       found[units + unit] = squares(worker.gs.data(), worker.gs.size());
       found[2 * units + unit] = start == 0 ? squares(worker.inputs.data(), worker.inputs.size()) : 0;
     }
+    drain();
   }
 }
