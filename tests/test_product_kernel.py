@@ -79,6 +79,20 @@ def test_gradients_alone_are_products_too() -> None:
     torch.testing.assert_close(products(g, x), g.mT @ x, rtol=1e-4, atol=1e-4)
 
 
+LARGE = [(40, 1, 170, 157), (11, 70, 330, 353), (40, 1, 1, 33000), (1, 1, 1100, 1000), (70, 1, 4000, 5)]
+
+
+@pytest.mark.parametrize("shape", LARGE)
+def test_large_results_are_written_past_the_cache(shape: tuple[int, int, int, int]) -> None:
+    n, k, o, i = shape
+    g, x = torch.randn(n, o, k).mT, torch.randn(k, n, i).transpose(0, 1)
+    g[0, 0, 0] = torch.inf
+    assert product_kernel.applies(g, x) and n * o * i * 4 > 4 << 20
+    true = (g.double().mT @ x.double()).float()
+    torch.testing.assert_close(products(g, x), true, rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(product_rows(g, x)[0], true, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 def test_without_a_compiler_pytorch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     g, x = torch.randn(3, 9, 4), torch.randn(3, 9, 5)
     found = every(g, x)

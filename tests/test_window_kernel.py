@@ -50,6 +50,15 @@ def expected(g: Tensor, input: Tensor, kernel: tuple[int, ...], told: Settings) 
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize(("channels", "kernel"), [((33, 41), (3, 3)), ((64, 40), (1, 5)), ((3, 700), (5, 4))])
+def test_large_results_are_written_past_the_cache(channels: tuple[int, int], kernel: tuple[int, int]) -> None:
+    told = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    g, input, shape = operands(95, 1, (6, 7), channels, kernel, told)
+    assert window_kernel.applies(g, input, shape, told) and 95 * torch.Size(shape).numel() * 4 > 4 << 20
+    found, _ = window_rows(g, input, list(shape), told.numbers())
+    torch.testing.assert_close(found.double(), expected(g, input, shape, told), rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_shape_and_layout(data: Any) -> None:
