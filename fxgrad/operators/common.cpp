@@ -75,13 +75,13 @@ void stream(const float* from, int64_t count, float* to, float factor = 1) {
     for (; at < end; ++at) to[at] = factor * from[at];
     return at;
   };
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   const int64_t behind = reinterpret_cast<uintptr_t>(to) % LINE, head = behind ? (LINE - behind) / 4 : 0;
   int64_t at = one_by_one(0, std::min(count, head));
   for (; at + LINE / 4 <= count; at += LINE / 4)
     for (int64_t part = at; part < at + LINE / 4; part += V) {
       const Vec value = Vec::loadu(from + part) * Vec(factor);
-#if defined(__AVX512F__)
+#if defined(CPU_CAPABILITY_AVX512)
       _mm512_stream_ps(to + part, value);
 #else
       _mm256_stream_ps(to + part, value);
@@ -94,7 +94,7 @@ void stream(const float* from, int64_t count, float* to, float factor = 1) {
 }
 
 void drain() {
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   _mm_sfence();
 #endif
 }
