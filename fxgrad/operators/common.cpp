@@ -68,29 +68,26 @@ double squares(const float* values, int64_t count) {
 constexpr int64_t LINE = 64;  // bytes that a cache reads at once
 constexpr int64_t WRITTEN = 4 << 20;  // bytes of results from which they are not in the cache when somebody reads them
 
-// Numbers times a factor, written past the cache: it would read what it is about to write over first. Until `drain`, other
-// threads may not see them.
-void stream(const float* from, int64_t count, float* to, float factor = 1) {
-  const auto one_by_one = [&](int64_t at, int64_t end) {
-    for (; at < end; ++at) to[at] = factor * from[at];
-    return at;
-  };
+// Numbers times a factor, of a result that is large or not. A large one is written past the cache, line by line: a usual
+// store reads what it is about to write over. Until `drain`, other threads may not see it.
+void write(const float* from, int64_t count, float* to, bool large, float factor = 1) {
+  int64_t at = 0;
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-  const int64_t behind = reinterpret_cast<uintptr_t>(to) % LINE, head = behind ? (LINE - behind) / 4 : 0;
-  int64_t at = one_by_one(0, std::min(count, head));
-  for (; at + LINE / 4 <= count; at += LINE / 4)
-    for (int64_t part = at; part < at + LINE / 4; part += V) {
-      const Vec value = Vec::loadu(from + part) * Vec(factor);
+  if (large) {
+    const int64_t behind = reinterpret_cast<uintptr_t>(to) % LINE, head = std::min(count, behind ? (LINE - behind) / 4 : 0);
+    for (; at < head; ++at) to[at] = factor * from[at];
+    for (; at + LINE / 4 <= count; at += LINE / 4)
+      for (int64_t part = at; part < at + LINE / 4; part += V) {
+        const Vec value = Vec::loadu(from + part) * Vec(factor);
 #if defined(CPU_CAPABILITY_AVX512)
-      _mm512_stream_ps(to + part, value);
+        _mm512_stream_ps(to + part, value);
 #else
-      _mm256_stream_ps(to + part, value);
+        _mm256_stream_ps(to + part, value);
 #endif
-    }
-  one_by_one(at, count);
-#else
-  one_by_one(0, count);
+      }
+  }
 #endif
+  for (; at < count; ++at) to[at] = factor * from[at];
 }
 
 void drain() {

@@ -35,7 +35,7 @@ def applies(g: Tensor, x: Tensor) -> bool:
 
 
 def outer(g: Tensor, x: Tensor, out: Tensor) -> None:
-    """``g[n, o] x[n, i]`` into ``out`` ``[n, o, i]``, contiguous and large."""
+    """``g[n, o] x[n, i]`` into ``out`` ``[n, o, i]``, contiguous."""
     kernels = _library()
     assert kernels is not None
     g, x = g.contiguous(), x.contiguous()

@@ -61,11 +61,8 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
           }
           square.add(tile.data(), OS * width);  // what is behind the end is 0, or the sample is not finite anyway
           if (out)
-            for (int64_t m = 0; m < std::min(OS, end - block); ++m) {
-              float* to = out + (sample * o + block + m) * i + at;
-              if (large) stream(tile.data() + m * width, count, to);
-              else std::copy_n(tile.data() + m * width, count, to);
-            }
+            for (int64_t m = 0; m < std::min(OS, end - block); ++m)
+              write(tile.data() + m * width, count, out + (sample * o + block + m) * i + at, large);
         }
       double lengths = 0, lost = 0;
       for (int64_t row = 0; row < k; ++row) {
@@ -83,12 +80,13 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
   }
 }
 
-// g [n, o] and x [n, i], each sample's numbers in one run, as [n, o, i]: large results.
+// The products of g [n, o] and x [n, i], contiguous, as [n, o, i].
 extern "C" void outer_rows(const float* g, const float* x, int64_t n, int64_t o, int64_t i, float* out, int threads) {
+  const bool large = n * o * i * 4 >= WRITTEN;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for
-    for (int64_t row = 0; row < n * o; ++row) stream(x + row / o * i, i, out + row * i, g[row]);
+    for (int64_t row = 0; row < n * o; ++row) write(x + row / o * i, i, out + row * i, large, g[row]);
     drain();
   }
 }

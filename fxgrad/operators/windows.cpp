@@ -92,7 +92,7 @@ struct Worker {
     for (int64_t run = 0; run < runs; ++run) sum.add(total.data() + (o * runs + run) * padded, length);
   }
 
-  void write(int64_t o, float* out) const {  // [channels, kernel_rows, kernel_columns]
+  void put(int64_t o, float* out) const {  // [channels, kernel_rows, kernel_columns]
     const float* of_o = total.data() + o * runs * padded;
     const int64_t places = s.kernel_rows * s.kernel_columns, step = joined ? s.channels : padded;
     if (places == 1) {
@@ -153,8 +153,8 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
           worker.square(o - block, of_rows);
           if (!out) continue;
           float* to = out + (each * s.outs + o) * weights;
-          worker.write(o - block, large ? row.data() : to);
-          if (large) stream(row.data(), weights, to);
+          worker.put(o - block, large ? row.data() : to);
+          if (large) write(row.data(), weights, to, large);
         }
       }
       found[unit] = of_rows.value();
