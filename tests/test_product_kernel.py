@@ -37,7 +37,7 @@ def test_every_shape_and_layout(data: Any) -> None:
     near = 1e-5 * float(g.norm() * x.norm())
     torch.testing.assert_close(product_rows(g, x)[0].double(), true, rtol=1e-5, atol=near)
     norms, most = true.flatten(1).norm(dim=1), (g.norm(dim=2) * x.norm(dim=2)).sum(1)
-    for (norm, bound), share in zip(every(g, x), (1e-3, 1e-3, 5e-3), strict=True):  # a Gram matrix has squares' rounding
+    for (norm, bound), share in zip(every(g, x), (1e-3, 1e-3, 5e-3), strict=True):  # Gram: squares' rounding
         torch.testing.assert_close(norm, norms, rtol=1e-5, atol=near)
         assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms + share * most).all()
 
