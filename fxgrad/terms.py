@@ -31,6 +31,11 @@ class OneHot:
     classes: int
     padding_idx: int | None = None
 
+    @property
+    def padding(self) -> int:
+        """``padding_idx`` as operators have it: -1 for none."""
+        return -1 if self.padding_idx is None else self.padding_idx
+
 
 @dataclass(frozen=True)
 class Patches:

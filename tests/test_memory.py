@@ -60,10 +60,54 @@ def test_what_does_not_fit_is_let_go_of() -> None:
     twice = taken(2 * LARGE)
     assert blocks.idle() == 0
     del slightly_less
-    half = taken(LARGE - (4 << 20))
+    less = taken(LARGE - (4 << 20))
     del twice
     assert blocks.idle() == 2 * LARGE
-    assert half.untyped_storage().nbytes() == LARGE - (4 << 20)
+    assert less.untyped_storage().nbytes() == LARGE - (4 << 20)
+
+
+@linux
+def test_what_lies_idle_for_a_minute_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("fxgrad.operators.blocks.monotonic", lambda: clock[0])
+    many = [taken() for _ in range(3)]
+    many.clear()
+    for _ in range(7):
+        clock[0] += 10.0
+        taken()
+    assert blocks.idle() == LARGE
+    fxgrad.empty_cache()
+    assert blocks.idle() == 0
+
+
+@linux
+def test_dynamo_does_not_compile_what_a_last_holder_calls() -> None:
+    parameter = nn.Parameter(torch.zeros(LARGE // 4))
+
+    @torch.compile(backend="eager")
+    def update() -> None:
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    def step() -> int:
+        parameter.grad = taken().fill_(1)
+        address = parameter.grad.data_ptr()
+        update()
+        return address
+
+    first = step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert [step(), step()] == [first, first]
+    assert blocks.idle() == LARGE
+
+
+def test_where_nothing_is_kept_memory_is_the_c_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxgrad.operators.blocks._madvise", lambda: None)
+    block = taken()
+    block.resize_(2 * len(block))
+    del block
+    assert blocks.idle() == 0
 
 
 def test_what_the_heap_keeps_is_left_to_it() -> None:
@@ -127,7 +171,7 @@ def test_idle_memory_is_the_systems() -> None:
     assert bool((block == 2).all())
 
 
-def test_a_block_is_a_tensor_like_any_other() -> None:
+def test_blocks_are_saved_and_shared() -> None:
     block = taken().fill_(3)
     file = io.BytesIO()
     torch.save(block[:8], file)

@@ -23,6 +23,7 @@ from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.norms import as_vectors
 from fxgrad.operators.signs import times_signs
 from fxgrad.operators.sums import SMALL
+from fxgrad.operators.tables import without
 from fxgrad.terms import Term
 
 ELEMENTS = 1 << 20  # elements of gradients that are multiplied out together
@@ -74,8 +75,7 @@ def _source(part: Part) -> Source:
             return Source("product", (g, x), (), x.shape[2])
         if table is not None:
             rows, g = table
-            padding = -1 if rows.padding_idx is None else rows.padding_idx
-            return Source("table", (rows.ids, g), (rows.classes, padding), g.shape[2])
+            return Source("table", (rows.ids, g), (rows.classes, rows.padding), g.shape[2])
         if windows is not None and not (windows[1].settings.transposed or windows[1].settings.groups > 1):
             g, patches = windows
             numbers = patches.settings.numbers()
@@ -236,7 +236,7 @@ def _gram_of_positions(term: Term, dtype: torch.dtype) -> Tensor | None:
             return found
     if table is not None and hint(table[1].shape[1]) ** 2 < table[0].classes:
         rows, g = table
-        found = table_gram(rows.ids, g.to(dtype), -1 if rows.padding_idx is None else rows.padding_idx)
+        found = table_gram(rows.ids, g.to(dtype), rows.padding)
         return found
     return None
 
@@ -270,8 +270,7 @@ def _(g: Tensor, x: Tensor) -> Tensor:
 @torch.library.custom_op("fxgrad::table_gram", mutates_args=())
 def table_gram(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
-    if padding_idx >= 0:
-        g = g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
+    g = without(padding_idx, ids, g)
     flat, every = g.flatten(0, 1).t(), ids.flatten()
 
     def of(block: slice) -> Tensor:

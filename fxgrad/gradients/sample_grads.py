@@ -42,7 +42,7 @@ from fxgrad.operators.sums import (
     small_table_sum,
     window_sum,
 )
-from fxgrad.operators.tables import row_norms, sums_quickly, table_sum
+from fxgrad.operators.tables import row_norms, sums_quickly, table_sum, without
 from fxgrad.operators.windows import window_norms, window_rows
 from fxgrad.precision import accumulating
 from fxgrad.terms import Term
@@ -200,7 +200,7 @@ def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Norms:  # noqa:
         return found[0], found[1]
     if table is not None:
         rows, g = table
-        found = row_norms(rows.ids, g, rows.classes, -1 if rows.padding_idx is None else rows.padding_idx)
+        found = row_norms(rows.ids, g, rows.classes, rows.padding)
         return found[0], found[1]
     if windows is not None:
         g, patches = windows
@@ -216,8 +216,7 @@ def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Norms:
     assert rows is not None and pair is not None
     (ids, g), (h, x) = rows, pair
     own = norms_of(table, name, ways), norms_of(product, name, ways)
-    if ids.padding_idx is not None:
-        g = g.masked_fill((ids.ids == ids.padding_idx).unsqueeze(2), 0)
+    g = without(ids.padding, ids.ids, g)
     met = h.gather(2, ids.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # [n, l, k]
     gram = x @ g.mT
     products = (met * gram).double()
@@ -245,10 +244,9 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
         return found
     if table is not None:
         rows, g = table
-        padding = -1 if rows.padding_idx is None else rows.padding_idx
         few = math.prod(hint(size) for size in g.shape) <= FEW_NUMBERS
         table_sums = small_table_sum if few or not sums_quickly(g) else table_sum
-        found = table_sums(rows.ids, g, c, rows.classes, padding)
+        found = table_sums(rows.ids, g, c, rows.classes, rows.padding)
         return found
     if windows is not None:
         g, patches = windows

@@ -87,7 +87,10 @@ void write(const float* from, int64_t count, float* to, bool large, float factor
       }
   }
 #endif
-  for (; at < count; ++at) to[at] = factor * from[at];
+  for (; at < count; at += V) {  // the compiler is told not to vectorise loops by itself
+    const int64_t size = std::min(V, count - at);
+    (Vec::loadu(from + at, size) * Vec(factor)).store(to + at, size);
+  }
 }
 
 void drain() {

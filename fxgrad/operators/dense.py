@@ -12,7 +12,7 @@ from torch import Tensor
 from fxgrad.operators import product_kernel
 from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
-from fxgrad.operators.tables import table_grads
+from fxgrad.operators.tables import table_grads, without
 
 if TYPE_CHECKING:
     from fxgrad.terms import OneHot, Patches
@@ -52,10 +52,9 @@ def scattered(rows: OneHot, g: Tensor) -> Tensor:
     ids = rows.ids.reshape(n, -1)
     g = g.reshape(n, ids.shape[1], math.prod(g.shape[rows.ids.dim() :]))
     if _large(g, rows.classes * g.shape[2]):
-        large: Tensor = table_grads(ids, g, rows.classes, -1 if rows.padding_idx is None else rows.padding_idx)
+        large: Tensor = table_grads(ids, g, rows.classes, rows.padding)
         return large
-    if rows.padding_idx is not None:
-        g = g.masked_fill((ids == rows.padding_idx).unsqueeze(-1), 0)
+    g = without(rows.padding, ids, g)
     zeros = g.new_zeros(n, rows.classes, g.shape[2])
     return zeros.scatter_add(1, ids.unsqueeze(-1).expand_as(g), g)
 

@@ -83,7 +83,7 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
 // The products of g [n, o] and x [n, i], contiguous, as [n, o, i].
 extern "C" void outer_rows(const float* g, const float* x, int64_t n, int64_t o, int64_t i, float* out, int threads) {
   const bool large = n * o * i * 4 >= WRITTEN;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+#pragma omp parallel num_threads(threads) if (threads > 1 && large)
   {
 #pragma omp for
     for (int64_t row = 0; row < n * o; ++row) write(x + row / o * i, i, out + row * i, large, g[row]);

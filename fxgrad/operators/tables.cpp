@@ -11,7 +11,7 @@ static inline void add(float* to, const float* row, int64_t d, float weight) {
   }
 }
 
-// The gradients themselves, [n, classes, d]: a sample's is cleared and added to while it is in the cache.
+// The gradients themselves, [n, classes, d]: a sample's is added to right after it was cleared.
 extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
                             int64_t padding, int64_t classes, float* out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -27,7 +27,7 @@ extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* s
 }
 
 // Their sum with weights c [n], added to `out` [classes, d]. Each thread looks at all ids and adds up its own share of the
-// rows, those of one cache line together, so that no two write to the same and the order is always one.
+// rows, so that no two write to the same and the order is always one; rows of less than a cache line go together.
 extern "C" void table_sum(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
                           int64_t padding, const float* c, float* out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)

@@ -26,7 +26,7 @@ def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
     out = fresh(g, (len(g), classes, g.shape[2]))
     kernels = _kernels(ids, g, classes)
     if kernels is None:
-        g = _without(padding_idx, ids, g)
+        g = without(padding_idx, ids, g)
         return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)
     _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr())
     return out
@@ -50,7 +50,7 @@ def table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int)
     kernels = _kernels(ids, g, classes)
     if kernels is None:
         scale = c.view(-1, 1, 1)
-        g = _without(padding_idx, ids, torch.where(scale == 0, 0, g) * scale)
+        g = without(padding_idx, ids, torch.where(scale == 0, 0, g) * scale)
         return out.index_add_(0, ids.flatten(), g.flatten(0, 1))
     _call(kernels.table_sum, ids, g, padding_idx, c.data_ptr(), out.data_ptr())
     return out
@@ -99,7 +99,8 @@ def _exact(g: Tensor) -> bool:
     return g.dtype is torch.float32 and g.device.type == "cpu" and g.numel() > 0
 
 
-def _without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
+def without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
+    """g with zeros where the id is the padding's; -1 is nobody's."""
     return g if padding_idx < 0 else g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
 
 
@@ -121,7 +122,7 @@ def _by_kernel(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
 
 def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     n, k = ids.shape
-    g = _without(padding_idx, ids, g)
+    g = without(padding_idx, ids, g)
     sample = torch.arange(n, device=ids.device).unsqueeze(1)
     keys, places = torch.unique(ids + sample * classes, return_inverse=True)
     flat = g.flatten(0, 1)

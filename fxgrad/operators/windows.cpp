@@ -154,7 +154,7 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
           if (!out) continue;
           float* to = out + (each * s.outs + o) * weights;
           worker.put(o - block, large ? row.data() : to);
-          if (large) write(row.data(), weights, to, large);
+          if (large) write(row.data(), weights, to, true);
         }
       }
       found[unit] = of_rows.value();
