@@ -42,7 +42,7 @@ from fxgrad.operators.sums import (
     small_table_sum,
     window_sum,
 )
-from fxgrad.operators.tables import row_norms, sums_quickly, table_sum, without
+from fxgrad.operators.tables import has_kernels, row_norms, table_sum, without
 from fxgrad.operators.windows import window_norms, window_rows
 from fxgrad.precision import accumulating
 from fxgrad.terms import Term
@@ -245,7 +245,7 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
     if table is not None:
         rows, g = table
         few = math.prod(hint(size) for size in g.shape) <= FEW_NUMBERS
-        table_sums = small_table_sum if few or not sums_quickly(g) else table_sum
+        table_sums = small_table_sum if few or not has_kernels(g) else table_sum
         found = table_sums(rows.ids, g, c, rows.classes, rows.padding)
         return found
     if windows is not None:

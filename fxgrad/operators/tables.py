@@ -37,8 +37,8 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     return g.new_empty(g.shape[0], classes, g.shape[2])
 
 
-def sums_quickly(g: Tensor) -> bool:
-    """Whether there is a kernel for the sum of such rows."""
+def has_kernels(g: Tensor) -> bool:
+    """Whether there are kernels for such rows: float32 on CPU."""
     return g.dtype is torch.float32 and g.device.type == "cpu" and _library() is not None
 
 
@@ -65,7 +65,7 @@ def _(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tens
 def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     g = computable(g)
-    if not _exact(g) or g[0].numel() * g.element_size() > LARGEST or _library() is None:
+    if not g.numel() or g[0].numel() * g.element_size() > LARGEST or not has_kernels(g):
         return _by_sorting(ids, g, classes, padding_idx)
     found = _by_kernel(ids, g, padding_idx)
     doubtful = ~found[1].isfinite() | (found[0] < SMALL)
@@ -89,14 +89,9 @@ def _library() -> ctypes.CDLL | None:
 
 def _kernels(ids: Tensor, g: Tensor, classes: int) -> ctypes.CDLL | None:
     """Those that add up rows, which trust the ids; None where PyTorch's ops do, and say what is wrong."""
-    if not _exact(g) or int(ids.min()) < 0 or int(ids.max()) >= classes:
+    if not g.numel() or not has_kernels(g) or int(ids.min()) < 0 or int(ids.max()) >= classes:
         return None
     return _library()
-
-
-def _exact(g: Tensor) -> bool:
-    """Whether a kernel may read it: float32 on CPU, and not empty."""
-    return g.dtype is torch.float32 and g.device.type == "cpu" and g.numel() > 0
 
 
 def without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
