@@ -16,7 +16,7 @@ from fxgrad.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, 
 from fxgrad.context import Context, TrainableParameter, source_line
 from fxgrad.errors import BatchSizeError, LostLayout
 from fxgrad.options import Options
-from fxgrad.samples.symbols import Symbols, expression
+from fxgrad.samples.symbols import Symbols, expression, hint
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
 _CALL: ContextVar[dict[str, Any]] = ContextVar("call")  # what Dynamo's names of inputs begin with
@@ -266,16 +266,12 @@ def _own_input(
     sizes = [batch if d == dim else translate(size) for d, size in enumerate(value.shape)]
     parameter = isinstance(value, nn.Parameter) and value.requires_grad
     with symbols.mode, torch.enable_grad():
-        order = sorted(range(len(sizes)), key=lambda d: _stride_hint(value.stride(d)), reverse=True)
+        order = sorted(range(len(sizes)), key=lambda d: hint(value.stride(d)), reverse=True)
         dense = torch.empty([sizes[d] for d in order], dtype=value.dtype, device=value.device)
         own = dense.permute([order.index(d) for d in range(len(sizes))])
         if traced:
             return own.requires_grad_().clone()  # no leaf: the graph may change it in place
         return nn.Parameter(own) if parameter else own
-
-
-def _stride_hint(stride: Any) -> int:
-    return int(stride.node.hint) if isinstance(stride, torch.SymInt) else int(stride)
 
 
 def _hint(captured: Captured) -> int:

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
+FULL = dict.fromkeys(HALF, torch.float32)
+WIDE = dict.fromkeys((*HALF, torch.float32), torch.float64) | {torch.complex64: torch.complex128}
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The unit roundoff: how far a rounded number may be off, relative to itself."""
+    return torch.finfo(dtype).eps / 2
 
 
 def accumulating(dtype: torch.dtype) -> torch.dtype:

@@ -56,6 +56,11 @@ class Strategy:
         own = home == "_operator" or home.split(".")[0] == "torch"
         return self.use.method or (own and (not home.startswith("torch._ops.") or home == "torch._ops.aten"))
 
+    @property
+    def widens(self) -> bool:
+        """Whether a rule of fxgrad's own computes in float64 what is given in float64."""
+        return self.native and self.name in ("rule", "elementwise")
+
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         if self.use.output is not None:
             g = self.use.first(g, self.use.output, values, n, gradient=True)
@@ -302,12 +307,16 @@ def _by_vmap_of(use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contrib
 
 
 def matched(values: list[Any], g: Tensor) -> list[Any]:
-    """Floating values in g's dtype, as native backwards have them under autocast."""
-    if not g.is_floating_point():
+    """Floating values in g's dtype, as native backwards have them under autocast; complex ones in that precision."""
+    if not (g.is_floating_point() or g.is_complex()):
         return values
-    return [
-        v.to(g.dtype) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != g.dtype else v
-        for v in values
-    ]
+    real = g.dtype.to_real()
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        return value.to(real.to_complex() if value.is_complex() else real)
+
+    return [cast(value) for value in values]
 
 

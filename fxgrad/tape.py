@@ -10,12 +10,23 @@ import torch
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.gradients.parts import Part, has_complex, in_full_precision, joined, summed
+from fxgrad.gradients.parts import (
+    Kept,
+    Part,
+    dense_of,
+    has_complex,
+    in_full_precision,
+    is_factored,
+    joined,
+    multiplied_out,
+    summed,
+)
 from fxgrad.gradients.sample_grads import SampleGrads, kept
 from fxgrad.gradients.virtual import pulled_back
 from fxgrad.partitioning import in_backward
+from fxgrad.precision import WIDE
 from fxgrad.quantities import Quantity
-from fxgrad.strategies import Contributions, Strategy
+from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
 from fxgrad.uses import Use
 
@@ -76,7 +87,10 @@ class Tape:
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
         """Differentiate one use and add what it says about each of its parameters."""
-        self.add(strategy.use, strategy.terms(g, values, n), n)
+        found = strategy.terms(g, values, n)
+        if self.bounded and not self.bent.isdisjoint(strategy.use.wrt.values()):
+            found = _unrounded(found, strategy, g, values, n)
+        self.add(strategy.use, found, n)
 
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
         """What one use says about each of its parameters; ``scaled``: for a loss that is a sum over samples."""
@@ -86,13 +100,12 @@ class Tape:
 
     def note(self, key: int, part: Part) -> None:
         """One more part of a parameter's gradients."""
-        part = self._real(key, part)
         parts = self.parts.setdefault(key, [])
         if not self.bounded:  # what is multiplied out in any case does not wait: waiting factors raise the peak
-            parts[:] = [summed([*parts, part])]
+            parts[:] = [summed([*parts, self._real(key, part)])]
             return
         with in_backward():
-            part = in_full_precision(part)
+            part = self._real(key, in_full_precision(part))
             if key in self.bent:  # its function may enlarge what rounding did: nothing is rounded before
                 parts.append(part)
             else:
@@ -104,10 +117,12 @@ class Tape:
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""
-        if key >= len(self.likes) or self.likes[key].dtype.is_complex:
+        if key >= len(self.likes) or self.likes[key].dtype.is_complex or not has_complex(part):
             return part
-        dense = part.dense() if isinstance(part, Term) and any(map(_is_complex, part.factors)) else part
-        return dense.real if isinstance(dense, Tensor) and dense.is_complex() else dense
+        if not self.bounded:
+            return dense_of(part).real
+        whole = multiplied_out(part)
+        return Kept(whole.rows.real, whole.rounding)
 
     def _scaled_part(self, part: Term | Tensor, n: int) -> Term | Tensor:
         return part.scaled(lambda factor: self.scaled(factor, n)) if isinstance(part, Term) else self.scaled(part, n)
@@ -116,7 +131,7 @@ class Tape:
         """From functions of parameters to the parameters, children before their parents."""
         for key, strategy, values, n in self.derived:
             parts = self.parts.pop(key, None)
-            if parts and (not self.bounded or any(map(has_complex, parts)) or any(map(_is_complex, values))):
+            if parts and not self.bounded:
                 self.record(strategy, summed(parts), values, n)
             elif parts:
                 self.add(strategy.use, pulled_back(strategy, parts, values, n, self.ways), n)
@@ -137,5 +152,13 @@ class Tape:
         return found
 
 
-def _is_complex(factor: Any) -> bool:
-    return isinstance(factor, Tensor) and factor.is_complex()
+def _unrounded(found: Contributions, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> Contributions:
+    """What a function of parameters may enlarge: where a rule makes products, their sums from float64."""
+    if not strategy.widens or all(is_factored(part) for _, part in found):
+        return found
+    g = g.to(WIDE.get(g.dtype, g.dtype))
+    wide = strategy.terms(g, matched(values, g), n)
+    return [
+        (slot, part if is_factored(part) else dense_of(exact))
+        for (slot, part), (_, exact) in zip(found, wide, strict=True)
+    ]

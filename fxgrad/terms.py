@@ -65,6 +65,11 @@ class Term:
         out = self._contract()
         return out if self.shape is None else out.reshape(out.shape[0], *self.shape)
 
+    def dtype(self) -> torch.dtype:
+        """The gradient's."""
+        values = [factor.input if isinstance(factor, Patches) else factor for factor in self.factors]
+        return reduce(torch.promote_types, [value.dtype for value in values if isinstance(value, Tensor)])
+
     def product(self) -> tuple[Tensor, Tensor] | None:
         """g ``[n, k, o]`` and x ``[n, k, i]`` where the term is ``Σ_k g_nk ⊗ x_nk``; None for another one."""
         if self.equation.replace(" ", "") != "n...o,n...i->noi":

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import fxgrad
 from fxgrad.gradients.rounding import rounding_of_term
 from fxgrad.operators.norms import gamma
-from fxgrad.terms import Term
+from fxgrad.operators.tables import _by_sorting
+from fxgrad.terms import OneHot, Term
 from tests.programs import quick_dynamo
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -61,22 +62,25 @@ FUNCTIONS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "low rank": (lambda x, a, b: F.linear(x, a @ b), [(D, 2), (2, D)]),
     "steep": (lambda x, w: F.linear(x, (20 * w).exp()), [(D, D)]),
     "a scaled shift": (lambda x, w: x + 3 * w, [(D,)]),
+    "one plus a scale": (lambda x, w: x * (1 + w), [(D,)]),
+    "one plus a norm's scale": (lambda x, w: F.layer_norm(x, (D,), 1 + w), [(D,)]),
+    "a scaled slope": (lambda x, w: F.prelu(-x.abs(), w * 1.5), [(1,)]),
     "a transposed weight": (lambda x, w: F.linear(x, w.t()), [(D, D)]),
     "a scaled scale, transposed": (lambda x, w: F.linear(x, (w * 2).t()), [(D, D)]),
 }
 EVERY = SUMS | FUNCTIONS
 
 
-def swamped(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def swamped(kind: str, device: torch.device, k: int = T) -> tuple[Tensor, Tensor]:
     """Inputs and output gradients of three samples; in float32 what is large takes what is small with it."""
-    x = torch.randn(3, T, D, device=device)
+    x = torch.randn(3, k, D, device=device)
     x[:, 1::2] = x[:, :1]
     x[:, ::2] = x[:, :1]
-    g = torch.ones(3, T, D, device=device)
+    g = torch.ones(3, k, D, device=device)
     if kind == "large ends":
         g[:, 0], g[:, -1] = 2.0**27, -(2.0**27)
     elif kind == "pairs":
-        g = torch.randn(3, T, D, device=device) * 1e6
+        g = torch.randn(3, k, D, device=device) * 1e6
         g[:, 1::2] = -g[:, ::2] * (1 + 2**-22)
     else:
         x, g = torch.rand_like(x), torch.rand_like(g)
@@ -178,3 +182,84 @@ def test_what_is_neither_multiplied_nor_added_up_is_not_rounded(device: torch.de
     assert rounding_of_term(Term("n...o->no", g)).equal(torch.zeros(5, dtype=torch.float64, device=device))
     assert (rounding_of_term(Term("n...o->no", g.expand(5, 2, 7))) > 0).all()
     assert (rounding_of_term(Term("n...o,n...o->no", g, g)) > 0).all()
+
+
+def one_that_takes_all(k: int, device: torch.device) -> Tensor:
+    """Output gradients the first of which takes all others with it where they are added one after another."""
+    g = torch.full((3, k, D), 2.0**-25, device=device)
+    g[:, 0] = 1
+    return g
+
+
+LONG = ["layer_norm", "group_norm", "bias", "scale", "prelu", "einsum", "a transposed weight"]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_sums(name: str, device: torch.device) -> None:
+    """Compilers add up thousands of numbers one after another; also where the length changes from call to call."""
+    torch.manual_seed(0)
+    function, shapes = EVERY[name]
+    model, clipped = Of(function, *shapes).to(device), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped)
+    for k in (40, 24, 5000):
+        x, g = torch.randn(3, 1, D, device=device).expand(3, k, D).contiguous(), one_that_takes_all(k, device)
+        weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+        assert bool((weight * norms <= C * (1 + 1e-5)).all()), (k, weight * norms / C)
+        assert bool((weight * (norms + 1e-6) >= C * (1 - 1e-3)).all()), (k, weight * norms / C)
+    x, g = swamped("pairs", device, 1200)
+    weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+    assert bool((weight * norms <= C * (1 + 1e-5)).all()), weight * norms / C
+
+
+def test_sums_of_several_uses(device: torch.device) -> None:
+    """The second use takes the first one's gradient back: what is left is what rounding took from the others."""
+    model = Of(lambda x, w: x[..., :1] * w + x[..., 1:2] * w + x[..., 2:3] * w, (D,)).to(device)
+    clipped = fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    x = torch.ones(3, 1, D, device=device)
+    x[..., 0], x[..., 1], x[..., 2] = 2.0**24 + 2, -(2.0**24), 0.75
+    g = torch.ones(3, 1, D, device=device)
+    weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+    assert bool((weight * norms <= C * (1 + 1e-5)).all()), weight * norms / C
+
+
+def test_complex_products_for_a_real_parameter(device: torch.device) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return torch.view_as_real(torch.complex(x, -x) * torch.complex(w, w)).sum(-1)
+
+    model, clipped = Of(function, (D,)).to(device), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    for kind in ("large ends", "pairs"):
+        x, g = swamped(kind, device)
+        weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+        assert bool((weight > 0).all())
+        assert bool((weight * norms <= C * (1 + 1e-5)).all()), (kind, weight * norms / C)
+
+
+def rows_of_one_id(k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids, and rows the first of which takes all others with it where they are added one after another."""
+    g = torch.full((3, k, 8), 2.0**-25, device=device)
+    g[:, 0] = 1
+    return torch.ones(3, k, dtype=torch.long, device=device), g
+
+
+@pytest.mark.parametrize("strategy", ["materialise", "rows"])
+@pytest.mark.parametrize("k", [64, 8192])
+def test_rows_of_one_id(strategy: str, k: int, device: torch.device) -> None:
+    """A table adds its rows up one after another, however many there are."""
+    ids, g = rows_of_one_id(k, device)
+    model, clipped = nn.Embedding(3, 8, device=device), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, strategy=strategy, backend="eager")
+    for these, rows in ((ids, g), (ids[:, :40] * torch.arange(40, device=device) % 3, torch.randn_like(g[:, :40]))):
+        (transformed(these) * rows).sum().backward()
+        weight = fxgrad.result(transformed, clipped).weight.double()
+        fxgrad.zero_grad(transformed)
+        norms = Term("n...v,n...d->nvd", OneHot(these, 3), rows.double()).dense().flatten(1).norm(dim=1)
+        assert bool((weight * norms <= C * (1 + 1e-5)).all()), weight * norms / C
+    assert bool(((weight * (norms + 1e-6) / C - 1).abs() <= 1e-3).all())
+
+
+def test_rows_of_one_id_by_sorting(device: torch.device) -> None:
+    ids, g = rows_of_one_id(8192, device)
+    norms = Term("n...v,n...d->nvd", OneHot(ids, 3), g.double()).dense().flatten(1).norm(dim=1)
+    assert bool((_by_sorting(ids, g, 3, -1)[1] >= norms).all())

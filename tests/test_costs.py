@@ -28,7 +28,7 @@ from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs
 from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
 from fxgrad.operators.convolutions import Settings
-from fxgrad.samples.symbols import Symbols
+from fxgrad.samples.symbols import Symbols, hint
 from fxgrad.targets import NewTape
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
@@ -482,7 +482,7 @@ def test_what_is_not_marked_is_nowhere_in_the_graph() -> None:
     marked = {p.name for p in found.parameters if p.materialised}
     assert {"table.weight", "wide.weight", "last.weight"}.isdisjoint(marked) and "norm.weight" in marked
     values = [node.meta.get("val") for node in compiled(model, ids)]
-    sizes = {contractions.hint(value.numel()) for value in values if isinstance(value, Tensor)}
+    sizes = {hint(value.numel()) for value in values if isinstance(value, Tensor)}
     for name, p in model.named_parameters():
         if name not in marked:
             assert 11 * p.numel() not in sizes, name

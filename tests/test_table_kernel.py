@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxgrad
 from fxgrad.operators import tables
-from fxgrad.operators.tables import row_norms, table_grads, table_sum
+from fxgrad.operators.tables import row_norms, table_grads, table_rows, table_sum
 
 
 def grads(ids: Tensor, g: Tensor, classes: int, padding: int) -> Tensor:
@@ -43,6 +43,10 @@ def test_every_shape(data: Any) -> None:
     torch.testing.assert_close(norm, true, rtol=1e-5, atol=1e-6)
     found = table_grads(ids, g, classes, padding)
     torch.testing.assert_close(found.double(), grads(ids, g, classes, padding), rtol=1e-5, atol=1e-5)
+    rows, both = table_rows(ids, g, classes, padding)
+    assert rows.equal(found)
+    torch.testing.assert_close(both, torch.stack([norm, bound]), rtol=1e-4, atol=1e-6)
+    assert (both[1] >= true * (1 - 1e-12)).all()
     assert (bound >= true * (1 - 1e-12)).all() and (bound <= true + 1e-3 * g.flatten(1).norm(dim=1)).all()
     c = torch.rand(n, dtype=draw(st.sampled_from([torch.float32, torch.float64])))
     c[0], g[0] = 0, float("nan")
@@ -61,28 +65,31 @@ def test_ids_that_share_their_low_bits() -> None:
 def test_where_squares_leave_float32(scale: float) -> None:
     ids, g = torch.randint(5, (3, 9)), torch.randn(3, 9, 4)
     g[1] *= scale
-    norm, bound = row_norms(ids, g, 5, -1)
     true = norms(ids, g, 5, -1)
-    torch.testing.assert_close(norm, true, rtol=1e-5, atol=0)
-    assert (bound >= true * (1 - 1e-12)).all() and (bound <= true * 1.001).all()
+    for norm, bound in (row_norms(ids, g, 5, -1), table_rows(ids, g, 5, -1)[1]):
+        torch.testing.assert_close(norm, true, rtol=1e-5, atol=0)
+        assert (bound >= true * (1 - 1e-12)).all() and (bound <= true * 1.001).all()
 
 
 def test_rows_that_cancel_have_a_bound() -> None:
     """1e8 + 1 - 1e8 is 0 in float32, and 1 in exact arithmetic."""
     g = torch.tensor([[[1e8], [1.0], [-1e8]]])
-    norm, bound = row_norms(torch.zeros(1, 3, dtype=torch.long), g, 2, -1)
-    assert bound >= 1 >= norm - 1e-6
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    for norm, bound in (row_norms(ids, g, 2, -1), table_rows(ids, g, 2, -1)[1]):
+        assert bound >= 1 >= norm - 1e-6
 
 
 def test_without_a_compiler_ids_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, g = torch.randint(5, (3, 9)), torch.randn(3, 9, 4)
     assert tables._library() is not None
     found, multiplied_out, c = row_norms(ids, g, 5, 2), table_grads(ids, g, 5, 2), torch.tensor([1.0, 0.5, 0.0])
-    summed = table_sum(ids, g, c, 5, 2)
+    summed, (rows, both) = table_sum(ids, g, c, 5, 2), table_rows(ids, g, 5, 2)
     monkeypatch.setattr(tables, "_library", lambda: None)
     torch.testing.assert_close(found[0], row_norms(ids, g, 5, 2)[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(multiplied_out, table_grads(ids, g, 5, 2))
     torch.testing.assert_close(summed, table_sum(ids, g, c, 5, 2))
+    torch.testing.assert_close(rows, table_rows(ids, g, 5, 2)[0])
+    torch.testing.assert_close(both, table_rows(ids, g, 5, 2)[1], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("wrong", [-2, 5])
@@ -90,6 +97,8 @@ def test_ids_outside_of_the_table_are_an_error(wrong: int) -> None:
     ids, g = torch.tensor([[0, wrong]]), torch.randn(1, 2, 4)
     with pytest.raises(RuntimeError, match="out of bounds"):
         table_grads(ids, g, 5, -1)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        table_rows(ids, g, 5, -1)
     with pytest.raises(RuntimeError, match="out of bounds"):
         table_sum(ids, g, torch.ones(1), 5, -1)
 

@@ -25,6 +25,7 @@ from sympy import Expr, Integer
 from torch import Tensor
 
 from fxgrad.costs.machines import Machine
+from fxgrad.samples.symbols import hint
 from fxgrad.terms import Patches, Term, is_one
 
 
@@ -283,14 +284,6 @@ def _tensors(term: Term) -> list[Tensor]:
 def _elements(factor: Tensor) -> Any:
     """Of one sample's part."""
     return math.prod(factor.shape[1:])
-
-
-def hint(size: Any) -> int:
-    """A size, or for one that changes from call to call what it was in the first."""
-    node = getattr(size, "node", None)
-    if node is None:
-        return int(size)
-    return int(node.hint) if node.hint is not None else 64
 
 
 class Cost(NamedTuple):

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxgrad.costs.contractions import hint
 from fxgrad.gradients.parts import Part, dense_of
 from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.norms import as_vectors
 from fxgrad.operators.signs import times_signs
 from fxgrad.operators.sums import SMALL
 from fxgrad.operators.tables import without
+from fxgrad.samples.symbols import hint
 from fxgrad.terms import Term
 
 ELEMENTS = 1 << 20  # elements of gradients that are multiplied out together

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fxgrad.gradients.rounding import rounding_of_term
-from fxgrad.operators.norms import Norms
-from fxgrad.precision import HALF, computable
-from fxgrad.terms import Factor, OneHot, Patches, Term
+from fxgrad.gradients.rounding import is_long, rounding_of_term
+from fxgrad.operators.norms import Norms, bounded, frobenius, in_a_row
+from fxgrad.operators.products import product_rows, rank_one_norms
+from fxgrad.operators.tables import kernels_pay, table_rows
+from fxgrad.operators.windows import window_rows
+from fxgrad.precision import FULL, WIDE, computable, unit
+from fxgrad.terms import Factor, OneHot, Patches, Term, is_one
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ def dense_of(part: Part, wide: bool = False) -> Tensor:
     if isinstance(part, Virtual):
         return part.of.rows(part.slot, wide)
     if isinstance(part, Term):
-        return term_as(part, torch.float64, (*HALF, torch.float32)).dense() if wide else part.dense()
+        return term_as(part, WIDE).dense() if wide else part.dense()
     rows = part.rows if isinstance(part, Kept) else part
-    return rows.double() if wide else rows
+    return rows.to(WIDE.get(rows.dtype, rows.dtype)) if wide else rows
 
 
 def summed(parts: Sequence[Part], wide: bool = False) -> Tensor:
@@ -74,10 +77,55 @@ def summed(parts: Sequence[Part], wide: bool = False) -> Tensor:
 
 def joined(parts: Sequence[Part]) -> Kept:
     """The same, with how far rounding may be off."""
-    off = rounding(parts[0])
+    whole = multiplied_out(parts[0])
     for part in parts[1:]:
-        off = off + rounding(part)
-    return Kept(summed(parts), off)
+        more = multiplied_out(part)
+        rows = whole.rows + more.rows
+        whole = Kept(rows, whole.rounding + more.rounding + unit(rows.dtype) * frobenius(rows))
+    return whole
+
+
+def multiplied_out(part: Part) -> Kept:
+    """One part, likewise; a few samples' are looked at while they are in the cache, where an operator makes them."""
+    if isinstance(part, Kept):
+        return part
+    if not isinstance(part, Term):
+        return Kept(dense_of(part), rounding(part))
+    product, table, windows = part.product(), part.rows(), part.windows()
+    if has_complex(part) or (not is_factored(part) and is_long(part)):
+        return _in_wide_numbers(part)
+    if product is not None and is_one(product[0].shape[1]):
+        g, x = product
+        rows, found = part.dense(), torch.stack(rank_one_norms(g.squeeze(1), x.squeeze(1)))
+        return Kept(rows, unit(rows.dtype) * found[1], found)
+    if product is not None:
+        rows, found = product_rows(*product)
+    elif table is not None and kernels_pay(table[1]):
+        rows, found = table_rows(table[0].ids, table[1], table[0].classes, table[0].padding)
+    elif windows is not None:
+        g, patches = windows
+        rows, found = window_rows(g, patches.input, patches.kernel, patches.settings.numbers())
+    else:
+        return Kept(part.dense(), rounding_of_term(part))
+    rows = rows if part.shape is None else rows.reshape(rows.shape[0], *part.shape)
+    return Kept(rows, found[1] - found[0], found)
+
+
+def _in_wide_numbers(term: Term) -> Kept:
+    """Compilers add many numbers up one after another; in float64 that is as good as exact.
+
+    One factor alone may be products that a rule has rounded: a complex one is two products and a sum.
+    """
+    wide, narrow = term_as(term, WIDE), term.dtype()
+    made = 4 * unit(narrow) if len(term.factors) == 1 else 0
+    rows = wide.dense()
+    norms, bounds = bounded(rows, rounding_of_term(wide, made))
+    return Kept(rows.to(narrow), bounds - norms + unit(narrow) * norms, torch.stack([norms, bounds]))
+
+
+def is_factored(part: Part) -> bool:
+    """Whether it is a term that has no product rounded: of a matrix, a table, or a convolution."""
+    return isinstance(part, Term) and any(kind() is not None for kind in (part.product, part.rows, part.windows))
 
 
 def rounding(part: Part) -> Tensor:
@@ -111,21 +159,22 @@ def shape_of(part: Part) -> tuple[int, ...]:
 def in_full_precision(part: Part) -> Part:
     """Half types as float32: norms and sums are computed in it, up to the cast to the parameter's dtype."""
     if isinstance(part, Term):
-        return term_as(part, torch.float32, HALF)
+        return term_as(part, FULL)
     if isinstance(part, Kept):
         return replace(part, rows=computable(part.rows))
     return computable(part) if isinstance(part, Tensor) else part
 
 
-def term_as(term: Term, to: torch.dtype, of: Sequence[torch.dtype]) -> Term:
-    """A term with factors of some dtypes in another one."""
+def term_as(term: Term, dtypes: Mapping[torch.dtype, torch.dtype]) -> Term:
+    """A term with factors of some dtypes in others."""
+
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtypes.get(value.dtype, value.dtype))
 
     def factor(given: Factor) -> Factor:
         if isinstance(given, OneHot):
             return given
-        if isinstance(given, Patches):
-            return replace(given, input=given.input.to(to)) if given.input.dtype in of else given
-        return given.to(to) if given.dtype in of else given
+        return replace(given, input=cast(given.input)) if isinstance(given, Patches) else cast(given)
 
     return Term(term.equation, *map(factor, term.factors), shape=term.shape)
 
@@ -181,6 +230,7 @@ def grouped(part: Part, size: int) -> Part:
             return Term(part.equation, in_one(g), replace(patches, input=in_one(patches.input)), shape=part.shape)
         return _term_in_groups(part, size)
     rows, off = dense_of(part), rounding(part)
+    off = off + in_a_row(size, rows.dtype) * frobenius(rows)
     summed_rows = rows.reshape(rows.shape[0] // size, size, *rows.shape[1:]).sum(1)
     return Kept(summed_rows, off.reshape(-1, size).sum(1))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.costs.contractions import hint
+from fxgrad.samples.symbols import hint
 from fxgrad.strategies import Strategy
 from fxgrad.terms import Term
 

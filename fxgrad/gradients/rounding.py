@@ -13,44 +13,60 @@ import math
 import torch
 from torch import Tensor
 
-from fxgrad.costs.contractions import hint
-from fxgrad.operators.norms import frobenius, gamma
+from fxgrad.operators.norms import CHAIN, frobenius, in_a_row
 from fxgrad.operators.products import product_rounding
+from fxgrad.operators.tables import rounding_of_sums
 from fxgrad.operators.windows import window_rounding
 from fxgrad.terms import Term, is_one
 
 
-def rounding_of_term(term: Term) -> Tensor:
-    """``[n]`` in float64."""
+def rounding_of_term(term: Term, made: float = 0) -> Tensor:
+    """``[n]`` in float64; ``made``: how far the entries of its one factor may be off, relative to themselves."""
     pair, table, windows = term.product(), term.rows(), term.windows()
     if pair is not None and not any(side.is_complex() for side in pair):
         return product_rounding(*pair)
     if table is not None:
         rows, g = table
-        lengths = frobenius(g.flatten(0, 1)).view(g.shape[:2])
-        return gamma(hint(rows.ids.shape[1]), g.dtype) * lengths.sum(1)
+        each = frobenius(g.flatten(0, 1)).view(g.shape[:2])
+        each = each.masked_fill(rows.ids == rows.padding, 0)
+        zeros = each.new_zeros(g.shape[0], rows.classes)
+        lengths = zeros.scatter_add(1, rows.ids, each)
+        counts = zeros.scatter_add(1, rows.ids, torch.ones_like(each))
+        return 1.001 * frobenius(rounding_of_sums(counts, lengths, g.dtype))
     if windows is not None:
         g, patches = windows
         met = patches.input if patches.settings.transposed else g
-        positions = [hint(size) for size in (met.shape[1], *met.shape[3:])]
+        positions = [met.shape[1], *met.shape[3:]]
         copies = math.prod(patches.kernel[2:])
         return window_rounding(frobenius(g), frobenius(patches.input), positions, copies, g.dtype)
     factors = [factor for factor in term.factors if isinstance(factor, Tensor)]
-    letters, result = term.letters()
-    sizes = {
-        letter: size
-        for names, factor in zip(letters, factors, strict=True)
-        for letter, size in zip(names, factor.shape, strict=True)
-    }
-    added = [letter for letter in sizes if letter not in result]
+    letters, _ = term.letters()
+    sizes, added = _sizes(term)
     if len(factors) == 1 and all(is_one(sizes[letter]) for letter in added):
         return factors[0].new_zeros(factors[0].shape[0], dtype=torch.float64)  # nothing is multiplied or added up
-    relative = 1.01 * gamma(math.prod(hint(sizes[letter]) for letter in added), factors[0].dtype)
+    relative = in_a_row(math.prod(sizes[letter] for letter in added), term.dtype()) + made
     if all(names == letters[0] for names in letters):
         return relative * frobenius(Term(term.equation, *(factor.abs() for factor in factors)).dense())
     alone = [letter for letter in added if sum(letter in names for names in letters) == 1]
-    times = math.sqrt(math.prod(hint(sizes[letter]) for letter in alone))
-    found = torch.full((), relative * times, dtype=torch.float64, device=factors[0].device)
+    times = math.prod(sizes[letter] for letter in alone)
+    found: Tensor = torch.ones((), dtype=torch.float64, device=factors[0].device) * relative * times**0.5
     for names, factor in zip(letters, factors, strict=True):
         found = found * frobenius(factor if names[0] == "n" else factor.unsqueeze(0))
     return found
+
+
+def is_long(term: Term) -> bool:
+    """Whether more products are added up than a kernel would add one after another."""
+    sizes, added = _sizes(term)
+    return bool(math.prod(sizes[letter] for letter in added) > CHAIN)
+
+
+def _sizes(term: Term) -> tuple[dict[str, int], list[str]]:
+    """Of a term's letters, and those that the result does not have."""
+    letters, result = term.letters()
+    sizes = {
+        letter: size
+        for names, factor in zip(letters, term.factors, strict=True)
+        for letter, size in zip(names, factor.shape, strict=True)  # type: ignore[union-attr]
+    }
+    return sizes, [letter for letter in sizes if letter not in result]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.costs.contractions import Way, contraction_of, hint
+from fxgrad.costs.contractions import Way, contraction_of
 from fxgrad.costs.machines import Machine
 from fxgrad.gradients.columns import by_columns
 from fxgrad.gradients.parts import (
@@ -23,16 +23,17 @@ from fxgrad.gradients.parts import (
     Virtual,
     dense_of,
     grouped,
-    has_complex,
+    is_factored,
+    joined,
     merged,
+    multiplied_out,
     rounding,
     summed,
 )
 from fxgrad.operators.norms import Norms, as_vectors, bounded, frobenius, gamma
-from fxgrad.operators.products import product_norms, product_rows, rank_one_norms
+from fxgrad.operators.products import product_norms, rank_one_norms
 from fxgrad.operators.sums import (
     FEW_FACTORS,
-    FEW_NUMBERS,
     FEW_PRODUCTS,
     SMALL,
     dense_sum,
@@ -42,9 +43,10 @@ from fxgrad.operators.sums import (
     small_table_sum,
     window_sum,
 )
-from fxgrad.operators.tables import has_kernels, row_norms, table_sum, without
-from fxgrad.operators.windows import window_norms, window_rows
+from fxgrad.operators.tables import kernels_pay, row_norms, table_sum, without
+from fxgrad.operators.windows import window_norms
 from fxgrad.precision import accumulating
+from fxgrad.samples.symbols import hint
 from fxgrad.terms import Term
 
 
@@ -93,8 +95,10 @@ class SampleGrads:
                 return _norms_of_tied(table, product, self.name, self.ways)
         self.ways.multiplied_out(self.name)
         wide = any(isinstance(part, Virtual) and not part.of.keeps for part in parts)
+        if not wide:
+            return norms_of(joined(parts))
         rows = summed(self.parts, wide)
-        off = [rounding(part) for part in parts if not wide or isinstance(part, Kept)]
+        off = [rounding(part) for part in parts if not (isinstance(part, Virtual) or is_factored(part))]
         return bounded(rows, sum(off, rows.new_zeros(self.n, dtype=torch.float64)))
 
     def weighted(self, c: Tensor) -> Tensor:
@@ -163,23 +167,8 @@ def _rank_one(parts: Sequence[Part]) -> tuple[Tensor, Tensor] | None:
 def kept(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable
     """A part of one parameter as it waits for the end of the backward: as factors, or multiplied out."""
     if isinstance(part, Term) and ways.of(name, part) is Way.MATERIALISE:
-        return _multiplied_out(part)
+        return multiplied_out(part)
     return part
-
-
-def _multiplied_out(term: Term) -> Kept:
-    """A term's gradients, looked at while a few samples' are in the cache where an operator makes them."""
-    product, windows = term.product(), term.windows()
-    if has_complex(term) or (product is None and windows is None):
-        return Kept(term.dense(), rounding(term))
-    if product is not None:
-        rows, found = product_rows(*product)
-    else:
-        assert windows is not None
-        g, patches = windows
-        rows, found = window_rows(g, patches.input, patches.kernel, patches.settings.numbers())
-    rows = rows if term.shape is None else rows.reshape(rows.shape[0], *term.shape)
-    return Kept(rows, found[1] - found[0], found)
 
 
 def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Norms:  # noqa: B008 - immutable
@@ -207,7 +196,7 @@ def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Norms:  # noqa:
         gram = ways.of(name, part, waits=True) is Way.GRAM
         found = window_norms(g, patches.input, patches.kernel, patches.settings.numbers(), gram)
         return found[0], found[1]
-    return bounded(part.dense(), rounding(part))
+    return norms_of(multiplied_out(part))
 
 
 def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Norms:
@@ -244,8 +233,7 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
         return found
     if table is not None:
         rows, g = table
-        few = math.prod(hint(size) for size in g.shape) <= FEW_NUMBERS
-        table_sums = small_table_sum if few or not has_kernels(g) else table_sum
+        table_sums = table_sum if kernels_pay(g) else small_table_sum
         found = table_sums(rows.ids, g, c, rows.classes, rows.padding)
         return found
     if windows is not None:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.gradients.parts import Kept, Part, Virtual, dense_of, rounding, shape_of, summed
+from fxgrad.gradients.parts import (
+    Kept,
+    Part,
+    Virtual,
+    dense_of,
+    has_complex,
+    rounding,
+    shape_of,
+    summed,
+)
 from fxgrad.gradients.pieces import Back, cut, traced
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.operators.norms import Norms, as_vectors, bounded, frobenius
@@ -89,10 +98,11 @@ def pulled_back(
     """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
     def back(rows: Tensor) -> dict[int, Tensor]:
-        given = rows if strategy.native else rows.to(_dtype(values, rows))
+        given = rows if strategy.native else rows.to(_computed_in(values, rows))
         found: dict[int, Tensor] = {}
         for slot, part in strategy.terms(given, matched(values, given), given.shape[0]):
-            grad = dense_of(part).to(rows.dtype)
+            grad = dense_of(part)
+            grad = grad.to(rows.dtype.to_complex() if grad.is_complex() else rows.dtype.to_real())
             found[slot] = found[slot] + grad if slot in found else grad
         return found
 
@@ -130,15 +140,17 @@ def _through(
     return found
 
 
-def _dtype(values: Sequence[Any], rows: Tensor) -> torch.dtype:
-    """What a user's own function computes in."""
-    return next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
+def _computed_in(values: Sequence[Any], rows: Tensor) -> torch.dtype:
+    """What a user's own function computes in, and gives such gradients in."""
+    own = next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
+    return own.to_complex() if rows.is_complex() else own
 
 
 def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
     """The gradients of u."""
     like = next(values[slot] for slot in strategy.use.wrt)
     shape, dtype = shape_of(parts[0]), accumulating(like.dtype)
+    dtype = dtype.to_complex() if any(map(has_complex, parts)) else dtype
     return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(ways, wishes={}))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fxgrad.operators import product_kernel
 from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
-from fxgrad.operators.tables import table_grads, without
+from fxgrad.operators.tables import kernels_pay, table_grads, without
 
 if TYPE_CHECKING:
     from fxgrad.terms import OneHot, Patches
@@ -51,7 +51,7 @@ def scattered(rows: OneHot, g: Tensor) -> Tensor:
     n = rows.ids.shape[0]
     ids = rows.ids.reshape(n, -1)
     g = g.reshape(n, ids.shape[1], math.prod(g.shape[rows.ids.dim() :]))
-    if _large(g, rows.classes * g.shape[2]):
+    if kernels_pay(g) or _large(g, rows.classes * g.shape[2]):
         large: Tensor = table_grads(ids, g, rows.classes, rows.padding)
         return large
     g = without(rows.padding, ids, g)

@@ -15,6 +15,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from fxgrad.precision import unit
+
 CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
 TINY = 1e-30  # norms below this may have lost digits to underflow on the way
@@ -25,7 +27,12 @@ Norms = tuple[Tensor, Tensor]  # and their bounds, [n] each
 def gamma(m: int, dtype: torch.dtype, blocks: int = 0) -> float:
     """The relative error of a sum of m products, at most; ``blocks``: how many there are, if more than m / CHAIN."""
     chain = m if m <= CHAIN and blocks <= 1 else min(m, CHAIN) + max(m / CHAIN, blocks)
-    return (chain + 2) * torch.finfo(dtype).eps / 2
+    return (chain + 2) * unit(dtype)
+
+
+def in_a_row(m: int, dtype: torch.dtype) -> float:
+    """The same for products that are added up one after another, as compilers do; m is below 100,000 in float32."""
+    return 1.01 * (m + 2) * unit(dtype)
 
 
 def frobenius(rows: Tensor) -> Tensor:

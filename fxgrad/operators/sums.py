@@ -17,7 +17,6 @@ from fxgrad.precision import accumulating
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 FEW_PRODUCTS = 8 << 20  # of a sum, up to which an operator's call costs more than a faster library gains
-FEW_NUMBERS = 1 << 15  # of a table's rows, up to which its call costs more than it gains
 FEW_FACTORS = 1 << 18  # elements of a side, up to which it costs more than one more copy of them
 
 

@@ -11,17 +11,52 @@ static inline void add(float* to, const float* row, int64_t d, float weight) {
   }
 }
 
-// The gradients themselves, [n, classes, d]: a sample's is added to right after it was cleared.
+struct Sum {
+  int64_t id, count;
+  double lengths;  // of the rows, added up, where there are several
+};
+
+// Before a row is added to the sum that is in memory: how many there are, and how long.
+static inline void count_row(Sum& sum, const float* to, const float* row, int64_t d) {
+  if (sum.count == 1) sum.lengths = std::sqrt(squares(to, d));
+  if (sum.count > 0) sum.lengths += std::sqrt(squares(row, d));
+  sum.count += 1;
+}
+
+// How far rounding may put a gradient off: its rows are sums of float32, one after another.
+static inline double off_by(const std::vector<Sum>& sums) {
+  double off = 0;
+  for (const Sum& sum : sums) {
+    if (sum.count < 2) continue;
+    const double added = sum.count - 1;
+    const double relative = added / std::max(0.5, 1 - added * 6e-8) * sum.lengths;
+    off += relative * relative;
+  }
+  return off;
+}
+
+// The gradients themselves, [n, classes, d]: a sample's is added to right after it was cleared. With `found`, every sample's
+// squared norm, and how far rounding may be off.
 extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
-                            int64_t padding, int64_t classes, float* out, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t sample = 0; sample < n; ++sample) {
-    float* own = out + sample * classes * d;
-    std::memset(own, 0, classes * d * sizeof(float));
-    for (int64_t i = 0; i < k; ++i) {
-      const int64_t id = ids[sample * k + i];
-      if (id == padding) continue;
-      add(own + id * d, g + sample * steps[0] + i * steps[1], d, 1);
+                            int64_t padding, int64_t classes, float* out, double* found, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<Sum> sums(found ? classes : 0);
+#pragma omp for
+    for (int64_t sample = 0; sample < n; ++sample) {
+      float* own = out + sample * classes * d;
+      std::memset(own, 0, classes * d * sizeof(float));
+      std::fill(sums.begin(), sums.end(), Sum{0, 0, 0});
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t id = ids[sample * k + i];
+        if (id == padding) continue;
+        const float* row = g + sample * steps[0] + i * steps[1];
+        if (found) count_row(sums[id], own + id * d, row, d);
+        add(own + id * d, row, d, 1);
+      }
+      if (!found) continue;
+      found[sample] = squares(own, classes * d);
+      found[n + sample] = off_by(sums);
     }
   }
 }
@@ -46,11 +81,6 @@ extern "C" void table_sum(const int64_t* ids, const float* g, const int64_t* ste
 
 // Every sample's squared norm, and how far rounding may be off. The rows of one id are added up: `places` finds their
 // sum, an open hash table of ids with room for twice as many.
-
-struct Sum {
-  int64_t id, count;
-  double lengths;  // of the rows, added up, where there are several
-};
 
 extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
                             int64_t padding, double* found, int threads) {
@@ -79,24 +109,15 @@ extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* s
         }
         Sum& sum = sums[places[place]];
         float* to = rows.data() + places[place] * d;
-        if (sum.count == 1) sum.lengths = std::sqrt(squares(to, d));
-        if (!first) sum.lengths += std::sqrt(squares(row, d));
+        count_row(sum, to, row, d);
         for (int64_t at = 0; at < d; at += V) {
           const int64_t size = std::min(V, d - at);
           const Vec value = Vec::loadu(row + at, size);
           (first ? value : Vec::loadu(to + at, size) + value).store(to + at, size);
         }
-        sum.count += 1;
       }
-      double off = 0;
-      for (const Sum& sum : sums) {
-        const double added = sum.count - 1;  // of one row nothing is added up
-        const double relative = added / std::max(0.5, 1 - added * 6e-8) * sum.lengths;
-        off += relative * relative;
-      }
-      const double square = squares(rows.data(), sums.size() * d);
-      found[sample] = square;
-      found[n + sample] = off;
+      found[sample] = squares(rows.data(), sums.size() * d);
+      found[n + sample] = off_by(sums);
     }
   }
 }

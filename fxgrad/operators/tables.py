@@ -7,6 +7,7 @@ the norms the ids are sorted. PyTorch's own sum adds every number by an atomic i
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,10 @@ from torch import Tensor
 from fxgrad.compiled import LARGEST, library
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
 from fxgrad.operators.norms import CHAIN, SMALL, gamma, quick_frobenius
-from fxgrad.precision import computable
+from fxgrad.precision import computable, unit
+from fxgrad.samples.symbols import hint
+
+FEW_NUMBERS = 1 << 15  # of the rows, up to which an operator's call costs more than it gains
 
 
 @torch.library.custom_op("fxgrad::table_grads", mutates_args=(), tags=ANY_LAYOUT)
@@ -28,7 +32,7 @@ def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
     if kernels is None:
         g = without(padding_idx, ids, g)
         return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)
-    _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr())
+    _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr(), None)
     return out
 
 
@@ -37,9 +41,31 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     return g.new_empty(g.shape[0], classes, g.shape[2])
 
 
+@torch.library.custom_op("fxgrad::table_rows", mutates_args=(), tags=ANY_LAYOUT)
+def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[Tensor, Tensor]:
+    """The same, with norms and bounds."""
+    kernels = _kernels(ids, g, classes)
+    if kernels is None:
+        return table_grads(ids, g, classes, padding_idx), row_norms(ids, g, classes, padding_idx)
+    out, found = fresh(g, (len(g), classes, g.shape[2])), torch.empty(2, len(ids), dtype=torch.float64)
+    _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr(), found.data_ptr())
+    return out, _measured(found, ids, g, classes, padding_idx)
+
+
+@table_rows.register_fake
+def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[Tensor, Tensor]:
+    found = g.new_empty((2, ids.shape[0]), dtype=torch.float64)
+    return g.new_empty(g.shape[0], classes, g.shape[2]), found
+
+
 def has_kernels(g: Tensor) -> bool:
     """Whether there are kernels for such rows: float32 on CPU."""
     return g.dtype is torch.float32 and g.device.type == "cpu" and _library() is not None
+
+
+def kernels_pay(g: Tensor) -> bool:
+    """Whether rows ``[n, k, d]`` are added up by a kernel rather than by the compiler's atomic instructions."""
+    return math.prod(hint(size) for size in g.shape) > FEW_NUMBERS and has_kernels(g)
 
 
 @torch.library.custom_op("fxgrad::table_sum", mutates_args=(), tags=ANY_LAYOUT)
@@ -67,11 +93,10 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     g = computable(g)
     if not g.numel() or g[0].numel() * g.element_size() > LARGEST or not has_kernels(g):
         return _by_sorting(ids, g, classes, padding_idx)
-    found = _by_kernel(ids, g, padding_idx)
-    doubtful = ~found[1].isfinite() | (found[0] < SMALL)
-    if bool(doubtful.any()):
-        found[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx)
-    return found
+    kernels, found = _library(), torch.empty(2, len(ids), dtype=torch.float64)
+    assert kernels is not None
+    _call(kernels.row_squares, ids, g, padding_idx, found.data_ptr())
+    return _measured(found, ids, g, classes, padding_idx)
 
 
 @row_norms.register_fake
@@ -83,15 +108,23 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
 def _library() -> ctypes.CDLL | None:
     sources = [Path(__file__).with_name(name) for name in ("common.cpp", "tables.cpp")]
     read, written = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, [ctypes.c_void_p, ctypes.c_int]
-    grads, sums = [*read, ctypes.c_int64, *written], [*read, ctypes.c_void_p, *written]
+    grads = [*read, ctypes.c_int64, ctypes.c_void_p, *written]
+    sums = [*read, ctypes.c_void_p, *written]
     return library(sources, {"row_squares": read + written, "table_grads": grads, "table_sum": sums})
 
 
 def _kernels(ids: Tensor, g: Tensor, classes: int) -> ctypes.CDLL | None:
     """Those that add up rows, which trust the ids; None where PyTorch's ops do, and say what is wrong."""
-    if not g.numel() or not has_kernels(g) or int(ids.min()) < 0 or int(ids.max()) >= classes:
+    if not g.numel() or not has_kernels(g):
         return None
-    return _library()
+    least, most = ids.aminmax()
+    return _library() if int(least) >= 0 and int(most) < classes else None
+
+
+def rounding_of_sums(counts: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far sums may be off of so many rows, added one after another, whose norms add up to ``lengths``."""
+    added = (counts - 1).clamp(min=0) * unit(dtype)
+    return added / (1 - added).clamp(min=0.5) * lengths
 
 
 def without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
@@ -99,34 +132,36 @@ def without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
     return g if padding_idx < 0 else g.masked_fill((ids == padding_idx).unsqueeze(2), 0)
 
 
-def _call(kernel: Callable[..., None], ids: Tensor, g: Tensor, *arguments: int) -> None:
+def _call(kernel: Callable[..., None], ids: Tensor, g: Tensor, *arguments: int | None) -> None:
     ids, g = ids.long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
     steps = (ctypes.c_int64 * 2)(*g.stride()[:2])
     kernel(ids.data_ptr(), g.data_ptr(), steps, *g.shape, *arguments, torch.get_num_threads())
 
 
-def _by_kernel(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
-    kernels = _library()
-    assert kernels is not None
-    found = torch.empty(2, len(ids), dtype=torch.float64)
-    _call(kernels.row_squares, ids, g, padding_idx, found.data_ptr())
+def _measured(found: Tensor, ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """Norms and bounds from what a kernel found; those that float32 could not hold, once more."""
     norms, off = found.sqrt()
-    unit = torch.finfo(g.dtype).eps / 2
-    return torch.stack([norms, norms * (1 + gamma(CHAIN, g.dtype)) + 1.001 * unit * off])
+    found = torch.stack([norms, norms * (1 + gamma(CHAIN, g.dtype)) + 1.001 * unit(g.dtype) * off])
+    doubtful = ~found[1].isfinite() | (norms < SMALL)
+    if bool(doubtful.any()):
+        found[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx)
+    return found
 
 
 def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
-    n, k = ids.shape
+    n = len(ids)
     g = without(padding_idx, ids, g)
     sample = torch.arange(n, device=ids.device).unsqueeze(1)
     keys, places = torch.unique(ids + sample * classes, return_inverse=True)
     flat = g.flatten(0, 1)
     sums = flat.new_zeros(len(keys), flat.shape[1]).index_add_(0, places.flatten(), flat)
     each = quick_frobenius(flat)
-    lengths = each.new_zeros(len(keys)).index_add_(0, places.flatten(), each)
+    lengths, counts = each.new_zeros(2, len(keys))
+    lengths.index_add_(0, places.flatten(), each)
+    counts.index_add_(0, places.flatten(), torch.ones_like(each))
     owners = torch.div(keys, classes, rounding_mode="floor")
     norms = _by_owner(quick_frobenius(sums), owners, n, g.dtype)
-    rounding = gamma(k, g.dtype) * _by_owner(lengths, owners, n, g.dtype)
+    rounding = 1.001 * _by_owner(rounding_of_sums(counts, lengths, g.dtype), owners, n, g.dtype)
     return torch.stack([norms, norms * (1 + gamma(CHAIN, g.dtype)) + rounding])
 
 

@@ -21,6 +21,14 @@ def expression(size: Any) -> sympy.Expr:
 UNKNOWN = 13  # in place of a size that only the data decides
 
 
+def hint(size: Any) -> int:
+    """A size, or for one that changes from call to call what it was in the first."""
+    node = getattr(size, "node", None)
+    if node is None:
+        return int(size)
+    return int(node.hint) if node.hint is not None else 64
+
+
 @dataclass
 class Symbols:
     """The passes' own symbolic sizes: B for the samples, others for what else changes from call to call."""
