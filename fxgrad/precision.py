@@ -5,6 +5,8 @@ The products of two numbers of a half type are exact in float32; what is deliver
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -25,4 +27,9 @@ def accumulating(dtype: torch.dtype) -> torch.dtype:
 
 def computable(value: Tensor) -> Tensor:
     """Half types as float32; others as they are."""
-    return value.float() if value.dtype in HALF else value
+    return cast(value, FULL)
+
+
+def cast(value: Tensor, dtypes: Mapping[torch.dtype, torch.dtype]) -> Tensor:
+    """A value of some dtypes in others."""
+    return value.to(dtypes[value.dtype]) if value.dtype in dtypes else value

@@ -315,7 +315,8 @@ def matched(values: list[Any], g: Tensor) -> list[Any]:
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
-        return value.to(real.to_complex() if value.is_complex() else real)
+        wanted = real.to_complex() if value.is_complex() else real
+        return value if value.dtype == wanted else value.to(wanted)
 
     return [cast(value) for value in values]
 

@@ -24,7 +24,7 @@ from fxgrad.gradients.parts import (
 from fxgrad.gradients.sample_grads import SampleGrads, kept
 from fxgrad.gradients.virtual import pulled_back
 from fxgrad.partitioning import in_backward
-from fxgrad.precision import WIDE
+from fxgrad.precision import WIDE, cast
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
@@ -156,7 +156,7 @@ def _unrounded(found: Contributions, strategy: Strategy, g: Tensor, values: list
     """What a function of parameters may enlarge: where a rule makes products, their sums from float64."""
     if not strategy.widens or all(is_factored(part) for _, part in found):
         return found
-    g = g.to(WIDE.get(g.dtype, g.dtype))
+    g = cast(g, WIDE)
     wide = strategy.terms(g, matched(values, g), n)
     return [
         (slot, part if is_factored(part) else dense_of(exact))

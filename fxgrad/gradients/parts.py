@@ -15,7 +15,7 @@ from fxgrad.operators.norms import Norms, bounded, frobenius, in_a_row
 from fxgrad.operators.products import product_rows, rank_one_norms
 from fxgrad.operators.tables import kernels_pay, table_rows
 from fxgrad.operators.windows import window_rows
-from fxgrad.precision import FULL, WIDE, computable, unit
+from fxgrad.precision import FULL, WIDE, cast, computable, unit
 from fxgrad.terms import Factor, OneHot, Patches, Term, is_one
 
 
@@ -64,7 +64,7 @@ def dense_of(part: Part, wide: bool = False) -> Tensor:
     if isinstance(part, Term):
         return term_as(part, WIDE).dense() if wide else part.dense()
     rows = part.rows if isinstance(part, Kept) else part
-    return rows.to(WIDE.get(rows.dtype, rows.dtype)) if wide else rows
+    return cast(rows, WIDE) if wide else rows
 
 
 def summed(parts: Sequence[Part], wide: bool = False) -> Tensor:
@@ -168,13 +168,10 @@ def in_full_precision(part: Part) -> Part:
 def term_as(term: Term, dtypes: Mapping[torch.dtype, torch.dtype]) -> Term:
     """A term with factors of some dtypes in others."""
 
-    def cast(value: Tensor) -> Tensor:
-        return value.to(dtypes.get(value.dtype, value.dtype))
-
     def factor(given: Factor) -> Factor:
-        if isinstance(given, OneHot):
-            return given
-        return replace(given, input=cast(given.input)) if isinstance(given, Patches) else cast(given)
+        if isinstance(given, Patches):
+            return replace(given, input=cast(given.input, dtypes))
+        return cast(given, dtypes) if isinstance(given, Tensor) else given
 
     return Term(term.equation, *map(factor, term.factors), shape=term.shape)
 
