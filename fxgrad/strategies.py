@@ -18,6 +18,7 @@ from fxgrad.errors import UnsupportedOp
 from fxgrad.gradients.parts import Part
 from fxgrad.operators.generic import per_sample_vjp, register_program
 from fxgrad.partitioning import in_backward
+from fxgrad.precision import WIDE
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import elementwise
 from fxgrad.rules.linear import einsum_applies
@@ -62,9 +63,10 @@ class Strategy:
         return self.native and self.name in ("rule", "elementwise")
 
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
-        if self.use.output is not None:
-            g = self.use.first(g, self.use.output, values, n, gradient=True)
-        return self.function(self.use, g, self._rows(values, n))
+        use = self.use.widened() if g.dtype in WIDE.values() else self.use
+        if use.output is not None:
+            g = use.first(g, use.output, values, n, gradient=True)
+        return self.function(use, g, self._rows(values, n))
 
     def terms_of_several(self, grads: Sequence[Tensor], values: Sequence[Any], n: int) -> Contributions:
         """The same of an op with several outputs, which has the generic rule alone."""

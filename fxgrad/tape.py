@@ -79,18 +79,32 @@ class Tape:
             self.parts.clear()
             self.derived.clear()
 
+    def scale(self, n: int) -> float:
+        """What makes gradients those of a sum over samples."""
+        return n if isinstance(self.loss_scale, str) else self.loss_scale  # "mean"
+
     def scaled(self, g: Tensor, n: int) -> Tensor:
-        """g for a loss that is a sum over samples."""
-        if isinstance(self.loss_scale, str):  # "mean"
-            return g * n
-        return g * self.loss_scale if self.loss_scale != 1 else g
+        """g for a loss that is a sum over samples; where norms are bounded they are scaled, and g is not rounded."""
+        return g if self.bounded or self.loss_scale == 1 else g * self.scale(n)
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
         """Differentiate one use and add what it says about each of its parameters."""
         found = strategy.terms(g, values, n)
-        if self.bounded and not self.bent.isdisjoint(strategy.use.wrt.values()):
-            found = _unrounded(found, strategy, g, values, n)
+        if self.bounded and strategy.widens:
+            found = self._unrounded(found, strategy, g, values, n)
         self.add(strategy.use, found, n)
+
+    def _unrounded(
+        self, found: Contributions, strategy: Strategy, g: Tensor, values: list[Any], n: int
+    ) -> Contributions:
+        """What a function of parameters may enlarge: where a rule makes products, their sums from float64."""
+        rounds = "alpha" in strategy.use.kwargs  # what addmm multiplies by
+        bent = [(rounds or not is_factored(part)) and strategy.use.wrt[slot] in self.bent for slot, part in found]
+        if not any(bent):
+            return found
+        g = cast(g, WIDE)
+        wide = strategy.terms(g, matched(values, g), n)
+        return [(slot, dense_of(wide[i][1]) if bent[i] else part) for i, (slot, part) in enumerate(found)]
 
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
         """What one use says about each of its parameters; ``scaled``: for a loss that is a sum over samples."""
@@ -139,8 +153,9 @@ class Tape:
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
         """What the quantities make of all that was written down, in the order of their deliveries."""
+        scale = self.scale(n) if self.bounded else 1
         rows = [
-            self.grads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []), self.ways)
+            self.grads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []), self.ways, scale)
             for key, own in enumerate(self.likes)
         ]
         found: list[Tensor] = []
@@ -150,15 +165,3 @@ class Tape:
             found += quantity.compute(grads, quantity.units(n), left[:wanted])
             del left[:wanted]
         return found
-
-
-def _unrounded(found: Contributions, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> Contributions:
-    """What a function of parameters may enlarge: where a rule makes products, their sums from float64."""
-    if not strategy.widens or all(is_factored(part) for _, part in found):
-        return found
-    g = cast(g, WIDE)
-    wide = strategy.terms(g, matched(values, g), n)
-    return [
-        (slot, part if is_factored(part) else dense_of(exact))
-        for (slot, part), (_, exact) in zip(found, wide, strict=True)
-    ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxgrad.calls import map_leaves
+from fxgrad.precision import WIDE
 from fxgrad.samples.layouts import Layout, samples_first
 
 
@@ -73,6 +74,11 @@ class Use:
         result = call(*args, **kwargs)
         return result if self.select is None else result[self.select]
 
+    def widened(self) -> Use:
+        """The same where gradients are in float64: an op told its dtype, such as ``sum(dtype=)``, is told that."""
+        kwargs = {name: _widened(value) for name, value in self.kwargs.items()}
+        return replace(self, args=tuple(map(_widened, self.args)), kwargs=kwargs)
+
     def by_output(self, grads: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradients, by the position of the output that each of them is of."""
         positions = [i for i, _ in self.several] or [self.select or 0]
@@ -115,3 +121,7 @@ def slots_of(template: Any) -> list[Slot]:
     found: list[Slot] = []
     map_leaves(template, Slot, found.append)
     return found
+
+
+def _widened(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value

@@ -206,6 +206,8 @@ EINSUMS = [
     case("einsum with a letter of the weight alone", einsum("bi,ioz->bo"), x(3), w(3, 4, 2)),
     case("einsum of a diagonal", einsum("bi,ii->bi"), x(3), w(3, 3)),
     case("einsum with broadcasting", einsum("bti,ti->bi"), x(4, 3), w(1, 3)),
+    case("einsum with a letter n", einsum("bnd,de->bne"), x(2, 3), w(3, 4)),
+    case("einsum with n of the weight", einsum("btd,nd->btn"), x(2, 3), w(4, 3)),
     case("einsum with spaces", einsum("b i, o i -> b o"), x(3), w(4, 3)),
     case("einsum with a list", lambda x, w: torch.einsum("bi,oi->bo", [x, w]), x(3), w(4, 3)),
     case("einsum of sublists", lambda x, w: torch.einsum(x, [0, 1], w, [2, 1], [0, 2]), x(3), w(4, 3)),

@@ -259,7 +259,54 @@ def test_rows_of_one_id(strategy: str, k: int, device: torch.device) -> None:
     assert bool(((weight * (norms + 1e-6) / C - 1).abs() <= 1e-3).all())
 
 
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("beside", [False, True])
+def test_rows_that_float32_loses(group: int, beside: bool, device: torch.device) -> None:
+    """What float64 finds of them says nothing of the rows that float32 has added up."""
+    g = torch.ones(4, 256, 64, device=device)
+    g[:, 0], g[:, -1] = 2.0**27, -(2.0**27)
+    clipped = fxgrad.ClippedGrad(C, group_size=group)
+    quantity = [clipped, fxgrad.GradSample()] if beside else clipped
+    transformed = fxgrad.transform(nn.Embedding(3, 64, device=device), quantity=quantity, backend="eager")
+    (transformed(torch.zeros(4, 256, dtype=torch.long, device=device)) * g).sum().backward()
+    weight = fxgrad.result(transformed, clipped).weight.double()
+    assert bool((weight > 0).all())
+    assert bool((weight * group * g[0].double().sum(0).norm() <= C * (1 + 1e-5)).all())
+
+
 def test_rows_of_one_id_by_sorting(device: torch.device) -> None:
     ids, g = rows_of_one_id(8192, device)
     norms = Term("n...v,n...d->nvd", OneHot(ids, 3), g.double()).dense().flatten(1).norm(dim=1)
     assert bool((_by_sorting(ids, g, 3, -1)[1] >= norms).all())
+
+
+def test_the_real_part_is_what_is_clipped(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Of(lambda x, w: torch.view_as_real(x.to(torch.complex64) * (1 + 2j) * w.to(torch.complex64)).sum(-1), (D,))
+    clipped = fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model.to(device), quantity=clipped, backend="eager")
+    x, g = swamped("plain", device)
+    weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+    assert bool(((weight * (norms + 1e-6) / C - 1).abs() <= 1e-3).all()), weight * norms / C
+
+
+SCALED: dict[str, Function] = {
+    "a scaled shift": lambda x, w: x + 3 * w,
+    "one plus a scale": lambda x, w: x * (1 + w),
+    "a scaled weight": lambda x, w: F.linear(x, w.diag() * 2),
+    "addmm": lambda x, w: torch.addmm(x.flatten(0, 1), x.flatten(0, 1), w.diag() * 2, alpha=0.3).view_as(x),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("reduction", ["mean", 7.0])
+def test_no_factor_is_rounded_for_the_loss(name: str, reduction: Any, device: torch.device) -> None:
+    """What is left of these gradients is less than three times them would be rounded by."""
+    model, clipped = Of(SCALED[name], (D,)).to(device), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, loss_reduction=reduction, backend="eager")
+    x, g = torch.ones(3, 3, D, device=device), torch.tensor([13074667.0, -16026538.0, 2951872.0], device=device)
+    g = g.view(1, 3, 1).expand_as(x).contiguous()
+    scale = 3 if reduction == "mean" else reduction
+    weight, norms = weights(transformed, clipped, x, g), exact(model, x, g) * scale
+    assert bool((weight * norms <= C * (1 + 1e-5)).all()), weight * norms / C
+    assert bool((weight * norms >= C * (1 - 1e-2)).all()), weight * norms / C

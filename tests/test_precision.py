@@ -107,3 +107,29 @@ def test_float64_under_autocast_stays_float64(device: torch.device) -> None:
         fxgrad.transform(model, backend="aot_eager")(x).sum().backward()
     assert model.weight.grad_sample.dtype is torch.float64  # type: ignore[attr-defined]
     torch.testing.assert_close(model.weight.grad_sample, x.unsqueeze(1).expand(-1, 2, -1))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_functions_of_parameters_with_a_dtype_of_their_own(dtype: torch.dtype, device: torch.device) -> None:
+    """For norms they run in float64, also where they are told another dtype."""
+    torch.manual_seed(0)
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+            nn.utils.parametrizations.weight_norm(self.first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            dtype = torch.promote_types(self.weight.dtype, torch.float32)
+            length = torch.linalg.vector_norm(self.weight, dim=1, keepdim=True, dtype=dtype)
+            return F.linear(self.first(x), self.weight / length.to(self.weight.dtype))
+
+    model, found = Normed().to(device, dtype), []
+    for one in (model, copy.deepcopy(model).double()):
+        clipped = fxgrad.ClippedGrad(1e-2)
+        transformed = fxgrad.transform(one, quantity=clipped, backend="eager")
+        x = torch.randn(4, 7, 8, generator=torch.Generator().manual_seed(1)).to(device, next(one.parameters()).dtype)
+        transformed(x).float().sum().backward()
+        found.append(fxgrad.result(transformed, clipped).norm_sample.double())
+    torch.testing.assert_close(*found, rtol=3e-2 if dtype is torch.bfloat16 else 1e-5, atol=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxgrad.operators.norms import CHAIN, frobenius, in_a_row
 from fxgrad.operators.products import product_rounding
-from fxgrad.operators.tables import rounding_of_sums
+from fxgrad.operators.tables import rounding_of_rows
 from fxgrad.operators.windows import window_rounding
 from fxgrad.terms import Term, is_one
 
@@ -27,12 +27,7 @@ def rounding_of_term(term: Term, made: float = 0) -> Tensor:
         return product_rounding(*pair)
     if table is not None:
         rows, g = table
-        each = frobenius(g.flatten(0, 1)).view(g.shape[:2])
-        each = each.masked_fill(rows.ids == rows.padding, 0)
-        zeros = each.new_zeros(g.shape[0], rows.classes)
-        lengths = zeros.scatter_add(1, rows.ids, each)
-        counts = zeros.scatter_add(1, rows.ids, torch.ones_like(each))
-        return 1.001 * frobenius(rounding_of_sums(counts, lengths, g.dtype))
+        return rounding_of_rows(rows.ids, g, rows.classes, rows.padding)
     if windows is not None:
         g, patches = windows
         met = patches.input if patches.settings.transposed else g

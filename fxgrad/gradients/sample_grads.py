@@ -23,6 +23,7 @@ from fxgrad.gradients.parts import (
     Virtual,
     dense_of,
     grouped,
+    has_complex,
     is_factored,
     joined,
     merged,
@@ -61,6 +62,7 @@ class SampleGrads:
     like: Tensor  # any tensor on the gradients' device
     parts: list[Part] = field(default_factory=list)
     ways: Ways = field(default_factory=Ways)  # what chooses
+    scale: float = 1  # D_n is this times the parts' sum: of all that is asked for, no factor is rounded for it
 
     @property
     def accumulating(self) -> torch.dtype:
@@ -71,7 +73,7 @@ class SampleGrads:
         """``[n, *shape]``"""
         if not self.parts:
             return self.like.new_zeros(self.n, *self.shape, dtype=self.dtype)
-        return summed(self.parts).reshape(self.n, *self.shape)
+        return self._scaled(summed(self.parts).reshape(self.n, *self.shape))
 
     def grouped(self, size: int) -> SampleGrads:
         """The same with ``size`` consecutive samples as one."""
@@ -80,8 +82,15 @@ class SampleGrads:
         parts = [grouped(part, size) for part in self.parts]
         return replace(self, n=self.n // size, parts=parts, ways=self.ways.grouped(size))
 
+    def _scaled(self, found: Tensor, times: int = 1) -> Tensor:
+        return found if isinstance(self.scale, int | float) and self.scale == 1 else found * self.scale**times
+
     def norms(self) -> Norms:
         """``[n]`` each, in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
+        norms, bounds = self._norms()
+        return self._scaled(norms), self._scaled(bounds)
+
+    def _norms(self) -> Norms:
         parts = merged(self.parts)
         if not parts:
             zeros = self.like.new_zeros(self.n, dtype=torch.float64)
@@ -104,8 +113,9 @@ class SampleGrads:
     def weighted(self, c: Tensor) -> Tensor:
         """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype."""
         total: Tensor | None = None
+        c = self._scaled(c.to(self.accumulating))
         for part in merged(self.parts):
-            found = _weighted(part, c.to(self.accumulating), self.name, self.ways).reshape(self.shape)
+            found = _weighted(part, c, self.name, self.ways).reshape(self.shape)
             total = found if total is None else total + found
         if total is None:
             return self.like.new_zeros(self.shape, dtype=self.dtype)
@@ -116,7 +126,7 @@ class SampleGrads:
         found = [_dot(part, vector.to(self.accumulating)) for part in merged(self.parts)]
         if not found:
             return self.like.new_zeros(self.n, dtype=self.accumulating)
-        return torch.stack(found).sum(0)
+        return self._scaled(torch.stack(found).sum(0))
 
     def squared(self) -> Tensor:
         """``Σ_n D_n²``, element by element, ``[*shape]``."""
@@ -124,12 +134,12 @@ class SampleGrads:
         pair = _rank_one(parts)
         if pair is not None:
             g, x = pair
-            return (g.square().t() @ x.square()).reshape(self.shape)
-        return self._by_columns(parts, "squares").reshape(self.shape)
+            return self._scaled((g.square().t() @ x.square()).reshape(self.shape), 2)
+        return self._scaled(self._by_columns(parts, "squares").reshape(self.shape), 2)
 
     def variance(self) -> Tensor:
         """The unbiased variance over samples, element by element, ``[*shape]``."""
-        return self._by_columns(merged(self.parts), "variance").reshape(self.shape)
+        return self._scaled(self._by_columns(merged(self.parts), "variance").reshape(self.shape), 2)
 
     def gram(self) -> Tensor:
         """``<D_n, D_m>``, ``[n, n]``."""
@@ -137,12 +147,12 @@ class SampleGrads:
         pair = _rank_one(parts)
         if pair is not None:
             g, x = (side.to(self.accumulating) for side in pair)
-            return (g @ g.t()) * (x @ x.t())
-        return self._by_columns(parts, "gram")
+            return self._scaled((g @ g.t()) * (x @ x.t()), 2)
+        return self._scaled(self._by_columns(parts, "gram"), 2)
 
     def projected(self, dim: int, seed: int, key: int) -> Tensor:
         """The product with a matrix of signs that (seed, key) names, ``[n, dim]``."""
-        return self._by_columns(merged(self.parts), "projection", dim, seed, key)
+        return self._scaled(self._by_columns(merged(self.parts), "projection", dim, seed, key))
 
     def _by_columns(self, parts: Sequence[Part], name: str, *settings: int) -> Tensor:
         if not parts:
@@ -180,6 +190,8 @@ def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Norms:  # noqa:
     if not isinstance(part, Term):
         return bounded(dense_of(part), rounding(part))
     product, table, windows = part.product(), part.rows(), part.windows()
+    if product is None and has_complex(part):
+        return norms_of(multiplied_out(part))
     if product is not None:
         g, x = product
         way = ways.of(name, part, waits=True)
@@ -225,6 +237,8 @@ def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
     if not isinstance(part, Term):
         return _dense_sum(dense_of(part), c)
     product, table, windows = part.product(), part.rows(), part.windows()
+    if product is None and has_complex(part):
+        return _dense_sum(part.dense(), c)
     if product is not None:
         g, x = product
         if _is_small_sum(g, x, ways.machine):

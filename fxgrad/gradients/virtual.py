@@ -161,7 +161,9 @@ def _moved(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) 
     of a product whose matrix is transposed the factors change places.
     """
     if isinstance(part, Kept):
-        return Kept(back(part.rows), part.rounding, part.found)
+        rows = back(part.rows)
+        same = rows.is_complex() == part.rows.is_complex()  # of complex rows a real parameter has the real part
+        return Kept(rows, part.rounding, part.found if same else None)
     if isinstance(part, Tensor):
         return back(part)
     if isinstance(part, Virtual):

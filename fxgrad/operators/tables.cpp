@@ -28,7 +28,7 @@ static inline double off_by(const std::vector<Sum>& sums) {
   double off = 0;
   for (const Sum& sum : sums) {
     if (sum.count < 2) continue;
-    const double added = sum.count - 1;
+    const double added = sum.count;  // one more than additions: rows may be off, too
     const double relative = added / std::max(0.5, 1 - added * 6e-8) * sum.lengths;
     off += relative * relative;
   }

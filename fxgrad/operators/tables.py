@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxgrad.compiled import LARGEST, library
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
-from fxgrad.operators.norms import CHAIN, SMALL, gamma, quick_frobenius
+from fxgrad.operators.norms import CHAIN, SMALL, bounded, frobenius, gamma, quick_frobenius
 from fxgrad.precision import computable, unit
 from fxgrad.samples.symbols import hint
 
@@ -49,7 +49,11 @@ def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[
         return table_grads(ids, g, classes, padding_idx), row_norms(ids, g, classes, padding_idx)
     out, found = fresh(g, (len(g), classes, g.shape[2])), torch.empty(2, len(ids), dtype=torch.float64)
     _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr(), found.data_ptr())
-    return out, _measured(found, ids, g, classes, padding_idx)
+    found, doubtful = _measured(found, g.dtype)
+    if bool(doubtful.any()):  # what was found has to hold for these rows, as they were rounded
+        off = rounding_of_rows(ids[doubtful].long(), g[doubtful], classes, padding_idx)
+        found[:, doubtful] = torch.stack(bounded(out[doubtful], off))
+    return out, found
 
 
 @table_rows.register_fake
@@ -96,7 +100,10 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     kernels, found = _library(), torch.empty(2, len(ids), dtype=torch.float64)
     assert kernels is not None
     _call(kernels.row_squares, ids, g, padding_idx, found.data_ptr())
-    return _measured(found, ids, g, classes, padding_idx)
+    found, doubtful = _measured(found, g.dtype)
+    if bool(doubtful.any()):
+        found[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx)
+    return found
 
 
 @row_norms.register_fake
@@ -123,8 +130,16 @@ def _kernels(ids: Tensor, g: Tensor, classes: int) -> ctypes.CDLL | None:
 
 def rounding_of_sums(counts: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
     """How far sums may be off of so many rows, added one after another, whose norms add up to ``lengths``."""
-    added = (counts - 1).clamp(min=0) * unit(dtype)
+    added = torch.where(counts > 1, counts, 0) * unit(dtype)  # one more than additions: rows may be off, too
     return added / (1 - added).clamp(min=0.5) * lengths
+
+
+def rounding_of_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """How far gradients of ids ``[n, k]`` and g ``[n, k, d]`` may be off, which any order has added up: ``[n]``."""
+    each = frobenius(g.flatten(0, 1)).view(ids.shape).masked_fill(ids == padding_idx, 0)
+    zeros = each.new_zeros(len(ids), classes)
+    lengths, counts = (zeros.scatter_add(1, ids, numbers) for numbers in (each, torch.ones_like(each)))
+    return 1.001 * frobenius(rounding_of_sums(counts, lengths, g.dtype))
 
 
 def without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
@@ -138,14 +153,11 @@ def _call(kernel: Callable[..., None], ids: Tensor, g: Tensor, *arguments: int |
     kernel(ids.data_ptr(), g.data_ptr(), steps, *g.shape, *arguments, torch.get_num_threads())
 
 
-def _measured(found: Tensor, ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
-    """Norms and bounds from what a kernel found; those that float32 could not hold, once more."""
+def _measured(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Norms and bounds from what a kernel found, and for which samples float32 could not hold them."""
     norms, off = found.sqrt()
-    found = torch.stack([norms, norms * (1 + gamma(CHAIN, g.dtype)) + 1.001 * unit(g.dtype) * off])
-    doubtful = ~found[1].isfinite() | (norms < SMALL)
-    if bool(doubtful.any()):
-        found[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx)
-    return found
+    found = torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + 1.001 * unit(dtype) * off])
+    return found, ~found[1].isfinite() | (norms < SMALL)
 
 
 def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
 @rule(torch.einsum, of=("operands",))
 def einsum(g, equation, operands, use):
     """y = einsum(.., W, ..)      dW_n: the same equation with y and W in each other's place"""
-    inputs, _, result = equation.replace(" ", "").partition("->")
+    free = next(letter for letter in string.ascii_letters if letter not in equation + "n")  # n are the samples
+    inputs, _, result = equation.replace(" ", "").replace("n", free).partition("->")
     letters = inputs.split(",")
     slots = use.arguments["operands"]
     grads: list[Any] = [None] * len(slots)
