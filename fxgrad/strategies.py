@@ -63,7 +63,7 @@ class Strategy:
         return self.native and self.name in ("rule", "elementwise")
 
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
-        use = self.use.widened() if g.dtype in WIDE.values() else self.use
+        use = self.use.widened() if self.native and g.dtype in WIDE.values() else self.use
         if use.output is not None:
             g = use.first(g, use.output, values, n, gradient=True)
         return self.function(use, g, self._rows(values, n))

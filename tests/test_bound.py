@@ -54,6 +54,7 @@ SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "repeat": (lambda x, w: w.repeat(len(x), T, 1) + x, [(1, D)]),
     "a batch of matrices": (lambda x, w: x.unflatten(1, (2, -1)) @ w, [(1, D, D)]),
     "a matrix on the left": (lambda x, w: (w @ x.unflatten(1, (-1, 2)).mT.mT.mT).flatten(1, 2), [(1, D, D)]),
+    "bilinear": (lambda x, w, b: F.bilinear(x, x[..., :2].contiguous(), w, b), [(D, D, 2), (D,)]),
     "einsum": (lambda x, w: torch.einsum("btd,de->bte", x, w), [(D, D)]),
 }
 FUNCTIONS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {

@@ -154,7 +154,15 @@ def test_what_is_saved_in_addition() -> None:
 
 
 def test_generic_and_opaque_work_is_not_counted_and_said() -> None:
-    found = fxgrad.explain(nn.Bilinear(3, 4, 2), torch.randn(4, 3), torch.randn(4, 4))
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cdist(x, self.w)
+
+    found = fxgrad.explain(Distances(), torch.randn(4, 2, 3))
     (step,) = found.parameters[0].steps
     assert (step.by, step.terms, step.flops) == ("generic", ("per sample",), Cost())
     assert found.notes == ("flops leave out the generic rule, which runs the op's own derivative under vmap",)

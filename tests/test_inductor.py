@@ -79,7 +79,7 @@ def moved(x: Tensor, cls: Tensor, v: Tensor, w: Tensor, two: Tensor) -> Any:
 
 
 def generic(x: Tensor, w: Tensor, table: Tensor, bias: Tensor, fill: Tensor) -> Tensor:
-    """ops without a rule: bilinear, index_select, attention with a bias, masked_fill"""
+    """ops without a rule (but bilinear): index_select, attention with a bias, masked_fill"""
     h = F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
     h = F.bilinear(h, x, w)
     ids = (x[..., 0] > 0).long().flatten()

@@ -21,6 +21,12 @@ def linear(g, input, weight, bias=None):
     return {"weight": Term("n...o,n...i->noi", g, input), "bias": Term("n...o->no", g)}
 
 
+@rule(F.bilinear, of=("weight", "bias"), batched=("input1", "input2"))
+def bilinear(g, input1, input2, weight, bias=None):
+    """y_o = x₁ᵀ W_o x₂ + b_o      dW_n = Σ_k g_nk ⊗ x₁_nk ⊗ x₂_nk      db_n = Σ_k g_nk"""
+    return {"weight": Term("n...o,n...i,n...j->noij", g, input1, input2), "bias": Term("n...o->no", g)}
+
+
 def _product(g, x, w, *, left):
     """The gradient of W in ``W @ x`` (left) or ``x @ W``: samples first, as in torch.matmul."""
     if left:
