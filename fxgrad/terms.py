@@ -102,12 +102,8 @@ class Term:
             return windows[1].kernel
         if table is not None:
             return table[0].classes, table[1].shape[2]
-        letters, result = self.letters()
-        sizes = {
-            letter: size
-            for names, factor in zip(letters, self.factors, strict=True)
-            for letter, size in zip(names, factor.shape, strict=True)  # type: ignore[union-attr]
-        }
+        _, result = self.letters()
+        sizes = self.sizes()
         return tuple(sizes[letter] for letter in result[1:])
 
     def letters(self) -> tuple[list[list[str]], list[str]]:
@@ -120,6 +116,15 @@ class Term:
             middle = factor.dim() - len(before) - len(after) if dots else 0
             found.append([*before, *(f".{i}" for i in range(middle, 0, -1)), *after])
         return found, [*result]
+
+    def sizes(self) -> dict[str, int]:
+        """The size that each of the letters stands for."""
+        letters, _ = self.letters()
+        return {
+            letter: size
+            for names, factor in zip(letters, self.factors, strict=True)
+            for letter, size in zip(names, factor.shape, strict=True)  # type: ignore[union-attr]
+        }
 
     def _contract(self) -> Tensor:
         g = self.factors[0]

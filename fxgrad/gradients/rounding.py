@@ -36,7 +36,7 @@ def rounding_of_term(term: Term, made: float = 0) -> Tensor:
         return window_rounding(frobenius(g), frobenius(patches.input), positions, copies, g.dtype)
     factors = [factor for factor in term.factors if isinstance(factor, Tensor)]
     letters, _ = term.letters()
-    sizes, added = _sizes(term)
+    sizes, added = term.sizes(), _added(term)
     if len(factors) == 1 and all(is_one(sizes[letter]) for letter in added):
         return factors[0].new_zeros(factors[0].shape[0], dtype=torch.float64)  # nothing is multiplied or added up
     relative = in_a_row(math.prod(sizes[letter] for letter in added), term.dtype()) + made
@@ -52,16 +52,11 @@ def rounding_of_term(term: Term, made: float = 0) -> Tensor:
 
 def is_long(term: Term) -> bool:
     """Whether more products are added up than a kernel would add one after another."""
-    sizes, added = _sizes(term)
-    return bool(math.prod(sizes[letter] for letter in added) > CHAIN)
+    sizes = term.sizes()
+    return bool(math.prod(sizes[letter] for letter in _added(term)) > CHAIN)
 
 
-def _sizes(term: Term) -> tuple[dict[str, int], list[str]]:
-    """Of a term's letters, and those that the result does not have."""
-    letters, result = term.letters()
-    sizes = {
-        letter: size
-        for names, factor in zip(letters, term.factors, strict=True)
-        for letter, size in zip(names, factor.shape, strict=True)  # type: ignore[union-attr]
-    }
-    return sizes, [letter for letter in sizes if letter not in result]
+def _added(term: Term) -> list[str]:
+    """The letters that the result does not have."""
+    _, result = term.letters()
+    return [letter for letter in term.sizes() if letter not in result]

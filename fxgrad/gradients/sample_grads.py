@@ -106,7 +106,7 @@ class SampleGrads:
         wide = any(isinstance(part, Virtual) and not part.of.keeps for part in parts)
         if not wide:
             return norms_of(joined(parts))
-        rows = summed(self.parts, wide)
+        rows = summed(self.parts, wide=True)
         off = [rounding(part) for part in parts if not (isinstance(part, Virtual) or is_factored(part))]
         return bounded(rows, sum(off, rows.new_zeros(self.n, dtype=torch.float64)))
 
