@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.precision import accumulating
 
 Types = Sequence[Any]  # of a function's arguments, as ctypes has them
 
@@ -13,22 +20,58 @@ LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
 COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
 TOGETHER = 8  # outputs whose sums are in registers at once
 
+_FAILURES = (ImportError, AttributeError, TypeError, OSError, RuntimeError)  # of a compiler, of another interface
 
-def library(sources: Sequence[Path], functions: Mapping[str, Types]) -> ctypes.CDLL | None:
-    """The functions of some files, one behind the other; they return nothing.
 
-    None where nothing compiles C++, or where Inductor's interface is another one.
-    """
-    try:
-        from torch._inductor.codecache import CppCodeCache
+class Library:
+    """The functions of some files, one behind the other, for values of some dtypes on CPU; they return nothing."""
 
-        found: ctypes.CDLL = CppCodeCache.load("\n".join(source.read_text(encoding="utf-8") for source in sources))
-        for name, types in functions.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = list(types), None
-    except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
-        return None
-    return found
+    def __init__(
+        self, sources: Sequence[Path], functions: Mapping[str, Types], dtypes: Sequence[torch.dtype] = (torch.float32,)
+    ) -> None:
+        self._sources, self._functions, self._dtypes = sources, functions, dtypes
+
+    def takes(self, *values: Tensor) -> bool:
+        """Whether the functions are made for such values."""
+        dtypes = {value.dtype for value in values}
+        return len(dtypes) == 1 and dtypes.issubset(self._dtypes) and values[0].device.type == "cpu"
+
+    def start(self, like: Tensor) -> bool:
+        """Begin to compile, if they are made for such values, and say whether: what is traced now will call them.
+
+        Another thread waits for the compiler, while PyTorch goes on tracing.
+        """
+        made = like.device.type == "cpu" and accumulating(like.dtype) in self._dtypes
+        return made and self._load is not None
+
+    @cached_property
+    def functions(self) -> ctypes.CDLL | None:
+        """None where nothing compiles C++, or where Inductor's interface is another one."""
+        try:
+            found = self._load() if self._load is not None else None
+            for name, types in self._functions.items() if found is not None else ():
+                function = getattr(found, name)
+                function.argtypes, function.restype = list(types), None
+        except _FAILURES:
+            return None
+        return found
+
+    @cached_property
+    def _load(self) -> Callable[[], ctypes.CDLL] | None:
+        """Waits for the compiler, and loads."""
+        try:
+            from torch._inductor.codecache import CppCodeCache
+
+            text = "\n".join(source.read_text(encoding="utf-8") for source in self._sources)
+            found: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(text, submit_fn=_in_a_thread)
+        except _FAILURES:
+            return None
+        return found
+
+
+def _in_a_thread(run: Callable[[], None]) -> Future[None]:
+    """In one of its own: those of a pool would be missing after a fork."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(run)
 
 
 def parts_of(samples: int, outputs: int, nbytes: int, threads: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxgrad.compiled import Library
 from fxgrad.operators import onednn
 from fxgrad.recurrent import lstm_kernel
 
@@ -40,7 +41,7 @@ def test_the_kernel_computes_what_the_loops_do(
     monkeypatch.setattr(lstm_kernel, "PARALLEL", 1)
     monkeypatch.setattr(onednn, "FEW", 1)
     by_kernel = run(hidden, dtype, lengths, reverse)
-    monkeypatch.setattr(lstm_kernel, "_library", lambda: None)
+    monkeypatch.setattr(lstm_kernel.KERNELS, "functions", None)
     for found, expected in zip(by_kernel, run(hidden, dtype, lengths, reverse), strict=True):
         torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
@@ -57,5 +58,6 @@ def test_without_a_compiler_the_loops_run(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any, **__: Any) -> Any:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(CppCodeCache, "load", fail)
-    assert lstm_kernel._library.__wrapped__() is None
+    monkeypatch.setattr(CppCodeCache, "load_async", fail)
+    library = Library(lstm_kernel.KERNELS._sources, {})
+    assert library.functions is None and not library.start(torch.zeros(1))

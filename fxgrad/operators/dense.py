@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fxgrad.operators import product_kernel
+from fxgrad.operators import product_kernel, window_kernel
 from fxgrad.operators.convolutions import Settings, weight_grads
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
 from fxgrad.operators.tables import kernels_pay, table_grads, without
@@ -43,6 +43,7 @@ def _products(g: Tensor, x: Tensor) -> Tensor:
 
 @_products.register_fake
 def _(g: Tensor, x: Tensor) -> Tensor:
+    product_kernel.KERNELS.start(g)
     return g.new_empty(g.shape[0], g.shape[2], x.shape[2])
 
 
@@ -78,4 +79,5 @@ def _conv_weight_grad(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: 
 
 @_conv_weight_grad.register_fake
 def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    window_kernel.KERNELS.start(g)
     return g.new_empty(g.shape[0], *kernel)

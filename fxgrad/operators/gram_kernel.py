@@ -7,13 +7,12 @@ dozen times. Here a matrix stays in the cache until its sums are taken.
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import LARGEST, library
+from fxgrad.compiled import LARGEST, Library
 from fxgrad.operators.gram import from_squares
 from fxgrad.operators.norms import SMALL, gamma
 
@@ -23,23 +22,21 @@ LOST = 1.2e-38  # of a square that underflows, at most
 VECTOR = 8  # numbers, at least
 
 
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "gram.cpp")]
-    types = [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER, ctypes.c_int]
-    return library(sources, {"gram_sums": types})
+KERNELS = Library(
+    [Path(__file__).with_name(name) for name in ("common.cpp", "gram.cpp")],
+    {"gram_sums": [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER, ctypes.c_int]},
+)
 
 
 def applies(g: Tensor, x: Tensor) -> bool:
     """Whether the kernel can: float32 on CPU, matrices that a thread may hold."""
-    exact = g.dtype is torch.float32 and x.dtype is torch.float32 and g.device.type == "cpu"
     small = bool(g.numel() and x.numel()) and 2 * g.shape[1] ** 2 * g.element_size() <= LARGEST
-    return bool(exact and small) and _library() is not None
+    return KERNELS.takes(g, x) and small and KERNELS.functions is not None
 
 
 def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``."""
-    kernels = _library()
+    kernels = KERNELS.functions
     assert kernels is not None
     (n, k, o), i = g.shape, x.shape[2]
     found = torch.empty(7, n, dtype=torch.float64)

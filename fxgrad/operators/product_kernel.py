@@ -7,36 +7,35 @@ kernel's rate, and then reads the results again for their norms.
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import LARGEST, library, parts_of
+from fxgrad.compiled import LARGEST, Library, parts_of
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 LONG, WIDE = 64, 32  # positions, and outputs and inputs, from which it is faster than MKL where no norms are wanted
 
 
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "products.cpp")]
-    rows = [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER] * 2 + [_SIZE, ctypes.c_int]
-    outer = [_POINTER] * 2 + [_SIZE] * 3 + [_POINTER, ctypes.c_int]
-    return library(sources, {"product_rows": rows, "outer_rows": outer})
+KERNELS = Library(
+    [Path(__file__).with_name(name) for name in ("common.cpp", "products.cpp")],
+    {
+        "product_rows": [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER] * 2 + [_SIZE, ctypes.c_int],
+        "outer_rows": [_POINTER] * 2 + [_SIZE] * 3 + [_POINTER, ctypes.c_int],
+    },
+)
 
 
 def applies(g: Tensor, x: Tensor) -> bool:
     """Whether the kernel can: float32 on CPU."""
-    exact = g.dtype is torch.float32 and x.dtype is torch.float32 and g.device.type == "cpu"
     small = bool(g.numel() and x.numel()) and x[0].numel() * x.element_size() <= LARGEST
-    return bool(exact and small) and _library() is not None
+    return KERNELS.takes(g, x) and small and KERNELS.functions is not None
 
 
 def outer(g: Tensor, x: Tensor, out: Tensor) -> None:
     """``g[n, o] x[n, i]`` into ``out`` ``[n, o, i]``, contiguous."""
-    kernels = _library()
+    kernels = KERNELS.functions
     assert kernels is not None
     g, x = g.contiguous(), x.contiguous()
     kernels.outer_rows(g.data_ptr(), x.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads())
@@ -53,7 +52,7 @@ def rows(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tens
     Returns what they square to, ``Σ_k ‖g_nk‖ ‖x_nk‖``, which bounds their rounding, and how much of that is only there
     because squares may underflow: ``[n]``, in float64.
     """
-    kernels = _library()
+    kernels = KERNELS.functions
     assert kernels is not None
     (n, k, o), i, threads = g.shape, x.shape[2], torch.get_num_threads()
     parts = parts_of(n, o, g[0].numel() * g.element_size(), threads)

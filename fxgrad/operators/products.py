@@ -71,6 +71,7 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
 
 @product_norms.register_fake
 def _(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    (gram_kernel if gram else product_kernel).KERNELS.start(g)
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
@@ -106,6 +107,7 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @product_rows.register_fake
 def _(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    product_kernel.KERNELS.start(g)
     return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 

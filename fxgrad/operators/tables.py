@@ -9,19 +9,28 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import LARGEST, library
+from fxgrad.compiled import LARGEST, Library
 from fxgrad.operators.memory import ANY_LAYOUT, fresh
 from fxgrad.operators.norms import CHAIN, SMALL, bounded, frobenius, gamma, quick_frobenius
 from fxgrad.precision import computable, unit
 from fxgrad.samples.symbols import hint
 
 FEW_NUMBERS = 1 << 15  # of the rows, up to which an operator's call costs more than it gains
+
+_READ, _WRITTEN = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, [ctypes.c_void_p, ctypes.c_int]
+KERNELS = Library(
+    [Path(__file__).with_name(name) for name in ("common.cpp", "tables.cpp")],
+    {
+        "row_squares": _READ + _WRITTEN,
+        "table_grads": [*_READ, ctypes.c_int64, ctypes.c_void_p, *_WRITTEN],
+        "table_sum": [*_READ, ctypes.c_void_p, *_WRITTEN],
+    },
+)
 
 
 @torch.library.custom_op("fxgrad::table_grads", mutates_args=(), tags=ANY_LAYOUT)
@@ -62,14 +71,10 @@ def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[Tensor, T
     return g.new_empty(g.shape[0], classes, g.shape[2]), found
 
 
-def has_kernels(g: Tensor) -> bool:
-    """Whether there are kernels for such rows: float32 on CPU."""
-    return g.dtype is torch.float32 and g.device.type == "cpu" and _library() is not None
-
-
 def kernels_pay(g: Tensor) -> bool:
     """Whether rows ``[n, k, d]`` are added up by a kernel rather than by the compiler's atomic instructions."""
-    return math.prod(hint(size) for size in g.shape) > FEW_NUMBERS and has_kernels(g)
+    many = math.prod(hint(size) for size in g.shape) > FEW_NUMBERS
+    return many and KERNELS.takes(g) and KERNELS.start(g)
 
 
 @torch.library.custom_op("fxgrad::table_sum", mutates_args=(), tags=ANY_LAYOUT)
@@ -95,10 +100,10 @@ def _(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tens
 def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     g = computable(g)
-    if not g.numel() or g[0].numel() * g.element_size() > LARGEST or not has_kernels(g):
+    kernels = KERNELS.functions if KERNELS.takes(g) and g.numel() else None
+    if kernels is None or g[0].numel() * g.element_size() > LARGEST:
         return _by_sorting(ids, g, classes, padding_idx)
-    kernels, found = _library(), torch.empty(2, len(ids), dtype=torch.float64)
-    assert kernels is not None
+    found = torch.empty(2, len(ids), dtype=torch.float64)
     _call(kernels.row_squares, ids, g, padding_idx, found.data_ptr())
     found, doubtful = _measured(found, g.dtype)
     if bool(doubtful.any()):
@@ -108,24 +113,16 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
 
 @row_norms.register_fake
 def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    KERNELS.start(g)
     return g.new_empty((2, ids.shape[0]), dtype=torch.float64)
-
-
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "tables.cpp")]
-    read, written = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, [ctypes.c_void_p, ctypes.c_int]
-    grads = [*read, ctypes.c_int64, ctypes.c_void_p, *written]
-    sums = [*read, ctypes.c_void_p, *written]
-    return library(sources, {"row_squares": read + written, "table_grads": grads, "table_sum": sums})
 
 
 def _kernels(ids: Tensor, g: Tensor, classes: int) -> ctypes.CDLL | None:
     """Those that add up rows, which trust the ids; None where PyTorch's ops do, and say what is wrong."""
-    if not g.numel() or not has_kernels(g):
+    if not g.numel() or not KERNELS.takes(g):
         return None
     least, most = ids.aminmax()
-    return _library() if int(least) >= 0 and int(most) < classes else None
+    return KERNELS.functions if int(least) >= 0 and int(most) < classes else None
 
 
 def rounding_of_sums(counts: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:

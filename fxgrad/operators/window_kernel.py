@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import LARGEST, library, parts_of
+from fxgrad.compiled import LARGEST, Library, parts_of
 
 if TYPE_CHECKING:
     from fxgrad.operators.convolutions import Settings
@@ -29,20 +28,18 @@ FEW = 4  # outputs of a group, and half of the numbers in a window's row, below 
 LANES = 16  # of a vector, at most: groups that are computed together
 
 
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    types = [_POINTER] * 7 + [_SIZE, ctypes.c_int]
-    sources = [Path(__file__).with_name(name) for name in ("common.cpp", "windows.cpp", "depthwise.cpp")]
-    return library(sources, {"window_rows": types, "depthwise_rows": types})
+KERNELS = Library(
+    [Path(__file__).with_name(name) for name in ("common.cpp", "windows.cpp", "depthwise.cpp")],
+    dict.fromkeys(("window_rows", "depthwise_rows"), [_POINTER] * 7 + [_SIZE, ctypes.c_int]),
+)
 
 
 def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
     """Whether a kernel can: float32 on CPU, one or two dimensions of space, large groups or many."""
     plain = len(kernel) in (3, 4) and (_large_groups(kernel, settings) or 2 * settings.groups >= LANES)
-    exact = g.dtype is torch.float32 and input.dtype is torch.float32 and g.device.type == "cpu"
     image = g if settings.transposed else input
     small = bool(g.numel() and input.numel()) and image[0].numel() * image.element_size() <= LARGEST
-    return plain and exact and small and _library() is not None
+    return plain and KERNELS.takes(g, input) and small and KERNELS.functions is not None
 
 
 def _large_groups(kernel: Sequence[int], settings: Settings) -> bool:
@@ -54,8 +51,8 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     them, of g ``[n, k, out, *space]`` and of input ``[n, k, in, *space]``: ``[3, n]`` in float64."""
     if settings.transposed:  # it is g that has windows, at the positions of the input
         return rows(input, g, kernel, settings._replace(transposed=False), out)[[0, 2, 1]]
-    found_library = _library()
-    assert found_library is not None
+    kernels = KERNELS.functions
+    assert kernels is not None
     large = _large_groups(kernel, settings)
     stride, padding, dilation = (list(each) for each in settings[:3])
     if len(kernel) == 3:  # a row of pixels is an image
@@ -70,7 +67,7 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     found = torch.empty(3, len(g), groups * parts if large else parts, dtype=torch.float64)
     of_group = (*g.shape[:2], outs // groups, *g.shape[3:], channels, *input.shape[3:])
     sizes = (*of_group, *kernel[2:], *stride, *padding, *dilation, groups)
-    (found_library.window_rows if large else found_library.depthwise_rows)(
+    (kernels.window_rows if large else kernels.depthwise_rows)(
         g.data_ptr(),
         _numbers(g.stride()),
         input.data_ptr(),

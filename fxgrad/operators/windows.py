@@ -66,6 +66,7 @@ def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequen
 
 @window_rows.register_fake
 def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    window_kernel.KERNELS.start(g)
     return g.new_empty(g.shape[0], *kernel), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
@@ -124,4 +125,6 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
 
 @window_norms.register_fake
 def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
+    if not gram:
+        window_kernel.KERNELS.start(g)
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxgrad.compiled import library
+from fxgrad.compiled import Library
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import plus_times
 from fxgrad.recurrent.projection import Projection
@@ -23,22 +22,23 @@ from fxgrad.recurrent.walk import blocks, last, steps
 PARALLEL = 1 << 13  # gates of a step from which a second thread gains more than it costs
 
 
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    types = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int]
-    names = ("forward_float32", "forward_float64", "backward_float32", "backward_float64")
-    return library([Path(__file__).with_name("lstm.cpp")], dict.fromkeys(names, types))
+KERNELS = Library(
+    [Path(__file__).with_name("lstm.cpp")],
+    dict.fromkeys(
+        ("forward_float32", "forward_float64", "backward_float32", "backward_float64"),
+        [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int],
+    ),
+    (torch.float32, torch.float64),
+)
 
 
 def applies(*values: Tensor) -> bool:
     """Whether the kernel can compute with these values."""
-    (dtype, *others) = {value.dtype for value in values}
-    exact = dtype in (torch.float32, torch.float64) and not others
-    return exact and values[0].device.type == "cpu" and _library() is not None
+    return KERNELS.takes(*values) and KERNELS.functions is not None
 
 
 def _kernel(name: str, like: Tensor) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(_library(), f"{name}_{str(like.dtype).removeprefix('torch.')}")
+    found: Callable[..., Any] = getattr(KERNELS.functions, f"{name}_{str(like.dtype).removeprefix('torch.')}")
     return found
 
 

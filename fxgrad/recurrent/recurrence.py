@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fxgrad.operators.memory import fresh
 from fxgrad.operators.onednn import plus_times
-from fxgrad.recurrent import lstm
+from fxgrad.recurrent import lstm, lstm_kernel
 from fxgrad.recurrent.projection import Projection, input_gradient
 from fxgrad.recurrent.walk import blocks, last, states_after, states_before, steps
 
@@ -92,13 +92,15 @@ def _(
     hidden = w_hh.shape[0] // GATES[mode]
     none = x.new_empty(0)
     cell = (batch, hidden)
-    lstm = mode == "LSTM"
+    is_lstm = mode == "LSTM"
+    if is_lstm and w_hr is None:
+        lstm_kernel.KERNELS.start(x)
     has_extra = mode == "GRU" or w_hr is not None
     return (
         x.new_empty(length + 1, batch, w_hh.shape[1]),
-        x.new_empty(cell) if lstm else none,
-        x.new_empty(length, batch, w_ih.shape[0]) if lstm or mode == "GRU" else x.new_empty(0),
-        x.new_empty(length + 1, *cell) if lstm else x.new_empty(0),
+        x.new_empty(cell) if is_lstm else none,
+        x.new_empty(length, batch, w_ih.shape[0]) if is_lstm or mode == "GRU" else x.new_empty(0),
+        x.new_empty(length + 1, *cell) if is_lstm else x.new_empty(0),
         x.new_empty(length, *cell) if has_extra else x.new_empty(0),
     )
 
