@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import fxgrad
 import fxgrad.gradients.columns
@@ -19,6 +18,7 @@ from fxgrad.operators.convolutions import Settings
 from fxgrad.operators.signs import signs
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, relative_error
+from tests.allocations import peak
 from tests.programs import quick_dynamo
 from tests.test_virtual import backward_of, elements
 
@@ -123,19 +123,6 @@ class Net(nn.Module):
 QUANTITIES = [fxgrad.SquaredGrad(), fxgrad.GradVariance(), fxgrad.GradGram(), fxgrad.GradProjection(5)]
 SIZE = 16
 P = 211 * 31 + 31 * 67 + 67 * 71 + 71 * 73 * 3 + 73 * 79
-
-
-def peak(call: Callable[[], Any]) -> int:
-    """The most bytes that are held at once, beyond what was before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        call()
-    results: Any = profiler.profiler
-    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 @pytest.mark.parametrize("quantity", [*QUANTITIES, fxgrad.GradSample()], ids=str)

@@ -19,6 +19,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fxgrad
 from fxgrad.testing import assert_per_sample_grads, default_loss
+from tests.allocations import peak
 from tests.cases import BATCH, Case, case, ids, w, x
 
 pytestmark = pytest.mark.inductor
@@ -245,3 +246,26 @@ model(x, y).backward()
 right = all(torch.allclose(grad, p.grad, rtol=1e-3, atol=1e-4) for grad, p in zip(found, model.parameters()))
 print(right, counters["inductor"]["fxgraph_cache_hit"])
 """
+
+
+def test_a_tied_weights_gradients_are_held_once() -> None:
+    """Rows of the table are added to what the head has multiplied out; a second gradient would be nearly all zeros."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3001, 64, padding_idx=3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(self.table(ids).tanh(), self.table.weight).logsumexp((1, 2))
+
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.randint(3001, (8, 5))
+    transformed = fxgrad.transform(model)
+    transformed(ids).sum().backward()  # compiles
+    transformed.zero_grad()
+    loss = transformed(ids).sum()
+    whole = 8 * 3001 * 64 * 4
+    assert whole <= peak(loss.backward) <= 1.3 * whole
+    transformed.zero_grad()
+    assert_per_sample_grads(model, ids, backend="inductor", tolerance=1e-4)

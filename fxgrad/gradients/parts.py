@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from fxgrad.gradients.rounding import is_long, rounding_of_term
+from fxgrad.operators.dense import scattered_onto
 from fxgrad.operators.norms import Norms, bounded, frobenius, in_a_row
 from fxgrad.operators.products import product_rows, rank_one_norms
 from fxgrad.operators.tables import kernels_pay, table_rows
 from fxgrad.operators.windows import window_rows
 from fxgrad.precision import FULL, WIDE, cast, computable, unit
+from fxgrad.samples.symbols import hint
 from fxgrad.terms import Factor, OneHot, Patches, Term, is_one
 
 
@@ -71,8 +73,17 @@ def summed(parts: Sequence[Part], wide: bool = False) -> Tensor:
     """Parts multiplied out and added up: ``[n, *shape]``."""
     total = dense_of(parts[0], wide)
     for part in parts[1:]:
-        total = total + dense_of(part, wide)
+        table = part.rows() if isinstance(part, Term) else None
+        if table is not None and not wide and _is_few_of(*table, total):
+            total = scattered_onto(total, *table)
+        else:
+            total = total + dense_of(part, wide)
     return total
+
+
+def _is_few_of(rows: OneHot, g: Tensor, total: Tensor) -> bool:
+    """Whether a table's gradient is mostly zeros, which need not be written to be added."""
+    return total.dtype is g.dtype and total.dim() == 3 and hint(rows.ids.shape[1]) < rows.classes
 
 
 def joined(parts: Sequence[Part]) -> Kept:

@@ -60,6 +60,12 @@ def scattered(rows: OneHot, g: Tensor) -> Tensor:
     return zeros.scatter_add(1, ids.unsqueeze(-1).expand_as(g), g)
 
 
+def scattered_onto(total: Tensor, rows: OneHot, g: Tensor) -> Tensor:
+    """``total`` and the gradient of a table, from ids ``[n, k]`` and g ``[n, k, d]``; compiled, in its place."""
+    g = without(rows.padding, rows.ids, g)
+    return total.scatter_add(1, rows.ids.unsqueeze(-1).expand_as(g), g)
+
+
 def _large(g: Tensor, elements: object) -> bool:
     return g.device.type == "cpu" and isinstance(elements, int) and elements * g.element_size() >= LARGE
 
