@@ -19,6 +19,7 @@ from fxgrad.options import Options
 from fxgrad.samples.symbols import Symbols, expression, hint
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
+UNLIKELY = 7  # the length that a size is taken to have of which nothing is known: no other size should be
 _CALL: ContextVar[dict[str, Any]] = ContextVar("call")  # what Dynamo's names of inputs begin with
 
 
@@ -243,8 +244,8 @@ def _own_inputs(
             return size
         expr = expression(size)
         if expr not in known:
-            hint = size.node.hint if size.node.hint is not None else 7
-            known[expr] = symbols.new(f"T{len(known)}", hint)
+            likely = size.node.hint if size.node.hint is not None else UNLIKELY
+            known[expr] = symbols.new(f"T{len(known)}", likely)
         return known[expr]
 
     for i, rows in packed.items():

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._dynamo.eval_frame import innermost_fn
 
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
+from fxgrad.checks import check_parameters
 from fxgrad.context import Context, memory_of, tensors_of
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
@@ -34,6 +35,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     inner = inner_compiler(options.backend)
     if not trainable:
         return _without_parameters(captured, options, inner)
+    check_parameters({captured.name(i): captured.examples[i] for i in trainable})
     single = captured.batch_size == 1
     dims = {} if single else captured.sample_dims()
     ctx = make_context(captured, options, dims, single=single)

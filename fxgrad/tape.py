@@ -131,7 +131,7 @@ class Tape:
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""
-        if key >= len(self.likes) or self.likes[key].dtype.is_complex or not has_complex(part):
+        if key >= len(self.likes) or not has_complex(part):
             return part
         if not self.bounded:
             return dense_of(part).real

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed
 
 import fxgrad
 from fxgrad.api import engine_of
@@ -328,6 +329,23 @@ def test_parameters_that_are_no_ordinary_tensors(net: Net, x: Tensor, kind: str)
     net.extra.requires_grad_(False)
     gs(x).sum().backward()
     assert net.fc1.weight.grad_sample.shape == (BATCH, 4, 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["tensor subclass, Bracket", "complex"])  # Dynamo itself takes no sparse ones
+def test_such_parameters_through_the_backend(net: Net, x: Tensor, kind: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.extra = net, nn.Parameter(PARAMETERS[kind]())
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = (self.net(x) * self.extra).abs()
+            return out
+
+    compiled = torch.compile(Scaled(), backend="fxgrad", options={"backend": "eager"})
+    with pytest.raises(BackendCompilerFailed, match=f"is (a )?{kind}"):
+        compiled(x)
+    assert not hasattr(net.fc1.weight, "grad_sample")
 
 
 def test_other_transforms_around_it(net: Net, x: Tensor) -> None:
