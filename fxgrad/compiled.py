@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +21,6 @@ LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
 COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
 TOGETHER = 8  # outputs whose sums are in registers at once
 
-_FAILURES = (ImportError, AttributeError, TypeError, OSError, RuntimeError)  # of a compiler, of another interface
-
 
 class Library:
     """The functions of some files, one behind the other, for values of some dtypes on CPU; they return nothing."""
@@ -36,42 +35,38 @@ class Library:
         dtypes = {value.dtype for value in values}
         return len(dtypes) == 1 and dtypes.issubset(self._dtypes) and values[0].device.type == "cpu"
 
-    def start(self, like: Tensor) -> bool:
-        """Begin to compile, if they are made for such values, and say whether: what is traced now will call them.
+    def start(self, like: Tensor) -> None:
+        """Begin to compile, if they are made for such values, because what is traced now will call them.
 
-        Another thread waits for the compiler, while PyTorch goes on tracing.
+        In another thread, while PyTorch goes on tracing: a compiler takes seconds, and is asked about vectors first.
         """
-        made = like.device.type == "cpu" and accumulating(like.dtype) in self._dtypes
-        return made and self._load is not None
+        if like.device.type == "cpu" and accumulating(like.dtype) in self._dtypes:
+            _ = self._compiled
 
     @cached_property
     def functions(self) -> ctypes.CDLL | None:
         """None where nothing compiles C++, or where Inductor's interface is another one."""
-        try:
-            found = self._load() if self._load is not None else None
-            for name, types in self._functions.items() if found is not None else ():
-                function = getattr(found, name)
-                function.argtypes, function.restype = list(types), None
-        except _FAILURES:
-            return None
-        return found
+        return self._compiled.result()
 
     @cached_property
-    def _load(self) -> Callable[[], ctypes.CDLL] | None:
-        """Waits for the compiler, and loads."""
+    def _compiled(self) -> Future[ctypes.CDLL | None]:
+        """By a thread of its own: those of a pool would be missing after a fork."""
+        with contextlib.suppress(ImportError):
+            import torch._inductor.codecache  # here: two threads that import it at once may find half of it
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(self._compile)
+
+    def _compile(self) -> ctypes.CDLL | None:
         try:
             from torch._inductor.codecache import CppCodeCache
 
             text = "\n".join(source.read_text(encoding="utf-8") for source in self._sources)
-            found: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(text, submit_fn=_in_a_thread)
-        except _FAILURES:
+            found: ctypes.CDLL = CppCodeCache.load(text)
+            for name, types in self._functions.items():
+                function = getattr(found, name)
+                function.argtypes, function.restype = list(types), None
+        except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
             return None
         return found
-
-
-def _in_a_thread(run: Callable[[], None]) -> Future[None]:
-    """In one of its own: those of a pool would be missing after a fork."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(run)
 
 
 def parts_of(samples: int, outputs: int, nbytes: int, threads: int) -> int:

@@ -58,6 +58,7 @@ def test_without_a_compiler_the_loops_run(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any, **__: Any) -> Any:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(CppCodeCache, "load_async", fail)
+    monkeypatch.setattr(CppCodeCache, "load", fail)
     library = Library(lstm_kernel.KERNELS._sources, {})
-    assert library.functions is None and not library.start(torch.zeros(1))
+    library.start(torch.zeros(1))
+    assert library.functions is None

@@ -47,6 +47,7 @@ def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
 
 @table_grads.register_fake
 def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    KERNELS.start(g)
     return g.new_empty(g.shape[0], classes, g.shape[2])
 
 
@@ -67,14 +68,14 @@ def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[
 
 @table_rows.register_fake
 def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[Tensor, Tensor]:
+    KERNELS.start(g)
     found = g.new_empty((2, ids.shape[0]), dtype=torch.float64)
     return g.new_empty(g.shape[0], classes, g.shape[2]), found
 
 
 def kernels_pay(g: Tensor) -> bool:
     """Whether rows ``[n, k, d]`` are added up by a kernel rather than by the compiler's atomic instructions."""
-    many = math.prod(hint(size) for size in g.shape) > FEW_NUMBERS
-    return many and KERNELS.takes(g) and KERNELS.start(g)
+    return math.prod(hint(size) for size in g.shape) > FEW_NUMBERS and KERNELS.takes(g)
 
 
 @torch.library.custom_op("fxgrad::table_sum", mutates_args=(), tags=ANY_LAYOUT)
@@ -93,6 +94,7 @@ def table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int)
 
 @table_sum.register_fake
 def _(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
+    KERNELS.start(g)
     return g.new_empty(classes, g.shape[2])
 
 
