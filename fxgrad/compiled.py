@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ Types = Sequence[Any]  # of a function's arguments, as ctypes has them
 LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
 COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
 TOGETHER = 8  # outputs whose sums are in registers at once
+
+T = TypeVar("T")
+_FAILURES = (ImportError, AttributeError, TypeError, OSError, RuntimeError)  # no compiler, or another interface
 
 
 class Library:
@@ -50,10 +54,7 @@ class Library:
 
     @cached_property
     def _compiled(self) -> Future[ctypes.CDLL | None]:
-        """By a thread of its own: those of a pool would be missing after a fork."""
-        with contextlib.suppress(ImportError):
-            import torch._inductor.codecache  # here: two threads that import it at once may find half of it
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(self._compile)
+        return _in_a_thread(self._compile)
 
     def _compile(self) -> ctypes.CDLL | None:
         try:
@@ -64,9 +65,29 @@ class Library:
             for name, types in self._functions.items():
                 function = getattr(found, name)
                 function.argtypes, function.restype = list(types), None
-        except (ImportError, AttributeError, TypeError, OSError, RuntimeError):
+        except _FAILURES:
             return None
         return found
+
+
+@lru_cache(maxsize=1)
+def ask_about_vectors() -> None:
+    """Let a thread ask the compiler which vectors it knows, before Inductor does: it takes seconds, once on a machine."""
+    _in_a_thread(_find_vectors)
+
+
+def _find_vectors() -> None:
+    with contextlib.suppress(*_FAILURES):
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        pick_vec_isa()
+
+
+def _in_a_thread(run: Callable[[], T]) -> Future[T]:
+    """In one of its own: those of a pool would be missing after a fork."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._inductor.codecache")  # here: two threads at once may import half of it
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(run)
 
 
 def parts_of(samples: int, outputs: int, nbytes: int, threads: int) -> int:
