@@ -54,9 +54,11 @@ class Library:
 
     @cached_property
     def _compiled(self) -> Future[ctypes.CDLL | None]:
-        return _in_a_thread(self._compile)
+        vectors = ask_about_vectors()
+        return _in_a_thread(lambda: self._compile(vectors))
 
-    def _compile(self) -> ctypes.CDLL | None:
+    def _compile(self, vectors: Future[None]) -> ctypes.CDLL | None:
+        vectors.result()
         try:
             from torch._inductor.codecache import CppCodeCache
 
@@ -71,9 +73,9 @@ class Library:
 
 
 @lru_cache(maxsize=1)
-def ask_about_vectors() -> None:
-    """Let a thread ask the compiler which vectors it knows, before Inductor does: it takes seconds, once on a machine."""
-    _in_a_thread(_find_vectors)
+def ask_about_vectors() -> Future[None]:
+    """Let a thread ask the compiler which vectors it knows: that takes seconds, for each who asks at the same time."""
+    return _in_a_thread(_find_vectors)
 
 
 def _find_vectors() -> None:

@@ -15,7 +15,6 @@ from torch._dynamo.eval_frame import innermost_fn
 
 from fxgrad.captured import SAMPLE_DIM, Captured, make_context
 from fxgrad.checks import check_parameters
-from fxgrad.compiled import ask_about_vectors
 from fxgrad.context import Context, memory_of, tensors_of
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
@@ -37,8 +36,6 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     if not trainable:
         return _without_parameters(captured, options, inner)
     check_parameters({captured.name(i): captured.examples[i] for i in trainable})
-    if options.backend == "inductor" and any(captured.examples[i].device.type == "cpu" for i in trainable):
-        ask_about_vectors()
     single = captured.batch_size == 1
     dims = {} if single else captured.sample_dims()
     ctx = make_context(captured, options, dims, single=single)

@@ -12,18 +12,30 @@ cache does not tell what was scheduled without it: the tag does, for the process
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.compiler.config
+from torch import Tensor, fx
+
+from fxgrad.compiled import ask_about_vectors
 
 
-def compile_fx(*args: Any, **kwargs: Any) -> Any:
-    """Inductor's own entry point."""
+def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's own entry point; on CPU another thread asks about vectors while the model is traced."""
     from torch._inductor import compile_fx as inductor
 
     _keep_renames()
-    return inductor.compile_fx(*args, **kwargs)
+    if not any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples):
+        return inductor.compile_fx(gm, examples, **kwargs)
+    vectors = ask_about_vectors()
+
+    def compile_traced(*args: Any, **kwargs: Any) -> Any:
+        vectors.result()
+        return inductor.compile_fx_inner(*args, **kwargs)
+
+    return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
 
 
 @functools.lru_cache(maxsize=1)
