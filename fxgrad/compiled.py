@@ -7,6 +7,7 @@ import ctypes
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,10 +87,10 @@ def _find_vectors() -> None:
 
 
 def _in_a_thread(run: Callable[[], T]) -> Future[T]:
-    """In one of its own: those of a pool would be missing after a fork."""
+    """In one of its own, with this one's settings of Inductor: those of a pool would be missing after a fork."""
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._inductor.codecache")  # here: two threads at once may import half of it
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(run)
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(copy_context().run, run)
 
 
 def parts_of(samples: int, outputs: int, nbytes: int, threads: int) -> int:

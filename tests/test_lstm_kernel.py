@@ -51,6 +51,20 @@ def test_the_kernel_is_used() -> None:
     assert not lstm_kernel.applies(torch.zeros(1, dtype=torch.bfloat16))
 
 
+def test_the_users_compiler_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's settings are those of the thread that traces."""
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    seen: list[Any] = []
+    monkeypatch.setattr(CppCodeCache, "load", lambda _: seen.append(config.cpp.cxx))
+    with config.patch({"cpp.cxx": ("some compiler",)}):
+        library = Library(lstm_kernel.KERNELS._sources, {})
+        library.start(torch.zeros(1))
+        assert library.functions is None
+    assert seen == [("some compiler",)]
+
+
 def test_without_a_compiler_the_loops_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import InvalidCxxCompiler
