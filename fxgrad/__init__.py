@@ -8,7 +8,7 @@ torch.Size([8, 2, 3])
 """
 
 from fxgrad import errors, testing
-from fxgrad.api import empty_cache, result, transform, zero_grad
+from fxgrad.api import empty_cache, release, result, transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import FxgradError
 from fxgrad.explanation.explaining import explain
@@ -62,6 +62,7 @@ __all__ = [
     "explain",
     "implements_per_sample_grads",
     "register_op",
+    "release",
     "result",
     "testing",
     "trace",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from fxgrad.context import Mixing
 from fxgrad.costs.choices import Strategy, wishes_of
 from fxgrad.distributed import check_distribution, replicated
 from fxgrad.errors import OptionError
+from fxgrad.guard import guard_for
+from fxgrad.guard import release as release_parameters
 from fxgrad.operators.memory import blocks
 from fxgrad.options import Inner, Options, check_strategy, inner_compiler, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
@@ -37,6 +40,7 @@ def transform(
     backend: str | Inner = "inductor",
     fullgraph: bool = True,
     strategy: Strategy | None = None,
+    methods: Sequence[str] = (),
 ) -> M:
     """A view of ``model`` whose backward leaves every sample's own gradient on the parameters.
 
@@ -68,11 +72,19 @@ def transform(
             use that can have it; or a mapping from names of parameters, or patterns as in ``fnmatch``, to one each. A
             parameter named in full has to be able to. `GradSample` multiplies every gradient out, so beside it there
             is nothing to choose, and strategy= is an error.
+        methods: names of further methods that a call may enter by, such as ("encode", "training_step"); in_dims may
+            then be a dict by method. What one of them calls is part of its graph. `forward` always is an entrance;
+            everything else of the model runs untransformed.
+
+    While a quantity clips (`ClippedGrad`), p.grad is guarded: a gradient that arrives at a parameter past the
+    transformed calls raises UnclippedGrad in ``backward()``. The guard ends with the object that is returned, or with
+    `release`.
 
     Raises:
         OptionError: at once, where arguments do not fit; in the first call, where a strategy fits no use.
-        MixedSamples, UnsupportedOp, LostLayout, BatchSizeError, GraphBreak: in the first call, naming
+        MixedSamples, UnsupportedOp, LostLayout, BatchSizeError, GraphBreak, OutsideGraph: in the first call, naming
             the line of the model.
+        UnclippedGrad: in the backward, naming the parameter.
 
     >>> model = transform(nn.Linear(3, 2), backend="eager")
     >>> model(torch.ones(5, 3)).sum().backward()
@@ -88,8 +100,14 @@ def transform(
     wishes = wishes_of(strategy, _parameter_names(model))
     options = Options(quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes)
     options.check()
-    store = Store(accumulate, quantities)
-    engine = Engine(model, options, Roles(batch_size, batch_first, in_dims, _positional(model)), store)
+    entrances = _entrances(model, methods)
+    store = Store(accumulate, quantities, guard_for(quantities, type(model).__name__, entrances[1:]))
+    by_method = _by_method(in_dims, entrances) if methods else dict.fromkeys(entrances, in_dims)
+    roles = {
+        name: Roles(batch_size, batch_first, by_method[name], _positional(getattr(model, name))) for name in entrances
+    }
+    engine = Engine(model, options, roles | {"__call__": roles["forward"]}, store)
+    engine.guard()
     arguments = dict(
         quantity=quantity,
         loss_reduction=loss_reduction,
@@ -101,8 +119,28 @@ def transform(
         backend=backend,
         fullgraph=fullgraph,
         strategy=strategy,
+        methods=methods,
     )
     return _view(model, engine, arguments)
+
+
+def _entrances(model: nn.Module, methods: Sequence[str]) -> list[str]:
+    """The methods that a call may enter by, forward first."""
+    names = [methods] if isinstance(methods, str) else list(methods)
+    for name in names:
+        if not isinstance(name, str) or not callable(inspect.getattr_static(type(model), str(name), None)):
+            raise OptionError(
+                f"methods names {name!r}, which is no method of {type(model).__name__}",
+                advice="Name methods of the model's class that take samples, such as methods=('encode',).",
+            )
+    return list(dict.fromkeys(["forward", *(name for name in names if name != "__call__")]))
+
+
+def _by_method(in_dims: Any, entrances: Sequence[str]) -> dict[str, Any]:
+    """in_dims for each entrance: the same for all, or a dict whose keys are their names."""
+    if isinstance(in_dims, dict) and in_dims and in_dims.keys() <= set(entrances):
+        return {name: in_dims.get(name) for name in entrances}
+    return dict.fromkeys(entrances, in_dims)
 
 
 def _check_model(model: Any) -> None:
@@ -131,10 +169,10 @@ def _parameter_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _positional(model: nn.Module) -> list[str]:
-    """The names of forward's positional arguments: an input has one role, by position or by keyword."""
+def _positional(method: Callable[..., Any]) -> list[str]:
+    """The names of a method's positional arguments: an input has one role, by position or by keyword."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
+    return [name for name, p in inspect.signature(method).parameters.items() if p.kind in kinds]
 
 
 def engine_of(model: Any) -> Engine | None:
@@ -174,9 +212,24 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
     )
     View.__doc__ = original.__doc__
     _copy_signature(View.forward, original.forward)
+    for name in engine.roles.keys() - {"__call__", "forward"}:
+        setattr(View, name, _entrance(engine, name, getattr(original, name)))
     view = original.__new__(View) if original.__new__ is object.__new__ else object.__new__(View)
     object.__setattr__(view, "__dict__", model.__dict__)
+    if engine.store.guard is not None:
+        weakref.finalize(view, engine.store.guard.release).atexit = False
     return view
+
+
+def _entrance(engine: Engine, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose calls run through the engine."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return engine.call(name, args, kwargs)
+
+    method.__name__, method.__qualname__ = name, original.__qualname__
+    _copy_signature(method, original)
+    return method
 
 
 def _copy_signature(function: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -198,6 +251,29 @@ def zero_grad(model: nn.Module) -> None:
     engine = engine_of(model)
     if engine is not None:
         engine.store.results.clear()
+
+
+def release(model: nn.Module) -> None:
+    """End the guard on a model's p.grad that clipping quantities set up; the next transformed call sets it up again.
+
+    ``model`` is what `transform` returned, or the model that was transformed. The guard also ends when the transformed
+    object is deleted.
+
+    >>> import torch, fxgrad
+    >>> model = torch.nn.Linear(3, 2)
+    >>> private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    Traceback (most recent call last):
+        ...
+    fxgrad.errors.UnclippedGrad: ...
+    >>> release(private)
+    >>> model(torch.ones(5, 3)).sum().backward()
+    """
+    engine = engine_of(model)
+    if engine is not None and engine.store.guard is not None:
+        engine.store.guard.release()
+    elif engine is None:
+        release_parameters(model.parameters())
 
 
 def empty_cache() -> None:

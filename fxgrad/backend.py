@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import exc
 
-from fxgrad.captured import SAMPLE_DIM, Captured
+from fxgrad.captured import SAMPLE_DIM, Captured, is_argument
 from fxgrad.compiler import compile_graph
 from fxgrad.costs.choices import wishes_of
 from fxgrad.dynamo import MARKS
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
+from fxgrad.guard import guard_for
 from fxgrad.options import Options, check_strategy, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.store import Accumulate, Store
@@ -75,8 +76,11 @@ STORES: weakref.WeakSet[Store] = weakref.WeakSet()  # of the graphs that torch.c
 
 
 def _store(policy: Accumulate, quantities: tuple[Quantity, ...]) -> Store:
-    store = Store(policy, quantities)
+    guard = guard_for(quantities)
+    store = Store(policy, quantities, guard)
     STORES.add(store)
+    if guard is not None:
+        weakref.finalize(store, guard.release).atexit = False
     return store
 
 
@@ -99,20 +103,12 @@ def _held(
     """The inputs that hold samples, with their sample dimension: arguments, and what an earlier graph made."""
     found = []
     for node, example in zip(placeholders, examples, strict=True):
-        if not isinstance(example, Tensor) or isinstance(example, nn.Parameter) or not _is_argument(node):
+        if not isinstance(example, Tensor) or isinstance(example, nn.Parameter) or not is_argument(node):
             continue
         own = getattr(example, SAMPLE_DIM, dim)
         if 0 <= own < example.dim():
             found.append((example, own))
     return found
-
-
-def _is_argument(node: fx.Node) -> bool:
-    """Whether a graph input is one of the call's arguments, and no buffer or global."""
-    source = getattr(node, "_dynamo_source", None)
-    while source is not None and hasattr(source, "base"):
-        source = source.base
-    return bool(getattr(source, "is_input", False))
 
 
 def _batch_size(held: Sequence[tuple[Tensor, int]]) -> int:

@@ -13,9 +13,17 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 
+from fxgrad.autograd_graph import used_outside
 from fxgrad.batch import Batch, Roles
 from fxgrad.captured import SAMPLE_DIM, Captured
-from fxgrad.checks import check_groups, check_parameters, check_reverse_mode, check_sample_weight
+from fxgrad.checks import (
+    check_groups,
+    check_hooks,
+    check_inputs,
+    check_parameters,
+    check_reverse_mode,
+    check_sample_weight,
+)
 from fxgrad.compiler import compile_graph
 from fxgrad.distributed import check_whole
 from fxgrad.dynamo import CAPTURING, CapturedCall, check_told, fresh_function
@@ -32,7 +40,7 @@ class Engine:
 
     model: nn.Module
     options: Options
-    roles: Roles
+    roles: Mapping[str, Roles]  # by the method that is called
     store: Store
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
@@ -55,7 +63,8 @@ class Engine:
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._original(method)
-        parameters = self.trainable() if torch.is_grad_enabled() else {}
+        every = self.parameters() if torch.is_grad_enabled() else {}
+        parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             self._sample_weight(kwargs)
             return original(*args, **kwargs)
@@ -64,14 +73,19 @@ class Engine:
         check_whole(self.model, parameters, leaves)
         check_parameters(parameters)
         check_reverse_mode([*parameters.values(), *leaves])
+        check_inputs(leaves, {id(p): name for name, p in parameters.items()})
         weight = self._sample_weight(kwargs)
         given: dict[int, Tensor] = {}
         if nested:
             args, kwargs = with_indices(args, given), with_indices(kwargs, given)
-        batch = self.roles.find(args, kwargs)
+        batch = self.roles[method].find(args, kwargs)
         size = check_groups(self.options.quantities, batch.size)
         check_sample_weight(weight, size)
-        forward = Forward(batch.size, parameters, weight)
+        forward = Forward(batch.size, parameters, weight, method)
+        if self.store.guard is not None:
+            self.store.guard.watch(every, self.model)
+        elif not self.store.adds_to_grad(forward):
+            check_hooks(parameters)
         self.store.check_clear(forward, forward.enclosing, "a forward")
         run = self._on_no_samples if batch.size == 0 else self._run
         before = self.store.enter(forward)
@@ -98,17 +112,22 @@ class Engine:
         weight: Tensor | None = kwargs.pop("sample_weight", None)
         return weight
 
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name; in every call, so without `named_parameters`' generators."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by name; in every call, so without `named_parameters`' generators."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         _find_parameters(self.model, "", found, set())
-        return {name: p for name, p in found.values() if p.requires_grad}
+        return dict(found.values())
+
+    def guard(self) -> None:
+        """Guard p.grad from now on, where a quantity clips."""
+        if self.store.guard is not None:
+            self.store.guard.watch(self.parameters(), self.model)
 
     def names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def _original(self, method: str) -> Callable[..., Any]:
-        return self.model if method == "__call__" else self.model.forward
+        return self.model if method == "__call__" else getattr(self.model, method)  # type: ignore[no-any-return]
 
     def _run(
         self, method: str, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,12 +164,14 @@ class Engine:
         check_told()
         forward = self.store.current.forward
         assert forward is not None
-        return compile_graph(self.captured(gm, examples, forward.size), self.options, self.store)
+        return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
 
-    def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int) -> Captured:
+    def captured(
+        self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward"
+    ) -> Captured:
         """A graph from Dynamo, with what the model knows about its inputs."""
         buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-        fullgraph, positional = self.options.fullgraph, self.roles.names
+        fullgraph, positional = self.options.fullgraph, self.roles[method].names
         return Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
 
     def _on_no_samples(
@@ -193,22 +214,3 @@ def _leaves(outputs: Any) -> list[Any]:
         else:
             found.append(leaf)
     return found
-
-
-def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
-    """Parameters that eager code between the graphs used: autograd reaches them past every ghost."""
-    found: dict[str, None] = {}
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node is None or type(node).__name__ in ("GhostsBackward", "UnseenBackward"):
-            continue
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in names:
-            found[names[id(variable)]] = None
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return tuple(found)

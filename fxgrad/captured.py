@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxgrad.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, counting_dim
 from fxgrad.context import Context, TrainableParameter, source_line
-from fxgrad.errors import BatchSizeError, LostLayout
+from fxgrad.errors import BatchSizeError, LostLayout, OutsideGraph
 from fxgrad.options import Options
 from fxgrad.samples.symbols import Symbols, expression, hint
 
@@ -63,6 +63,26 @@ class Captured:
         """The positions of the other parameters, with their names."""
         own = {i for i, example in enumerate(self.examples) if isinstance(example, nn.Parameter)}
         return {i: self.name(i) for i in own.difference(self.trainable())}
+
+    def check_leaves(self) -> None:
+        """Refuse tensors whose gradients no tap sees: neither arguments of the call nor the model's parameters."""
+        for i, (node, example) in enumerate(zip(self.placeholders, self.examples, strict=True)):
+            if not isinstance(example, Tensor) or not example.requires_grad or is_argument(node):
+                continue
+            where = source_line(next(iter(node.users), node))
+            if not isinstance(example, nn.Parameter):
+                raise OutsideGraph(
+                    f"'{attribute_name(node)}' requires a gradient and is neither a parameter nor an argument: "
+                    "gradients that reach it are no sample's",
+                    where=where,
+                    advice="Compute it in forward, from parameters, or detach it; or make it an nn.Parameter.",
+                )
+            if self.names and id(example) not in self.names:
+                raise OutsideGraph(
+                    f"'{attribute_name(node)}' is a Parameter that model.parameters() does not have",
+                    where=where,
+                    advice="Register it: as an attribute, or in an nn.ParameterList or nn.ParameterDict.",
+                )
 
     def name(self, i: int) -> str:
         """The user's name for an input: ``encoder.weight``, ``x``, ``batch['ids']``."""
@@ -170,6 +190,23 @@ def input_name(node: fx.Node, positional: Sequence[str]) -> str:
         return (positional[i] if i < len(positional) else f"args[{i}]") + found[2]
     found = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\](.*)", text)
     return found[1] + found[2] if found else node.name
+
+
+def is_argument(node: fx.Node) -> bool:
+    """Whether a graph input is one of the call's arguments: no attribute of a module, no global, no closure's."""
+    source = getattr(node, "_dynamo_source", None)
+    while hasattr(source, "base"):
+        if "NNModule" in type(source).__name__:
+            return False
+        source = source.base
+    return bool(getattr(source, "is_input", False))
+
+
+def attribute_name(node: fx.Node) -> str:
+    """The name of an attribute in the user's terms: ``L['original'].head.t`` is ``head.t``."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", node.name)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", str(name() if callable(name) else name))
+    return re.sub(r"^[LG]\['(?:original|self)'\]\.(?:__self__\.)?|^[LG]\['(\w+)'\]", r"\1", text)
 
 
 def _attribute(node: fx.Node) -> str:

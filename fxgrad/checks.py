@@ -9,16 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.autograd_graph import used_outside
+from fxgrad.errors import BatchSizeError, OptionError, OutsideGraph
+from fxgrad.guard import Slot
 from fxgrad.quantities import Quantity
 
 
 def check_parameters(parameters: Mapping[str, Tensor]) -> None:
     """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
     for name, parameter in parameters.items():
+        special = type(parameter) is not nn.Parameter
         kind = (
             f"a tensor subclass, {type(parameter.data).__name__}"
-            if type(parameter) is not nn.Parameter and type(parameter.data) is not Tensor  # .data makes a tensor
+            if special and type(parameter.data) is not Tensor  # .data makes a tensor
+            else "a plain tensor that stands in a Parameter's place (functional_call)"
+            if special and not isinstance(parameter, nn.Parameter)
             else "sparse"
             if parameter.layout is not torch.strided
             else "complex"
@@ -29,6 +34,28 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
             raise OptionError(
                 f"parameter '{name}' is {kind}: it has no per-sample gradient here",
                 advice="Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
+            )
+
+
+def check_inputs(values: Sequence[Any], names: Mapping[int, str]) -> None:
+    """An input that was computed from the model's own parameters has gradients for them that no graph sees."""
+    computed = [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+    found = used_outside(computed, names) if computed else ()
+    if found:
+        raise OutsideGraph(
+            f"an input was computed from the model's own parameters, outside of the transformed call: {', '.join(found)}",
+            advice="Compute it in forward, in a method named in methods=, or under torch.no_grad().",
+        )
+
+
+def check_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """A hook sees the gradient for p.grad, of which some quantities leave none."""
+    for name, parameter in parameters.items():
+        hooks: Any = parameter._backward_hooks
+        if hooks and any(type(hook) is not Slot for hook in hooks.values()):
+            raise OptionError(
+                f"parameter '{name}' has a hook (register_hook), and there is no gradient for it: p.grad stays as it is",
+                advice="Remove the hook, or ask for a gradient beside the others: quantity=[.., fxgrad.Grad()].",
             )
 
 

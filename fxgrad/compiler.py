@@ -31,6 +31,7 @@ from fxgrad.targets import TAPS
 
 def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
     """The callable that Dynamo runs in the graph's place."""
+    captured.check_leaves()
     trainable = captured.trainable()
     inner = inner_compiler(options.backend)
     if not trainable:
@@ -208,6 +209,8 @@ class Transformed:
         """Where torch.compile called the backend, nobody began a forward: this graph is all of it."""
         forward = Forward(n, parameters)
         if torch.is_grad_enabled():
+            if self.store.guard is not None:
+                self.store.guard.watch(parameters)
             self.store.check_clear(forward, forward.enclosing, "a forward")
         return forward
 

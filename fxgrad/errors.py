@@ -67,6 +67,10 @@ class AlreadySet(FxgradError):
     """A result is still set from an earlier backward, or would be added to one it does not add to."""
 
 
+class UnclippedGrad(FxgradError):
+    """A gradient that is not clipped arrived at a parameter, while a quantity clips."""
+
+
 class NonFinite(FxgradError):
     """A sample's gradient holds Inf or NaN, where that is asked to be an error."""
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fxgrad.autograd_graph import accumulates
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
+from fxgrad.guard import Guard
 from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
@@ -35,9 +37,13 @@ class Forward:
     """One forward with gradients: its samples, its trainable parameters, and the ghosts its graphs left."""
 
     def __init__(
-        self, size: int, parameters: Mapping[str, Tensor], sample_weight: Tensor | None = None
+        self,
+        size: int,
+        parameters: Mapping[str, Tensor],
+        sample_weight: Tensor | None = None,
+        method: str = "forward",
     ) -> None:
-        self.size, self.parameters, self.sample_weight = size, parameters, sample_weight
+        self.size, self.parameters, self.sample_weight, self.method = size, parameters, sample_weight, method
         self.ghosts: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
         self.asked: dict[tuple[str, ...] | None, Asked] = {}  # of all parameters, or of a graph's
@@ -46,6 +52,7 @@ class Forward:
         self.enclosing = torch._C._current_graph_task_id()
         self.checked: int | None = None
         self.delivered: int | None = None  # the backward call that its results came from
+        self.sent: set[str] = set()  # the parameters whose p.grad that call adds to
 
     def task(self) -> int:
         """The backward call that is running: calls are told apart by their graph tasks' ids."""
@@ -62,13 +69,23 @@ class _Current(threading.local):
     forward: Forward | None = None
 
 
+class Observer(Protocol):
+    """Follows backward calls; an optimizer that has to know what p.grad is made of."""
+
+    def began(self, forward: Forward) -> None: ...
+
+    def ended(self, forward: Forward) -> None: ...
+
+
 class Store:
     """Stores what a backward delivers, by the `accumulate` policy."""
 
-    def __init__(self, policy: Accumulate, quantities: Sequence[Quantity]) -> None:
+    def __init__(self, policy: Accumulate, quantities: Sequence[Quantity], guard: Guard | None = None) -> None:
         if policy not in POLICIES:
             raise OptionError(f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}")
-        self.policy, self.quantities = policy, tuple(quantities)
+        self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
+        self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
+        self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self.current = _Current()
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
         self.asked: dict[Any, Asked] = {}
@@ -125,6 +142,10 @@ class Store:
             forward.asked[names] = self._ask(forward.size, forward.parameters if of is None else of)
         return forward.asked[names]
 
+    def adds_to_grad(self, forward: Forward) -> bool:
+        """Whether a backward adds to p.grad."""
+        return any(delivery.place == GRAD for delivery in self.asked_of(forward).every)
+
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
         """The quantities' own answers; remembered, since every step asks for the same."""
         key = (n, *((name, p.shape, p.dtype, p.device) for name, p in parameters.items()))
@@ -156,6 +177,9 @@ class Store:
         self._check_alone(forward)
         self._check_sizes(forward)
         forward.checked = task
+        forward.sent.clear()
+        for observer in self.observers:
+            observer.began(forward)
         self.forwards.add(forward)  # again, where an earlier backward retained the graph
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._end_backward(forward))
@@ -164,8 +188,7 @@ class Store:
         """Norms of two forwards are not the norms of their sum."""
         if len(self.forwards) == 1 and forward in self.forwards:
             return
-        alone = next((quantity for quantity in self.quantities if not quantity.adds), None)
-        if alone is None:
+        if self.alone is None:
             return
         others = [
             other
@@ -174,7 +197,7 @@ class Store:
         ]
         if others:
             raise AlreadySet(
-                f"two forwards of the model meet in one backward: {alone} of each does not add up",
+                f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
                 advice="Run both inputs through one call, or call backward() for each.",
             )
 
@@ -206,13 +229,17 @@ class Store:
                     continue
                 parameter = forward.parameters[delivery.parameter or ""]
                 if delivery.place == GRAD:
-                    if parameter.grad is None:
+                    if parameter.grad is None and delivery.parameter not in forward.sent and accumulates(parameter):
                         parameter.grad = torch.zeros_like(parameter)
                 elif _task_of(getattr(parameter, delivery.place, None)) != task:
                     zeros = torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
                     self.put(parameter, delivery.place, zeros, forward)
             if missing:
                 self._report(place, missing, forward)
+        for observer in self.observers:
+            observer.ended(forward)
+        if self.guard is not None:
+            self.guard.ended()
 
     def deliver(
         self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str]
@@ -242,6 +269,10 @@ class Store:
                     self.put(parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
             if results:
                 self._report(place, results, forward)
+        sent = {name: grad for name, grad in by_name.items() if grad is not None}
+        forward.sent.update(sent)
+        if self.guard is not None:
+            self.guard.deliver([(parameters[name], grad) for name, grad in sent.items()], forward.task())
         return [by_name.get(name) for name in names]
 
     def _reported(self, place: int, task: int) -> bool:

@@ -73,7 +73,7 @@ def capture(
     engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], passes: Sequence[Pass] | None = None
 ) -> Trace:
     """Let Dynamo trace a call and run the passes (all, or these) on its graph, and stop there."""
-    batch = engine.roles.find(args, kwargs)
+    batch = engine.roles["forward"].find(args, kwargs)
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         check_told()

@@ -118,7 +118,7 @@ def _plain_step(captured: fx.GraphModule, decomposed: fx.GraphModule) -> fx.Grap
 
 def _two_samples(engine: Engine, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
     """A batch of one is explained as two equal samples: alone, it is captured without looking for samples."""
-    batch = engine.roles.find(args, kwargs)
+    batch = engine.roles["forward"].find(args, kwargs)
     if batch.size == 0:
         raise BatchSizeError("explain needs samples: the batch is empty", advice="Pass a batch of one or more.")
     if batch.size > 1:

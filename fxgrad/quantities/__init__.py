@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxgrad.errors import OptionError
-from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity
+from fxgrad.quantities.base import GRAD, OUTSIDE, RESULT, Delivery, Outside, Quantity
 from fxgrad.quantities.clipping import ClippedGrad, Clipping
 from fxgrad.quantities.moments import Grad, GradVariance, SquaredGrad
 from fxgrad.quantities.norms import NormSample
@@ -15,6 +15,7 @@ from fxgrad.quantities.samples import GradSample
 
 __all__ = [
     "GRAD",
+    "OUTSIDE",
     "RESULT",
     "ClippedGrad",
     "Clipping",
@@ -26,6 +27,7 @@ __all__ = [
     "GradSample",
     "GradVariance",
     "NormSample",
+    "Outside",
     "Quantity",
     "SquaredGrad",
     "check_quantities",
@@ -41,6 +43,11 @@ def check_quantities(quantity: Quantity | Sequence[Quantity]) -> tuple[Quantity,
         )
     if len({id(one) for one in found}) < len(found) or any(a == b for i, a in enumerate(found) for b in found[:i]):
         raise OptionError("a quantity is asked for twice", advice="Leave one out.")
+    added = next((one for one in found if one.guards_grad and any(isinstance(other, Grad) for other in found)), None)
+    if added is not None:
+        raise OptionError(
+            f"{added} guards p.grad, and {Grad()} adds a gradient to it that is not clipped", advice="Leave out Grad()."
+        )
     writers = [one for one in found if isinstance(one, Grad | ClippedGrad)]
     if len(writers) > 1:
         raise OptionError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from fxgrad.gradients.sample_grads import SampleGrads
 
 GRAD = "grad"  # the place of what is added to p.grad, as any gradient is
 RESULT = "result"  # the place of what belongs to no parameter alone: fxgrad.result(model, quantity)
+
+
+Outside = Literal["error", "allow", "unchecked"]  # what a guarded p.grad takes besides what fxgrad delivered
+OUTSIDE: tuple[Outside, ...] = ("error", "allow", "unchecked")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Quantity(ABC):
 
     adds: ClassVar[bool] = False  # whether the results of several forwards of one backward may be added
     dense: ClassVar[bool] = False  # whether it multiplies every gradient out: then that is done use by use
+    guards_grad: ClassVar[bool] = False  # whether nothing but what it delivers may be added to p.grad
     sums: ClassVar[bool] = True  # whether it may ask for a weighted sum, which the cost model then counts
 
     def units(self, n: Any) -> Any:

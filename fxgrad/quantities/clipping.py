@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.operators.memory import stored
 from fxgrad.operators.norms import is_wide, root_sum_squares
 from fxgrad.precision import accumulating
-from fxgrad.quantities.base import GRAD, RESULT, Delivery, Quantity, first
+from fxgrad.quantities.base import GRAD, OUTSIDE, RESULT, Delivery, Outside, Quantity, first
 
 Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
 Groups = Literal["flat", "per_parameter"] | Sequence[Sequence[str]]
@@ -51,6 +51,10 @@ class ClippedGrad(Quantity):
         sample_weight: whether calls of the model take ``sample_weight=``, a tensor ``[B]`` that multiplies the
             weights: 0 for padding, which then counts for nothing, also where it holds NaN.
         nonfinite: "zero", or "raise": then a gradient that holds Inf or NaN is an error, and p.grad stays as it is.
+        outside: what happens when a gradient arrives at a parameter that did not come through the transformed call.
+            "error": `fxgrad.errors.UnclippedGrad` in the backward, with every p.grad as it was before. "allow": it is
+            added where it depends on parameters alone, as a penalty's does (numbers and the weights of losses count
+            as constants); the autograd graph behind it is walked in each backward. "unchecked": it is added.
 
     >>> import torch, fxgrad
     >>> clipped = fxgrad.ClippedGrad(max_grad_norm=1.0)
@@ -66,6 +70,9 @@ class ClippedGrad(Quantity):
     gamma: float = 0.01
     sample_weight: bool = False
     nonfinite: Literal["zero", "raise"] = "zero"
+    outside: Outside = "error"
+
+    guards_grad: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         given = self.max_grad_norm
@@ -76,6 +83,8 @@ class ClippedGrad(Quantity):
             raise OptionError(f"groups has to be 'flat', 'per_parameter' or lists of names, not {self.groups!r}")
         if not callable(self.weights) and self.weights not in ("clip", "automatic"):
             raise OptionError(f"weights has to be 'clip', 'automatic' or a function, not {self.weights!r}")
+        if self.outside not in OUTSIDE:
+            raise OptionError(f"outside has to be 'error', 'allow' or 'unchecked', not {self.outside!r}")
         if self.nonfinite not in ("zero", "raise"):
             raise OptionError(f"nonfinite has to be 'zero' or 'raise', not {self.nonfinite!r}")
 

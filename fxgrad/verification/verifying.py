@@ -171,7 +171,7 @@ class _Verification:
         engine = engine_of(self.transformed)
         assert engine is not None
         nest: Nest = map_tensors(self.nest, lambda x: _copy(x, convert))
-        inputs = Inputs(nest, engine.roles.find(*nest))
+        inputs = Inputs(nest, engine.roles["forward"].find(*nest))
         if inputs.batch.size == 0:
             raise BatchSizeError("verify needs samples: the batch is empty", advice="Pass a batch of two or more.")
         self.witness = Witness(model, inputs, self.loss_fn)

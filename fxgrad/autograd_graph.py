@@ -1,0 +1,169 @@
+"""What PyTorch's autograd graph says: where a backward began, what uses a parameter, what depends on parameters alone.
+
+A node is looked at by its name, its edges and the shapes of its outputs. What it saved is freed when it has run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+
+DELIVERS = ("GhostsBackward", "UnseenBackward")  # the nodes that stand between a transformed model and its parameters
+DELIVERED = ""  # in place of an op's name: fxgrad
+
+
+def roots_of_backward() -> list[Any]:
+    """The nodes from which the running backward call began; none where PyTorch does not show them.
+
+    The engine does not name them. The frame that called the engine does: on CPU it is in this thread, on CUDA hooks
+    run in a thread of the engine's own, and several threads may be in a backward.
+    """
+    own = _roots_in(sys._getframe())
+    if own:
+        return own
+    others = [_roots_in(frame) for frame in sys._current_frames().values()]
+    return next((roots for roots in others if any(_is_running(root) for root in roots)), [])
+
+
+def _roots_in(frame: FrameType | None) -> list[Any]:
+    return [_node_of(output) for output in _outputs_of(frame)]
+
+
+def _is_running(root: Any) -> bool:
+    """Whether the running backward call goes through a root: PyTorch answers for what stands behind it."""
+    return any(torch._C._will_engine_execute_node(child) for child in _children(root) if child is not None)
+
+
+def accumulates(parameter: Tensor) -> bool:
+    """Whether the running backward call adds to p.grad; ``autograd.grad(loss, parameters)`` does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # PyTorch's answer for a leaf under autograd.grad
+        return False
+
+
+def _outputs_of(frame: FrameType | None) -> Sequence[Any]:
+    while frame is not None:
+        if frame.f_code is _engine_run_backward.__code__:
+            return tuple(frame.f_locals["t_outputs"])
+        frame = frame.f_back
+    return ()
+
+
+def _node_of(output: Any) -> Any:
+    return get_gradient_edge(output).node if isinstance(output, Tensor) else output.node
+
+
+def _is_leaf(node: Any) -> bool:
+    return hasattr(node, "variable")
+
+
+def _op(node: Any) -> str:
+    """The op that made a node: ``addmm`` for AddmmBackward0."""
+    name = type(node).__name__
+    return DELIVERED if name in DELIVERS else name.split("Backward")[0].lower()
+
+
+def _children(node: Any) -> list[Any]:
+    """The nodes that a node hands gradients to, None for a constant; a delivery is the end of a path."""
+    return [] if _op(node) == DELIVERED else [child for child, _ in node.next_functions]
+
+
+def _below(roots: Sequence[Any]) -> Iterator[Any]:
+    """Every node that gradients reach from these, past no delivery."""
+    stack = list(dict.fromkeys(roots))
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for child in _children(node):
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+
+
+def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
+    """The parameters that values depend on past every delivery."""
+    nodes = _below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+    found = {id(node.variable): None for node in nodes if _is_leaf(node)}
+    return tuple(names[key] for key in found if key in names)
+
+
+def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:
+    """The ops through which a parameter gets gradients, DELIVERED among them."""
+    accumulator = get_gradient_edge(parameter).node
+    found = []
+    for node in _below(roots):
+        if _op(node) == DELIVERED:
+            uses = any(child is accumulator for child, _ in node.next_functions)
+        else:
+            uses = any(child is accumulator for child in _children(node))
+        if uses:
+            found.append(_op(node))
+    return found
+
+
+# Note [Parameters alone]
+# ~~~~~~~~~~~~~~~~~~~~~~~
+# A gradient by a parameter depends on parameters alone where every node on its way is a known op, and where what a
+# node that is not linear multiplies by is a function of parameters. A tensor that needs no gradient leaves no edge,
+# and may hold samples: it is refused, but for one that leaves a result of no dimensions, as in ``0.1 * penalty``. Such
+# a factor is a number, and numbers are believed.
+
+_LINEAR = frozenset(
+    """add sub rsub neg sum mean view reshapealias unsafeview clone t transpose permute expand squeeze unsqueeze
+    cat stack select slice diagonal trace tocopy copyslices asstrided split unbind""".split()
+)
+_OTHERS = frozenset(
+    """mul div pow sqrt rsqrt abs exp log log1p square norm linalgvectornorm linalgmatrixnorm dot mm mv bmm addmm
+    max min amax amin relu clamp clampmin clampmax sigmoid tanh softplus reciprocal prod logsumexp foreachnorm""".split()
+)
+
+
+def depends_on_parameters_alone(roots: Sequence[Any], own: Collection[int]) -> bool:
+    """Whether what reaches parameters past every delivery depends on parameters alone; ``own`` are their ids.
+
+    See Note [Parameters alone].
+    """
+    nodes = list(_below(roots))
+    pure: dict[Any, bool] = {}
+    reaches: dict[Any, bool] = {}
+    for node in _children_first(roots):
+        children = _children(node)
+        if _is_leaf(node):
+            pure[node] = reaches[node] = id(node.variable) in own
+            continue
+        known = _op(node) in _LINEAR or _op(node) in _OTHERS
+        constants = None in children and not (_is_number(node) and _op(node) != "dot")
+        given = [child for child in children if child is not None]
+        pure[node] = known and not constants and all(pure[child] for child in given)
+        reaches[node] = any(reaches[child] for child in given)
+    way = [node for node in nodes if reaches[node] and not _is_leaf(node)]
+    return bool(roots) and all(pure[node] or _op(node) in _LINEAR for node in way)
+
+
+def _is_number(node: Any) -> bool:
+    """Whether a node's output has no dimensions: then what it was made with had none."""
+    return all(len(metadata.shape) == 0 for metadata in node._input_metadata)
+
+
+def _children_first(roots: Sequence[Any]) -> Iterator[Any]:
+    """Every node behind those it hands gradients to."""
+    done: set[Any] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, expanded = stack.pop()
+        if node in done:
+            continue
+        if expanded:
+            done.add(node)
+            yield node
+            continue
+        stack.append((node, True))
+        stack.extend((child, False) for child in _children(node) if child is not None and child not in done)

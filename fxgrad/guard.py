@@ -1,0 +1,316 @@
+"""The guard on p.grad: while a quantity clips, only what fxgrad delivered is added to it.
+
+    deliver       stamp each gradient with a version number of its own, and note it for the parameter
+    arrive        a hook on the parameter compares what arrives with the note
+    refuse        anything else raises UnclippedGrad; every p.grad of this backward is put back
+
+The engine adds gradients in place, so a sum with a gradient from elsewhere may lie in the very tensor that was
+delivered, with its identity and its memory. Its version tells: the engine counts it up. A version that is drawn anew
+for each delivery also tells a delivered tensor from a later one that lies where it lay.
+
+A parameter has one hook however many transformed models guard it, and it stands behind the user's hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.modules.module as global_hooks
+from torch import Tensor, nn
+
+from fxgrad.autograd_graph import DELIVERED, accumulates, depends_on_parameters_alone, ops_using, roots_of_backward
+from fxgrad.errors import OptionError, UnclippedGrad
+from fxgrad.quantities import OUTSIDE, Outside, Quantity
+
+_STEP = 1 << 8  # between two stamps: more than the engine counts up in one backward
+_FIRST, _LAST = 1 << 20, 1 << 31  # no tensor that was merely computed has a version as high; versions have 32 bits
+_NOTHING = -1
+
+
+class _Stamps:
+    """Version numbers, each used once."""
+
+    def __init__(self) -> None:
+        self.last = _FIRST
+
+    def new(self) -> int:
+        self.last = self.last + _STEP if self.last < _LAST else _FIRST
+        return self.last
+
+    def mark(self, tensors: Sequence[Tensor]) -> int:
+        """Give tensors one new version."""
+        stamp = self.new()
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (stamp,) * len(tensors))
+        return stamp
+
+
+STAMPS = _Stamps()
+
+
+class Slot:
+    """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
+
+    __slots__ = ("arrived", "before", "cdata", "guards", "handle", "kept", "tasks", "version")
+    __torch_unserializable__ = True  # PyTorch: copies of the parameter go without this hook, and without a warning
+
+    def __init__(self) -> None:
+        self.cdata = self.version = _NOTHING
+        self.tasks: tuple[int, ...] = ()  # the backward call that is noted here, and the one it runs in
+        self.arrived = False  # whether p.grad has changed in it
+        self.before: Tensor | None = None  # p.grad before that backward, which the engine adds to in place
+        self.kept: Tensor | None = None  # its values
+        self.guards: list[Guard] = []
+        self.handle: Any = None
+
+    def __call__(self, grad: Tensor | None) -> None:
+        if grad is None:  # a quantity that leaves nothing for p.grad
+            return
+        if grad._cdata != self.cdata or grad._version != self.version:
+            _refuse(self, grad)
+        self.arrived = True
+        if self.before is not None and self.kept is None:
+            self.kept = self.before.clone()
+
+    def stand_last(self, parameter: Tensor) -> None:
+        """Run behind every hook of the user's: what they return arrives here."""
+        hooks: Any = parameter._backward_hooks
+        key = None if self.handle is None else self.handle.id
+        if not hooks or key not in hooks:
+            self.handle = _register(parameter, self)
+        elif next(reversed(hooks)) != key:
+            hooks[key] = hooks.pop(key)  # PyTorch calls them in the order of insertion, whatever `move_to_end` says
+
+    def expect(self, grad: Tensor, stamp: int) -> None:
+        self.cdata, self.version = grad._cdata, stamp
+
+    def note(self, tasks: tuple[int, ...], before: Tensor | None) -> None:
+        """Keep p.grad as it was when this backward call began."""
+        if tasks != self.tasks:
+            self.tasks, self.before, self.kept, self.arrived = tasks, before, None, False
+
+    def forget(self) -> None:
+        self.cdata = self.version = _NOTHING
+        self.before = self.kept = None
+        self.tasks, self.arrived = (), False
+
+
+class Guard:
+    """Guards a model's parameters, as long as its transformed view lives or until `release`."""
+
+    def __init__(self, outside: Outside = "error", kind: str = "the model", entrances: Sequence[str] = ()) -> None:
+        self.outside, self.kind, self.entrances = outside, kind, tuple(entrances)
+        self.watched: dict[int, tuple[Tensor, str, Slot]] = {}  # by id(parameter)
+        self.ids: list[int] = []
+        self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.proved: tuple[int, bool] | None = None  # outside="allow": a backward call, and whether it may
+
+    def watch(self, parameters: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
+        """Guard these parameters and no others; in every step, so it is quick where they are the same."""
+        ids = [id(parameter) for parameter in parameters.values()]
+        if ids == self.ids:
+            return
+        for key in self.watched.keys() - set(ids):
+            self._leave(key)
+        for name, parameter in parameters.items():
+            self.join(name, parameter)
+        self.ids = ids
+        if model is not None:
+            self.modules = weakref.WeakKeyDictionary({part: name for name, part in model.named_modules()})
+        _GUARDS.add(self)
+        _listen()
+
+    def join(self, name: str, parameter: Tensor) -> None:
+        """Guard one more parameter."""
+        if id(parameter) in self.watched or not _can_have_grad(parameter):
+            return
+        slot = _slot_of(parameter)
+        if slot is None:
+            slot = Slot()
+            slot.handle = _register(parameter, slot)
+        slot.guards.append(self)
+        self.watched[id(parameter)] = parameter, name, slot
+
+    def _leave(self, key: int) -> None:
+        _, _, slot = self.watched.pop(key)
+        slot.guards.remove(self)
+        if not slot.guards:
+            slot.handle.remove()
+            slot.forget()
+
+    def release(self) -> None:
+        """Guard nothing any more, until the next call of the transformed model."""
+        for key in list(self.watched):
+            self._leave(key)
+        self.ids = []
+        _GUARDS.discard(self)
+
+    def deliver(self, grads: Iterable[tuple[Tensor, Tensor]], task: int) -> None:
+        """Note the gradients that are on their way to parameters: pairs of both."""
+        pairs = list(grads)
+        tasks = task, torch._C._current_graph_task_id()
+        stamp = STAMPS.mark([grad for _, grad in pairs])
+        for parameter, grad in pairs:
+            known = self.watched.get(id(parameter))
+            if known is None:  # released between forward and backward
+                continue
+            slot = known[2]
+            slot.stand_last(parameter)
+            slot.note(tasks, parameter.grad)
+            slot.expect(grad, stamp)
+
+    def arrived(self, parameter: Tensor) -> bool:
+        """Whether p.grad has what was delivered; ``backward(inputs=..)`` leaves some out."""
+        known = self.watched.get(id(parameter))
+        return known is None or known[2].arrived
+
+    def ended(self) -> None:
+        """The backward call is over: nothing has to be put back."""
+        for _, _, slot in self.watched.values():
+            slot.forget()
+
+    def put_back(self, task: int) -> None:
+        """Set every p.grad to what it was before this backward call."""
+        with torch.no_grad():
+            for parameter, _, slot in self.watched.values():
+                if not slot.arrived or task not in slot.tasks:
+                    continue
+                if slot.before is not None and slot.kept is not None:
+                    slot.before.copy_(slot.kept)
+                parameter.grad = slot.before
+                slot.forget()
+
+    def allows(self, slot: Slot, task: int) -> bool:
+        """Whether a gradient from outside of the model may arrive at a parameter."""
+        if self.outside != "allow":
+            return self.outside == "unchecked"
+        if self.proved is None or self.proved[0] != task:
+            own = {id(parameter) for parameter, _, _ in self.watched.values()}
+            self.proved = task, depends_on_parameters_alone(roots_of_backward(), own)
+        return self.proved[1]
+
+
+_GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()  # those that guard something
+
+
+def guard_for(quantities: Sequence[Quantity], kind: str = "the model", entrances: Sequence[str] = ()) -> Guard | None:
+    """A guard where a quantity needs one."""
+    clipping = [quantity for quantity in quantities if quantity.guards_grad]
+    if not clipping:
+        return None
+    outside = getattr(clipping[0], "outside", "error")
+    if outside not in OUTSIDE:
+        raise OptionError(f"outside has to be 'error', 'allow' or 'unchecked', not {outside!r}")
+    return Guard(outside, kind, entrances)
+
+
+def release(parameters: Iterable[Tensor]) -> None:
+    """End every guard on these parameters."""
+    for parameter in parameters:
+        slot = _slot_of(parameter)
+        for guard in list(slot.guards) if slot is not None else []:
+            guard.release()
+
+
+def _slot_of(parameter: Tensor) -> Slot | None:
+    hooks: Any = parameter._backward_hooks or {}
+    return next((hook for hook in hooks.values() if type(hook) is Slot), None)
+
+
+def _can_have_grad(parameter: Tensor) -> bool:
+    return parameter.is_leaf and parameter.is_floating_point() and not parameter.is_inference()
+
+
+def _register(parameter: Tensor, slot: Slot) -> Any:
+    """Register the hook; a frozen parameter takes it too, and keeps it when it is unfrozen."""
+    frozen = not parameter.requires_grad
+    try:
+        return parameter.requires_grad_().register_hook(slot)
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
+
+
+# What arrives that was not delivered
+
+
+def _refuse(slot: Slot, grad: Tensor) -> None:
+    """Raise, unless every guard of the parameter lets it pass."""
+    parameter, name, _ = next(known for known in slot.guards[0].watched.values() if known[2] is slot)
+    task = torch._C._current_graph_task_id()
+    if not accumulates(parameter):
+        return  # autograd.grad(loss, parameters) leaves p.grad alone
+    if all(guard.allows(slot, task) for guard in slot.guards):
+        if task not in slot.tasks:
+            slot.note((task,), parameter.grad)
+            torch.autograd.Variable._execution_engine.queue_callback(slot.forget)
+        return
+    error = _error(parameter, name, slot)
+    for guard in list(_GUARDS):
+        guard.put_back(task)
+    raise error
+
+
+def _error(parameter: Tensor, name: str, slot: Slot) -> UnclippedGrad:
+    guard = next((guard for guard in slot.guards if guard.outside != "unchecked"), slot.guards[0])
+    ops = ops_using(roots_of_backward(), parameter)
+    outside = next((op for op in ops if op != DELIVERED), None)
+    hooks: Any = parameter._backward_hooks
+    if outside is None and ops.count(DELIVERED) > 1:
+        cause = "two transformed models delivered it in one backward, and their sum is not bounded"
+        advice = "Call backward() for each, or transform the model once."
+    elif outside is None and DELIVERED in ops and len(hooks) > 1:
+        cause = "a hook on it (register_hook) changed what fxgrad delivered"
+        advice = "Let the hook return None and leave its argument as it is, or remove it."
+    elif outside is None and DELIVERED in ops:
+        cause = "what fxgrad delivered was changed on its way, or came from a quantity that does not clip"
+        advice = f"Use one transformed view of {guard.kind} in a backward."
+    else:
+        cause = f"it was used outside of the transformed {guard.kind}" + (f", by {outside}" if outside else "")
+        entrances = ", ".join(f"{entrance}()" for entrance in ("forward", *guard.entrances))
+        advice = (
+            f"Only what runs in {entrances} of the object that fxgrad.transform returned is clipped: not a submodule, "
+            "another method (methods= adds it), the original model, or the parameter itself. For penalties: "
+            'ClippedGrad(.., outside="allow"). fxgrad.release(model) ends this guard.'
+        )
+    return UnclippedGrad(f"a gradient that is not clipped arrived at parameter '{name}': {cause}", advice=advice)
+
+
+# Parameters that a model gets between two calls
+
+
+def _listen() -> None:
+    """Let PyTorch say when a module gets a parameter or a submodule, from the first guard on."""
+    if not _LISTENING:
+        _LISTENING.append(global_hooks.register_module_parameter_registration_hook(_registered))
+        _LISTENING.append(global_hooks.register_module_module_registration_hook(_added))
+
+
+_LISTENING: list[Any] = []
+
+
+def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """``load_state_dict(assign=True)`` and assigned parameters: guarded before the next call."""
+    if parameter is None:
+        return
+    for guard in list(_GUARDS):
+        prefix = guard.modules.get(module)
+        if prefix is not None:
+            guard.join(f"{prefix}.{name}".lstrip("."), parameter)
+
+
+def _added(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if submodule is None:
+        return
+    for guard in list(_GUARDS):
+        prefix = guard.modules.get(module)
+        if prefix is None:
+            continue
+        for path, part in submodule.named_modules(prefix=f"{prefix}.{name}".lstrip(".")):
+            guard.modules[part] = path
+        for path, parameter in submodule.named_parameters(prefix=f"{prefix}.{name}".lstrip(".")):
+            guard.join(path, parameter)
+
+
