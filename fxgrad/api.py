@@ -198,6 +198,7 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
             engine.model.zero_grad(set_to_none)
             clear(engine.model.parameters())
             engine.store.results.clear()
+            engine.store.cleared(engine.model.parameters())
 
         def _replicate_for_data_parallel(self) -> Any:
             raise replicated()
@@ -251,6 +252,7 @@ def zero_grad(model: nn.Module) -> None:
     engine = engine_of(model)
     if engine is not None:
         engine.store.results.clear()
+        engine.store.cleared(parameters)
 
 
 def release(model: nn.Module) -> None:

@@ -88,6 +88,11 @@ def _below(roots: Sequence[Any]) -> Iterator[Any]:
                 stack.append(child)
 
 
+def is_scaled(root: Any) -> bool:
+    """Whether a loss is a product with a number or with a tensor of one that needs no gradient."""
+    return _op(root) == "mul" and None in _children(root) and _is_number(root)
+
+
 def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
     """The parameters that values depend on past every delivery."""
     nodes = _below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
@@ -111,10 +116,10 @@ def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:
 
 # Note [Parameters alone]
 # ~~~~~~~~~~~~~~~~~~~~~~~
-# A gradient by a parameter depends on parameters alone where every node on its way is a known op, and where what a
-# node that is not linear multiplies by is a function of parameters. A tensor that needs no gradient leaves no edge,
-# and may hold samples: it is refused, but for one that leaves a result of no dimensions, as in ``0.1 * penalty``. Such
-# a factor is a number, and numbers are believed.
+# A gradient by a parameter depends on parameters alone under two conditions: every node on its way is a known op, and
+# a node that is not linear has functions of parameters as its operands. A tensor that needs no gradient leaves no
+# edge, and may hold samples, so it is refused. The exception is a number, as in ``0.1 * penalty``: numbers count as
+# constants.
 
 _LINEAR = frozenset(
     """add sub rsub neg sum mean view reshapealias unsafeview clone t transpose permute expand squeeze unsqueeze
@@ -122,7 +127,8 @@ _LINEAR = frozenset(
 )
 _OTHERS = frozenset(
     """mul div pow sqrt rsqrt abs exp log log1p square norm linalgvectornorm linalgmatrixnorm dot mm mv bmm addmm
-    max min amax amin relu clamp clampmin clampmax sigmoid tanh softplus reciprocal prod logsumexp foreachnorm""".split()
+    max min amax amin relu clamp clampmin clampmax sigmoid tanh softplus reciprocal prod
+    logsumexp foreachnorm""".split()
 )
 
 
@@ -145,7 +151,14 @@ def depends_on_parameters_alone(roots: Sequence[Any], own: Collection[int]) -> b
         pure[node] = known and not constants and all(pure[child] for child in given)
         reaches[node] = any(reaches[child] for child in given)
     way = [node for node in nodes if reaches[node] and not _is_leaf(node)]
-    return bool(roots) and all(pure[node] or _op(node) in _LINEAR for node in way)
+    return bool(roots) and all(pure[node] or _is_linear(node) for node in way)
+
+
+def _is_linear(node: Any) -> bool:
+    """Whether a node hands its gradient on, times numbers at the most."""
+    op, children = _op(node), _children(node)
+    by_number = (op == "mul" and None in children) or (op == "div" and children[1] is None)
+    return op in _LINEAR or (by_number and _is_number(node))
 
 
 def _is_number(node: Any) -> bool:

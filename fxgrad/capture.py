@@ -127,7 +127,7 @@ class Engine:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def _original(self, method: str) -> Callable[..., Any]:
-        return self.model if method == "__call__" else getattr(self.model, method)  # type: ignore[no-any-return]
+        return self.model if method == "__call__" else getattr(self.model, method)
 
     def _run(
         self, method: str, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]

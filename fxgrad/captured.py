@@ -66,7 +66,7 @@ class Captured:
 
     def check_leaves(self) -> None:
         """Refuse tensors whose gradients no tap sees: neither arguments of the call nor the model's parameters."""
-        for i, (node, example) in enumerate(zip(self.placeholders, self.examples, strict=True)):
+        for node, example in zip(self.placeholders, self.examples, strict=True):
             if not isinstance(example, Tensor) or not example.requires_grad or is_argument(node):
                 continue
             where = source_line(next(iter(node.users), node))
@@ -194,7 +194,7 @@ def input_name(node: fx.Node, positional: Sequence[str]) -> str:
 
 def is_argument(node: fx.Node) -> bool:
     """Whether a graph input is one of the call's arguments: no attribute of a module, no global, no closure's."""
-    source = getattr(node, "_dynamo_source", None)
+    source: Any = getattr(node, "_dynamo_source", None)
     while hasattr(source, "base"):
         if "NNModule" in type(source).__name__:
             return False

@@ -43,7 +43,8 @@ def check_inputs(values: Sequence[Any], names: Mapping[int, str]) -> None:
     found = used_outside(computed, names) if computed else ()
     if found:
         raise OutsideGraph(
-            f"an input was computed from the model's own parameters, outside of the transformed call: {', '.join(found)}",
+            "an input was computed from the model's own parameters, outside of the transformed call: "
+            f"{', '.join(found)}",
             advice="Compute it in forward, in a method named in methods=, or under torch.no_grad().",
         )
 
@@ -54,7 +55,8 @@ def check_hooks(parameters: Mapping[str, Tensor]) -> None:
         hooks: Any = parameter._backward_hooks
         if hooks and any(type(hook) is not Slot for hook in hooks.values()):
             raise OptionError(
-                f"parameter '{name}' has a hook (register_hook), and there is no gradient for it: p.grad stays as it is",
+                f"parameter '{name}' has a hook (register_hook), and there is no gradient for it: p.grad stays as it "
+                "is",
                 advice="Remove the hook, or ask for a gradient beside the others: quantity=[.., fxgrad.Grad()].",
             )
 

@@ -71,6 +71,10 @@ class UnclippedGrad(FxgradError):
     """A gradient that is not clipped arrived at a parameter, while a quantity clips."""
 
 
+class UnaccountedGrad(FxgradError):
+    """A private step would move parameters by something else than what was clipped, delivered and noised."""
+
+
 class NonFinite(FxgradError):
     """A sample's gradient holds Inf or NaN, where that is asked to be an error."""
 

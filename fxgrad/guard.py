@@ -21,7 +21,13 @@ import torch
 import torch.nn.modules.module as global_hooks
 from torch import Tensor, nn
 
-from fxgrad.autograd_graph import DELIVERED, accumulates, depends_on_parameters_alone, ops_using, roots_of_backward
+from fxgrad.autograd_graph import (
+    DELIVERED,
+    accumulates,
+    depends_on_parameters_alone,
+    ops_using,
+    roots_of_backward,
+)
 from fxgrad.errors import OptionError, UnclippedGrad
 from fxgrad.quantities import OUTSIDE, Outside, Quantity
 
@@ -154,9 +160,9 @@ class Guard:
         stamp = STAMPS.mark([grad for _, grad in pairs])
         for parameter, grad in pairs:
             known = self.watched.get(id(parameter))
-            if known is None:  # released between forward and backward
+            slot = _slot_of(parameter) if known is None else known[2]
+            if slot is None:  # released between forward and backward, and no other guards it
                 continue
-            slot = known[2]
             slot.stand_last(parameter)
             slot.note(tasks, parameter.grad)
             slot.expect(grad, stamp)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxgrad.autograd_graph import accumulates
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
+from fxgrad.grad_scaler import check_unscaled
 from fxgrad.guard import Guard
 from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
 
@@ -75,6 +76,8 @@ class Observer(Protocol):
     def began(self, forward: Forward) -> None: ...
 
     def ended(self, forward: Forward) -> None: ...
+
+    def cleared(self, parameters: Iterable[Tensor]) -> None: ...
 
 
 class Store:
@@ -142,6 +145,12 @@ class Store:
             forward.asked[names] = self._ask(forward.size, forward.parameters if of is None else of)
         return forward.asked[names]
 
+    def cleared(self, parameters: Iterable[Tensor]) -> None:
+        """Say that zero_grad() has run."""
+        own = list(parameters)
+        for observer in self.observers:
+            observer.cleared(own)
+
     def adds_to_grad(self, forward: Forward) -> bool:
         """Whether a backward adds to p.grad."""
         return any(delivery.place == GRAD for delivery in self.asked_of(forward).every)
@@ -176,6 +185,8 @@ class Store:
         self.check_clear(forward, forward.task(), "a backward")
         self._check_alone(forward)
         self._check_sizes(forward)
+        if self.guard is not None:
+            check_unscaled()
         forward.checked = task
         forward.sent.clear()
         for observer in self.observers:

@@ -1,56 +1,54 @@
-"""Opacus's optimizers for gradients that the backward has clipped already: they add noise, and count."""
+"""Opacus's optimizers behind fxgrad: they step only with what fxgrad delivered, and count it.
+
+`OneBackwardOptimizer` takes the clipped sum from p.grad; the others are Opacus's own classes, which clip p.grad_sample.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-import torch
 from opacus.optimizers import (
     DistributedDPOptimizer,
     DistributedDPOptimizerFastGradientClipping,
     DPOptimizer,
     DPOptimizerFastGradientClipping,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from fxgrad.capture import Engine
-from fxgrad.errors import AlreadySet, OptionError
-from fxgrad.quantities import ClippedGrad
+from fxgrad.errors import AlreadySet, OptionError, UnaccountedGrad
+from fxgrad.opacus.ledger import Ledger
 
 
-class _OneBackward:
-    """What both optimizers look at before they take p.grad for a sum of clipped gradients."""
+class _Checked:
+    """Compares with the ledger before a step moves anything."""
+
+    ledger: Ledger
+    param_groups: list[dict[str, Any]]
+    params: list[nn.Parameter]
+
+    def pre_step(self, closure: Any = None) -> Any:
+        self.ledger.check(self.param_groups)
+        for parameter in self.params:  # one that was unfrozen since has none
+            parameter.__dict__.setdefault("summed_grad", None)
+        return super().pre_step(closure)  # type: ignore[misc]
+
+
+class _OneBackward(_Checked):
+    """What both optimizers do with p.grad, which is a sum of clipped gradients."""
 
     max_grad_norm: float
-    params: list[nn.Parameter]
     attach_step_hook: Any
+    _is_last_step_skipped: bool
 
-    def __init__(
-        self, *args: Any, reported: Callable[[], Any], poisson_sampling: bool = True, **arguments: Any
-    ) -> None:
+    def __init__(self, *args: Any, ledger: Ledger, poisson_sampling: bool = True, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
-        self.reported, self.poisson_sampling = reported, poisson_sampling
+        self.ledger, self.poisson_sampling = ledger, poisson_sampling
         self.clipped_to = self.max_grad_norm
-        self._backwards, self._foreign = 0, False
-        self._task: int | None = None  # the last backward that reached a parameter, and what it reported
-        self._report: Any = None
         self._iterations = 1
-        for parameter in self.params:
-            parameter.register_post_accumulate_grad_hook(self._reached)
-
-    def _reached(self, parameter: Tensor) -> None:
-        """A backward adds to p.grad: at its end it is counted, and has reported new norms if it clipped."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-
-    def _ended(self) -> None:
-        report = self.reported()
-        self._foreign |= report is None or report is self._report
-        self._report = report
-        self._backwards += 1
+        self._summed: dict[int, tuple[int, int]] = {}  # what virtual steps have left in p.summed_grad
+        ledger.cleared(())
 
     @property
     def accumulated_iterations(self) -> int:
@@ -59,12 +57,7 @@ class _OneBackward:
 
     def accumulate(self) -> None:
         """p.grad -> p.summed_grad, and no p.grad is left that a forgotten zero_grad() would add twice."""
-        backwards = self._backwards
-        if self._foreign:
-            raise OptionError(
-                "a backward that did not clip has added to p.grad",
-                advice="Call the model that make_private returned, not the one it was given.",
-            )
+        backwards = self.ledger.deliveries
         if self.max_grad_norm != self.clipped_to:
             raise OptionError(
                 f"max_grad_norm is {self.max_grad_norm} and the backward clips to {self.clipped_to}: "
@@ -77,29 +70,40 @@ class _OneBackward:
                 "be in all of them, and count more than once",
                 advice="Call step() and zero_grad() after each backward, or use Opacus's BatchMemoryManager.",
             )
-        for parameter in self.params:
-            if parameter.grad is None:  # no samples, or none that reached it
-                parameter.grad = torch.zeros_like(parameter)
+        self._check_summed()
         super().accumulate()  # type: ignore[misc]
-        self._forget()
         self._iterations = max(1, backwards)
         for parameter in self.params:
             parameter.grad = None
+        self.ledger.cleared(())
+        self._summed = self._sums()
+
+    def _check_summed(self) -> None:
+        """The parts of a logical batch are sums over the same parameters, as this optimizer left them."""
+        if self._summed and self._is_last_step_skipped and self._sums() != self._summed:
+            raise UnaccountedGrad(
+                "p.summed_grad is not what the virtual steps of this batch left: it was changed, or parameters were "
+                "frozen, unfrozen or added between them",
+                advice="Change what is trainable between logical batches.",
+            )
+
+    def _sums(self) -> dict[int, tuple[int, int]]:
+        sums = {id(p): getattr(p, "summed_grad", None) for p in self.params}
+        return {key: (-1, -1) if total is None else (total._cdata, total._version) for key, total in sums.items()}
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        self._forget()
         super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def _forget(self) -> None:
-        self._backwards, self._foreign = 0, False
+        self.ledger.cleared(self.params)
 
 
 class OneBackwardOptimizer(_OneBackward, DPOptimizerFastGradientClipping):  # type: ignore[misc]
     """Opacus's DPOptimizerFastGradientClipping behind `fxgrad.ClippedGrad`; `make_private` makes it.
 
     Its step is ``p.grad = (p.grad + σ C N(0, 1)) / E``, in p's units, with E the expected batch size (1 where
-    ``loss_reduction="sum"``). It raises AlreadySet where several batches have been added under Poisson sampling, and
-    OptionError where max_grad_norm is no longer that of the backward.
+    ``loss_reduction="sum"``). Before anything moves it raises `fxgrad.errors.UnaccountedGrad` unless p.grad of every
+    parameter is what the backward of the private model delivered since the last step, and unless its parameters are
+    the model's trainable ones, over which the norm is taken; AlreadySet where several batches have been added under
+    Poisson sampling; and OptionError where max_grad_norm is no longer that of the backward.
     """
 
 
@@ -113,7 +117,6 @@ class DistributedOneBackwardOptimizer(_OneBackward, DistributedDPOptimizerFastGr
 
 def one_backward(made: DPOptimizer, engine: Engine, poisson_sampling: bool) -> DPOptimizer:
     """The optimizer Opacus made for grad_sample as one for clipped gradients, with its accountant's hook."""
-    place = next(i for i, quantity in enumerate(engine.options.quantities) if isinstance(quantity, ClippedGrad))
     kinds = {DPOptimizer: OneBackwardOptimizer, DistributedDPOptimizer: DistributedOneBackwardOptimizer}
     optimizer = kinds[type(made)](
         made.original_optimizer,
@@ -123,8 +126,21 @@ def one_backward(made: DPOptimizer, engine: Engine, poisson_sampling: bool) -> D
         loss_reduction=made.loss_reduction,
         generator=made.generator,
         secure_mode=made.secure_mode,
-        reported=lambda: engine.store.results.get(place),
+        ledger=Ledger(engine.store, "grad"),
         poisson_sampling=poisson_sampling,
     )
     optimizer.attach_step_hook(made.step_hook)
     return optimizer
+
+
+def checked(made: DPOptimizer, engine: Engine) -> DPOptimizer:
+    """Opacus's own optimizer for p.grad_sample, which compares with the ledger before each step."""
+    made.ledger = Ledger(engine.store, "grad_sample")
+    kind: Any = type(made)
+    made.__class__ = _checked_kind(kind)
+    return made
+
+
+@cache
+def _checked_kind(kind: Any) -> Any:
+    return type(kind.__name__, (_Checked, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})

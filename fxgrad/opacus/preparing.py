@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from fxgrad.api import engine_of, transform
 from fxgrad.capture import Engine
 from fxgrad.errors import OptionError
+from fxgrad.opacus.one_backward import checked
 from fxgrad.opacus.one_backward import one_backward as with_one_backward
 from fxgrad.opacus.validating import validating
 from fxgrad.options import Inner, loss_scale
@@ -122,8 +123,11 @@ def make_private(
             wrap_model=False,
             **arguments,
         )
+    transformed.store.alone = quantity  # rows of two batches in one backward would be added up
     if one_backward:
         private = with_one_backward(private, transformed, poisson_sampling)
+    else:
+        private = checked(private, transformed)
     if wrapper is None:
         return view, private, loader
     wrapper.module = view
@@ -249,5 +253,5 @@ def _serves(found: Quantity, wanted: Quantity) -> bool:
         return False
     if isinstance(found, ClippedGrad) and isinstance(wanted, ClippedGrad):
         bounded = found.weights in ("clip", "automatic") and not found.sample_weight and found.groups == "flat"
-        return bounded and found.max_grad_norm == wanted.max_grad_norm
+        return bounded and found.max_grad_norm == wanted.max_grad_norm and found.outside == "error"
     return type(found) is type(wanted)

@@ -43,12 +43,7 @@ def check_quantities(quantity: Quantity | Sequence[Quantity]) -> tuple[Quantity,
         )
     if len({id(one) for one in found}) < len(found) or any(a == b for i, a in enumerate(found) for b in found[:i]):
         raise OptionError("a quantity is asked for twice", advice="Leave one out.")
-    added = next((one for one in found if one.guards_grad and any(isinstance(other, Grad) for other in found)), None)
-    if added is not None:
-        raise OptionError(
-            f"{added} guards p.grad, and {Grad()} adds a gradient to it that is not clipped", advice="Leave out Grad()."
-        )
-    writers = [one for one in found if isinstance(one, Grad | ClippedGrad)]
+    writers = [one for one in found if isinstance(one, Grad) or one.guards_grad]
     if len(writers) > 1:
         raise OptionError(
             f"{' and '.join(str(one) for one in writers)} both write p.grad", advice="Ask for one of them."

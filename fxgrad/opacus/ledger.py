@@ -1,0 +1,164 @@
+"""What a private step is made of: each delivery is entered, and the step compares before anything moves.
+
+    backward begins    p.grad is empty, or as the last delivery left it
+    backward ends      every trainable parameter of the model got its part: one more delivery
+    step               the optimizer's parameters are the model's trainable ones, and each has what was delivered
+
+The same holds for p.grad_sample, of which the optimizer may leave some out: then Opacus clips what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.autograd_graph import accumulates
+from fxgrad.errors import UnaccountedGrad
+from fxgrad.guard import STAMPS
+from fxgrad.store import Forward, Store
+
+CLEAR = "Call optimizer.zero_grad(), and run forward and backward of the private model again."
+State = tuple[tuple[int, int], ...]  # of each tensor at a place: its identity and version
+
+
+class Ledger:
+    """Follows the backward calls of a private model between two steps."""
+
+    def __init__(self, store: Store, place: str) -> None:
+        self.store, self.place = store, place  # "grad" or "grad_sample"
+        self.deliveries = 0  # since p.grad was last empty
+        self.parameters: dict[int, tuple[str, Tensor]] = {}  # of the last delivery, by id
+        self.states: dict[int, State] = {}  # as the last delivery, or clearing, left them
+        self.running: int | None = None  # the backward call that has begun and not ended
+        self.trouble = ""
+        store.observers.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        return self  # it belongs to the model, which a copied optimizer does not step
+
+    # what the model's backward calls say
+
+    def began(self, forward: Forward) -> None:
+        """Compare p.grad with what this ledger knows of it."""
+        if self.place == "grad" and not any(map(accumulates, forward.parameters.values())):  # autograd.grad
+            return
+        held = {name: self.state(parameter) for name, parameter in forward.parameters.items()}
+        if not any(held.values()):
+            self._forget()
+        elif not self._as_left(forward, held):
+            values = [tensor for parameter in forward.parameters.values() for tensor in self.tensors(parameter)]
+            if any(bool(value.any()) for value in values):  # zero_grad(set_to_none=False) of another object
+                name = next(name for name, p in forward.parameters.items() if held[name] != self.states.get(id(p)))
+                self.trouble = self.trouble or (
+                    f"{self.place} of '{name}' held something else than fxgrad delivered when a backward began"
+                )
+            else:
+                self._forget()
+        self.running = forward.task()
+
+    def _as_left(self, forward: Forward, held: dict[str, State]) -> bool:
+        known = {name: self.states.get(id(parameter), ()) for name, parameter in forward.parameters.items()}
+        if self.deliveries == 0:
+            return all(not state or state == known[name] for name, state in held.items())
+        return known == held
+
+    def ended(self, forward: Forward) -> None:
+        """Enter a delivery; at the very end, since DistributedDataParallel averages p.grad after us."""
+        if forward.task() != self.running:
+            return
+        guard = self.store.guard
+        for name, parameter in forward.parameters.items():
+            missing = guard is not None and name in forward.sent and not guard.arrived(parameter)
+            if missing or not self.tensors(parameter):
+                self.trouble = self.trouble or (
+                    f"{self.place} of '{name}' did not get its part of the last backward, as with backward(inputs=..) "
+                    "or after fxgrad.release"
+                )
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._enter(forward))
+
+    def _enter(self, forward: Forward) -> None:
+        self.running = None
+        self.deliveries += 1
+        self.parameters = {id(parameter): (name, parameter) for name, parameter in forward.parameters.items()}
+        self._mark(forward.parameters.values())
+
+    def cleared(self, parameters: Iterable[Tensor]) -> None:
+        """Begin anew: zeros, or nothing, are left."""
+        self._forget()
+        self._mark(parameters)
+
+    def _mark(self, parameters: Iterable[Tensor]) -> None:
+        own = list(parameters)
+        every = [tensor for parameter in own for tensor in self.tensors(parameter)]
+        if every:
+            STAMPS.mark(every)
+        self.states = {id(parameter): self.state(parameter) for parameter in own}
+
+    def _forget(self) -> None:
+        self.deliveries, self.parameters, self.states, self.running, self.trouble = 0, {}, {}, None, ""
+
+    # what the optimizer asks
+
+    def check(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise unless a step on these parameter groups moves by what was delivered, all of it with noise."""
+        own = {id(parameter): parameter for group in groups for parameter in group["params"]}
+        trainable = {key: parameter for key, parameter in own.items() if parameter.requires_grad}
+        self._check_backward()
+        self._check_parameters(own, trainable)
+        for key, parameter in trainable.items():
+            if self.state(parameter) != self.states[key]:
+                raise UnaccountedGrad(
+                    f"{self.place} of '{self.parameters[key][0]}' is not what the last backward of the private model "
+                    "left: it was assigned, cleared or changed since, or another backward added to it",
+                    advice="Leave it to the optimizer: no GradScaler (bfloat16 needs none), no clip_grad_norm_, no "
+                    f"second model. {CLEAR}",
+                )
+
+    def _check_backward(self) -> None:
+        if self.running is not None:
+            raise UnaccountedGrad(
+                f"a backward of the private model raised before its end: {self.place} may hold a part of it",
+                advice=CLEAR,
+            )
+        if self.trouble:
+            raise UnaccountedGrad(self.trouble, advice=CLEAR)
+        if not self.deliveries:
+            raise UnaccountedGrad(
+                "no backward of the private model since the last step: there is nothing to step with",
+                advice="Run forward and backward for an empty batch, too; step the optimizer of the model that runs.",
+            )
+
+    def _check_parameters(self, own: dict[int, Tensor], trainable: dict[int, Tensor]) -> None:
+        moved = [p for p in own.values() if not p.requires_grad and p.grad is not None]
+        if moved:
+            raise UnaccountedGrad(
+                f"a frozen parameter of shape {list(moved[0].shape)} holds p.grad: the step would move it without "
+                "noise",
+                advice="Set its grad to None when you freeze it, before the forward.",
+            )
+        unknown = [p for key, p in trainable.items() if key not in self.parameters]
+        if unknown:
+            raise UnaccountedGrad(
+                f"a parameter of the optimizer, of shape {list(unknown[0].shape)}, had no part in the last backward of "
+                "the private model: it would move by noise alone",
+                advice="Give the optimizer the model's trainable parameters (load_state_dict(assign=True) replaces "
+                "them).",
+            )
+        missing = [name for key, (name, _) in self.parameters.items() if key not in trainable]
+        if missing and self.place == "grad":
+            raise UnaccountedGrad(
+                f"the clipped norm is over '{missing[0]}', too, which the optimizer does not step",
+                advice="Freeze it before the forward with requires_grad_(False), or add it to the optimizer.",
+            )
+
+    # what stands at a parameter
+
+    def tensors(self, parameter: Tensor) -> list[Tensor]:
+        value = getattr(parameter, self.place, None)
+        return list(value) if isinstance(value, list) else [] if value is None else [value]
+
+    def state(self, parameter: Tensor) -> State:
+        return tuple((tensor._cdata, tensor._version) for tensor in self.tensors(parameter))
