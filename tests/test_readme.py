@@ -11,7 +11,8 @@ import pytest
 
 import fxgrad
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 PROGRAMS = [code for language, code in BLOCKS if language == "python" and "# mistake" not in code]
 MISTAKES = [
@@ -37,6 +38,13 @@ def test_the_mistakes_give_their_errors(program: str, shown: str) -> None:
     with pytest.raises(fxgrad.FxgradError) as caught:
         exec(compile(program, "README.md", "exec"), namespace)
     assert f"{type(caught.value).__name__}: {caught.value}" == shown.strip()
+
+
+@pytest.mark.parametrize("page", ["guarantees.md"])
+def test_the_programs_of_a_page_run(page: str) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for program in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+        exec(compile(program, page, "exec"), namespace)
 
 
 def test_every_mistake_is_found() -> None:
