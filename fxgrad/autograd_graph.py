@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
-DELIVERS = ("GhostsBackward", "UnseenBackward")  # the nodes that stand between a transformed model and its parameters
+DELIVERS = "_fxgrad_delivers"  # on the autograd functions that stand between a transformed model and its parameters
 DELIVERED = ""  # in place of an op's name: fxgrad
 
 
@@ -65,9 +65,12 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _op(node: Any) -> str:
-    """The op that made a node: ``addmm`` for AddmmBackward0."""
-    name = type(node).__name__
-    return DELIVERED if name in DELIVERS else name.split("Backward")[0].lower()
+    """The op that made a node: ``addmm`` for AddmmBackward0; of a user's autograd.Function its name, as it is."""
+    kind = type(node)
+    function = getattr(kind, "_forward_cls", None)
+    if function is not None:
+        return DELIVERED if getattr(function, DELIVERS, False) else f"autograd.Function {function.__name__}"
+    return kind.__name__.split("Backward")[0].lower()
 
 
 def _children(node: Any) -> list[Any]:

@@ -325,6 +325,8 @@ def _task_of(found: Any) -> int | None:
 class Ghosts(torch.autograd.Function):
     """parameters -> ghosts; its backward stores what arrives, and hands on what is for p.grad."""
 
+    _fxgrad_delivers = True
+
     @staticmethod
     def forward(  # with its context: without, PyTorch binds the arguments' names at every call
         ctx: Any, store: Store, forward: Forward, names: tuple[str, ...], *parameters: Tensor
@@ -346,6 +348,8 @@ class Ghosts(torch.autograd.Function):
 
 class Unseen(torch.autograd.Function):
     """The parameters of a model run as it is, on no samples: there are no gradients to deliver."""
+
+    _fxgrad_delivers = True
 
     @staticmethod
     def forward(*parameters: Tensor) -> tuple[Tensor, ...]:

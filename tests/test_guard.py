@@ -88,6 +88,19 @@ class Twice(torch.autograd.Function):
         return 2 * g
 
 
+class Pow(torch.autograd.Function):
+    """Its node has nearly the name of PyTorch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return w * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.saved_tensors[0], None
+
+
 @pytest.mark.parametrize("before", ["nothing", "a gradient", "zeros"])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_past_the_clipping(way: str, before: str) -> None:
@@ -385,6 +398,7 @@ class TestOutside:
         lambda view, model, x: view(x).sum() + torch.dot(model.head.bias, x[0, :2]),
         lambda view, model, x: view(x).sum() + Twice.apply(model.body.weight).sum(),
         lambda view, model, x: view(x).sum() + (model.body.weight.sum() * x.requires_grad_().sum()),
+        lambda view, model, x: view(x).sum() + Pow.apply(model.body.weight, x[0]).sum(),
         lambda view, model, x: view(x).sum() + torch.where(x[:1] > 0, model.body.weight, 0).sum(),
     )
 
