@@ -59,11 +59,12 @@ STAMPS = _Stamps()
 class Slot:
     """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
 
-    __slots__ = ("arrived", "before", "cdata", "guards", "handle", "kept", "tasks", "version")
+    __slots__ = ("arrived", "before", "cdata", "guards", "handle", "kept", "of", "tasks", "version")
     __torch_unserializable__ = True  # PyTorch: copies of the parameter go without this hook, and without a warning
 
-    def __init__(self) -> None:
-        self.cdata = self.version = _NOTHING
+    def __init__(self, parameter: Tensor) -> None:
+        self.of = parameter._cdata  # the tensor that has the hook
+        self.cdata = self.version = _NOTHING  # the gradient that may arrive
         self.tasks: tuple[int, ...] = ()  # the backward call that is noted here, and the one it runs in
         self.arrived = False  # whether p.grad has changed in it
         self.before: Tensor | None = None  # p.grad before that backward, which the engine adds to in place
@@ -79,6 +80,14 @@ class Slot:
         self.arrived = True
         if self.before is not None and self.kept is None:
             self.kept = self.before.clone()
+
+    def stay(self, parameter: Tensor) -> None:
+        """Come back where the hook was taken away; `torch.utils.swap_tensors` leaves it behind with the old tensor."""
+        if parameter._cdata != self.of:
+            parameter._backward_hooks = parameter._backward_hooks
+            self.of = parameter._cdata
+        if not parameter._backward_hooks:
+            self.stand_last(parameter)
 
     def stand_last(self, parameter: Tensor) -> None:
         """Run behind every hook of the user's: what they return arrives here."""
@@ -117,6 +126,8 @@ class Guard:
         """Guard these parameters and no others; in every step, so it is quick where they are the same."""
         ids = [id(parameter) for parameter in parameters.values()]
         if ids == self.ids:
+            for parameter, _, slot in self.watched.values():
+                slot.stay(parameter)
             return
         for key in self.watched.keys() - set(ids):
             self._leave(key)
@@ -134,7 +145,7 @@ class Guard:
             return
         slot = _slot_of(parameter)
         if slot is None:
-            slot = Slot()
+            slot = Slot(parameter)
             slot.handle = _register(parameter, slot)
         slot.guards.append(self)
         self.watched[id(parameter)] = parameter, name, slot
