@@ -136,6 +136,11 @@ class TestRefusedInTwoProcesses:
             sentence = each["refused"]["of its own, and wrapped"]
             assert sentence.startswith("independent=True, and the model is in DistributedDataParallel")
 
+    def test_clipping_that_opacus_has_for_one_process(self, found: Any) -> None:
+        for each in found:
+            sentence = each["refused"]["clipped per layer"]
+            assert sentence.startswith("clipping='per_layer', and the model is in DistributedDataParallel")
+
     def test_a_group_of_some_processes(self, found: Any) -> None:
         for each in found:
             sentence = each["refused"]["a group of its own"]

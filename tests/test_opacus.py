@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -476,6 +477,14 @@ class TestArguments:
     def test_a_norm_that_bounds_nothing(self, bound: Any, one_backward: bool) -> None:
         with pytest.raises(OptionError, match="max_grad_norm has to be a number, positive and finite"):
             make(words(), max_grad_norm=bound, one_backward=one_backward)
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    def test_numbers_of_numpy(self, one_backward: bool) -> None:
+        made, optimizer, _ = make(
+            words(), noise_multiplier=np.float64(1), max_grad_norm=np.float32(1), one_backward=one_backward
+        )
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
 
     @pytest.mark.parametrize("bound", [math.inf, math.nan, 0.0, True])
     def test_a_norm_among_others_that_bounds_nothing(self, bound: Any) -> None:

@@ -144,9 +144,7 @@ def refused(rank: int) -> dict[str, str]:
             optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
             data_loader=DataLoader(TensorDataset(data()), BATCH),
             noise_multiplier=1.0,
-            max_grad_norm=MAX_GRAD_NORM,
-            backend="eager",
-            **arguments,
+            **dict[str, Any](max_grad_norm=MAX_GRAD_NORM, backend="eager") | arguments,
         )[0]
 
     plain = model()
@@ -154,6 +152,9 @@ def refused(rank: int) -> dict[str, str]:
         "wrapped afterwards": lambda: DistributedDataParallel(prepare(plain, plain)),
         "wrapped afterwards, one backward": lambda: DistributedDataParallel(prepare(plain, plain, one_backward=True)),
         "of its own, and wrapped": lambda: prepare(plain, DistributedDataParallel(plain), independent=True),
+        "clipped per layer": lambda: prepare(
+            plain, DistributedDataParallel(plain), clipping="per_layer", max_grad_norm=[1.0] * 4
+        ),
         "a group of its own": lambda: prepare(plain, DistributedDataParallel(plain, process_group=group)),
     }
     sentences = {}

@@ -26,6 +26,11 @@ ADAPTIVE = (
 GRADIENTS = ("grad_sample_mode", "wrap_model")
 """Opacus's, and said by fxgrad: what computes the gradients."""
 CLIPPINGS = ("flat", "per_layer", "adaptive")
+MEANINGS = {
+    "noise_multiplier": "It is the noise's standard deviation over max_grad_norm.",
+    "max_grad_norm": "The noise's standard deviation is noise_multiplier times max_grad_norm.",
+    "epsilon_tolerance": "It is how far below target_epsilon the result may stay.",
+}
 
 
 def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], further: Sequence[str]) -> None:
@@ -82,7 +87,7 @@ def check_number(name: str, value: Any, *, zero: bool = False, infinite: bool = 
     kind = ("0 or more" if zero else "positive") + ("" if infinite else " and finite")
     raise OptionError(
         f"{name} has to be a number, {kind}, not {value!r}",
-        advice="The noise's standard deviation is noise_multiplier times max_grad_norm.",
+        advice=MEANINGS.get(name, "Pass what Opacus's AdaClipDPOptimizer describes (Andrew et al. 2019)."),
     )
 
 

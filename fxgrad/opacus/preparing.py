@@ -135,7 +135,7 @@ def make_private(
         quantity = _clipped(clipping, max_grad_norm)
     accumulate = "error" if poisson_sampling or one_backward else "append"
     plain, wrapper = _unwrapped(module)
-    check_processes(wrapper, independent)
+    check_processes(wrapper, independent, clipping)
     view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend)
     _check_sizes(transformed, poisson_sampling)
     with validating(engine):
@@ -229,7 +229,7 @@ def _original(module: nn.Module) -> nn.Module:
 
 
 def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGrad:
-    if clipping != "flat" or not isinstance(max_grad_norm, int | float):
+    if clipping != "flat" or isinstance(max_grad_norm, Sequence):
         raise OptionError(
             f"one_backward=True clips by one norm over all parameters, not clipping={clipping!r}",
             advice="Leave out one_backward=True, or pass clipping='flat' and one number as max_grad_norm.",

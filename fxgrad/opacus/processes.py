@@ -30,8 +30,8 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def check_processes(wrapper: nn.Module | None, independent: bool) -> None:
-    """Raise where processes that train one model would not know of each other."""
+def check_processes(wrapper: nn.Module | None, independent: bool, clipping: str) -> None:
+    """Raise where processes that train one model would not know of each other, or Opacus has no optimizer for them."""
     if wrapper is None:
         if not independent:
             _check_one()
@@ -40,6 +40,11 @@ def check_processes(wrapper: nn.Module | None, independent: bool) -> None:
         raise OptionError(
             f"independent=True, and the model is in {type(wrapper).__name__}, which trains one model in all processes",
             advice="Leave out independent=True, or pass the model itself.",
+        )
+    if clipping != "flat":
+        raise OptionError(
+            f"clipping={clipping!r}, and the model is in {type(wrapper).__name__}: Opacus has that for one process",
+            advice="Pass clipping='flat', or train in one process.",
         )
     size = wrapper.process_group.size() if isinstance(wrapper, DistributedDataParallel) else processes()
     if size != processes():
