@@ -91,5 +91,9 @@ class OptionError(FxgradError):
     """An option of the public interface has a value it cannot take."""
 
 
+class UnknownArgument(FxgradError, TypeError):
+    """A keyword argument is misspelt, or is none of the function's."""
+
+
 class MissingPackage(FxgradError, ImportError):  # type: ignore[misc]  # both have a path
     """A part of fxgrad needs a package that is not installed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -278,9 +279,11 @@ def test_automatic_and_a_function(device: torch.device) -> None:
     x = torch.randn(5, 3, device=device, dtype=torch.float64)
     expected = rows(model, x)
     length = norms(expected)
+    middle = float(length.median())
     every: list[tuple[Any, Tensor]] = [
         ("automatic", 0.7 / (length + 0.01)),
         (lambda n: torch.exp(-n), torch.exp(-length)),
+        (lambda n: n < middle, (length < middle).double()),
     ]
     for how, c in every:
         transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(0.7, weights=how), backend="aot_eager")
@@ -288,6 +291,81 @@ def test_automatic_and_a_function(device: torch.device) -> None:
         for name, p in model.named_parameters():
             assert p.grad is not None and close(p.grad, torch.einsum("n,n...->...", c, expected[name]))
         fxgrad.zero_grad(transformed)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_infinite_bound_clips_nothing(backend: str, device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    clipped = fxgrad.ClippedGrad(math.inf)
+    transformed = fxgrad.transform(model, quantity=clipped, backend=backend)
+    default_loss(transformed(x)).backward()
+    report = fxgrad.result(transformed, clipped)
+    assert report.weight.tolist() == [1] * 5 and int(report.nonfinite) == 0
+    for name, g in rows(model, x).items():
+        grad = model.get_parameter(name).grad
+        assert grad is not None and close(grad, g.sum(0))
+
+
+@pytest.mark.parametrize("groups", ["flat", "per_parameter"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_function_s_weight_that_is_not_finite_is_zero_and_counted(
+    groups: Any, value: float, device: torch.device
+) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = rows(model, x)
+    largest = norms(expected).argmax()
+
+    def weights(n: Tensor) -> Tensor:
+        return torch.where(n == n.max(), value, 0.5)
+
+    clipped = fxgrad.ClippedGrad(1.0, weights=weights, groups=groups)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    default_loss(transformed(x)).backward()
+    report = fxgrad.result(transformed, clipped)
+    left_out = (report.weight == 0).reshape(-1, 5).any(0)
+    assert bool(left_out[largest]) and int(report.nonfinite) == int(left_out.sum())
+    assert report.weight.reshape(-1, 5)[:, ~left_out].unique().tolist() == [0.5]
+    assert not report.weight.reshape(-1, 5)[:, left_out].any()
+    for name, g in expected.items():
+        grad = model.get_parameter(name).grad
+        assert grad is not None and close(grad, 0.5 * g[~left_out].sum(0))
+
+
+def test_a_function_s_weight_that_is_not_finite_raises_where_asked_for(device: torch.device) -> None:
+    model = net(device)
+    clipped = fxgrad.ClippedGrad(1.0, weights=lambda n: n * math.nan, nonfinite="raise")
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    with pytest.raises(NonFinite, match="the gradients or the weights of 5 samples hold Inf or NaN"):
+        default_loss(transformed(torch.randn(5, 3, device=device, dtype=torch.float64))).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_function_s_weights_may_be_negative(device: torch.device) -> None:
+    model = net(device)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    clipped = fxgrad.ClippedGrad(1.0, weights=lambda n: -1 / (n + 1))
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    default_loss(transformed(x)).backward()
+    expected = rows(model, x)
+    assert int(fxgrad.result(transformed, clipped).nonfinite) == 0
+    for name, g in expected.items():
+        grad = model.get_parameter(name).grad
+        assert grad is not None and close(grad, torch.einsum("n,n...->...", -1 / (norms(expected) + 1), g))
+
+
+def test_weights_are_rounded_towards_zero() -> None:
+    exact = torch.tensor([1 / 3, -1 / 3, 0.1, -0.1, 1e300, -1e300], dtype=torch.float64)
+    rounded = at_most(exact, torch.float32).double()
+    assert bool((rounded.abs() <= exact.abs()).all()) and bool(rounded.isfinite().all())
+
+
+@pytest.mark.parametrize("weights", [lambda n: n.sum(), lambda n: n[:1], lambda n: 0.5], ids=["sum", "first", "float"])
+def test_a_function_returns_a_weight_for_each_norm(weights: Any, device: torch.device) -> None:
+    transformed = fxgrad.transform(net(device), quantity=fxgrad.ClippedGrad(1.0, weights=weights), backend="eager")
+    with pytest.raises(OptionError, match=r"weights= returned .* for the norms of 5 samples"):
+        default_loss(transformed(torch.randn(5, 3, device=device, dtype=torch.float64))).backward()
 
 
 # Padding and what is not finite
@@ -365,7 +443,7 @@ def test_raising_leaves_everything_as_it_was(device: torch.device) -> None:
     default_loss(transformed(x)).backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     x[1] = float("nan")
-    with pytest.raises(NonFinite, match="the gradients of 1 samples hold Inf or NaN"):
+    with pytest.raises(NonFinite, match="the gradients or the weights of 1 samples hold Inf or NaN"):
         default_loss(transformed(x)).backward()
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True) if p.grad is not None)
 
@@ -486,6 +564,20 @@ def wrong(function: Any) -> Any:
     [
         (lambda: fxgrad.ClippedGrad(0.0), "max_grad_norm has to be positive"),
         (lambda: fxgrad.ClippedGrad([]), "max_grad_norm has to be positive"),
+        (lambda: fxgrad.ClippedGrad(-1.0), "max_grad_norm has to be positive"),
+        (lambda: fxgrad.ClippedGrad(True), "max_grad_norm has to be positive"),
+        (lambda: fxgrad.ClippedGrad(math.nan), "max_grad_norm has to be positive"),
+        (lambda: fxgrad.ClippedGrad([1.0, math.nan], groups="per_parameter"), "max_grad_norm has to be positive"),
+        (lambda: fxgrad.ClippedGrad("1"), "max_grad_norm has to be positive"),  # type: ignore[arg-type]
+        (lambda: fxgrad.ClippedGrad(None), "max_grad_norm has to be positive"),  # type: ignore[arg-type]
+        (lambda: fxgrad.ClippedGrad(math.inf, weights="automatic"), "max_grad_norm=inf needs weights='clip'"),
+        (lambda: fxgrad.ClippedGrad([1.0, math.inf], weights="automatic"), "max_grad_norm=inf needs weights='clip'"),
+        (lambda: fxgrad.ClippedGrad(math.inf, weights=torch.exp), "max_grad_norm=inf needs weights='clip'"),
+        (lambda: fxgrad.ClippedGrad(1.0, weights="automatic", gamma=-0.5), "gamma has to be a positive number"),
+        (lambda: fxgrad.ClippedGrad(1.0, weights="automatic", gamma=0.0), "gamma has to be a positive number"),
+        (lambda: fxgrad.ClippedGrad(1.0, weights="automatic", gamma=math.nan), "gamma has to be a positive number"),
+        (lambda: fxgrad.ClippedGrad(1.0, weights="automatic", gamma=math.inf), "gamma has to be a positive number"),
+        (lambda: fxgrad.ClippedGrad(1.0, gamma=True), "gamma has to be a positive number"),
         (lambda: fxgrad.ClippedGrad(1.0, groups="layer"), "groups has to be"),
         (lambda: fxgrad.ClippedGrad(1.0, weights="none"), "weights has to be"),  # type: ignore[arg-type]
         (lambda: fxgrad.ClippedGrad(1.0, nonfinite="keep"), "nonfinite has to be"),  # type: ignore[arg-type]

@@ -17,7 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxgrad
 from fxgrad.errors import OptionError
-from tests.two_processes import BATCH, STEPS, WORLD, data, every_case, model
+from tests.two_processes import (
+    BATCH,
+    EXPECTED,
+    MAX_GRAD_NORM,
+    POISSON,
+    STEPS,
+    WORLD,
+    data,
+    every_case,
+    loss,
+    model,
+)
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-6
@@ -65,6 +76,11 @@ class TestTwoProcesses:
             for each in found:
                 close(each["clipped"][name], whole / WORLD)
 
+    def test_what_goes_past_the_clipping_is_refused(self, found: Any) -> None:
+        for each in found:
+            assert "not clipped arrived at parameter '0." in each["outside"]["said"]
+            assert all(each["outside"]["left"])
+
     @pytest.mark.parametrize("case", ["private mean", "private sum", "one backward mean", "one backward sum"])
     def test_a_private_step_is_that_of_the_whole_batch(self, found: Any, alone: Any, case: str) -> None:
         for each in found:
@@ -78,6 +94,62 @@ class TestTwoProcesses:
         for each in found:
             same_parameters(each[case], alone[case])
         assert not torch.allclose(found[0][case]["0.weight"], found[0]["private mean"]["0.weight"], atol=1e-3)
+
+
+class TestPoisson:
+    """Each process draws on its own: other numbers of samples, and of physical batches."""
+
+    @pytest.mark.parametrize("case", POISSON)
+    def test_the_parameters_are_those_of_dp_sgd_by_hand(self, found: Any, case: str) -> None:
+        expected = model().double()
+        steps = list(zip(*(each[case]["samples"] for each in found), strict=True))
+        for parts in steps:
+            total = {name: torch.zeros_like(p) for name, p in expected.named_parameters()}
+            for x in torch.cat(parts).double():
+                grads = torch.autograd.grad(loss(expected(x[None])), list(expected.parameters()))
+                norm = torch.stack([g.norm() for g in grads]).norm()
+                for name, g in zip(total, grads, strict=True):
+                    total[name] += g * (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1)
+            with torch.no_grad():
+                for name, p in expected.named_parameters():
+                    p.sub_(0.1 * total[name] / EXPECTED)
+        for each in found:
+            same_parameters(each[case], {name: p.float() for name, p in expected.state_dict().items()})
+            assert each[case]["history"] == [(0.0, EXPECTED / len(data()), len(steps))]
+
+    @pytest.mark.parametrize("case", POISSON)
+    def test_the_processes_have_different_batches(self, found: Any, case: str) -> None:
+        """Else the test above shows nothing."""
+        first, second = (each[case] for each in found)
+        assert first["sizes"] != second["sizes"]
+        empty = [[i for i, x in enumerate(each["samples"]) if not len(x)] for each in (first, second)]
+        assert empty[0] != empty[1]
+        if "physical" in case:
+            assert len(first["sizes"]) != len(second["sizes"])
+            assert max(first["sizes"] + second["sizes"]) == 1
+
+
+class TestRefusedInTwoProcesses:
+    @pytest.mark.parametrize("case", ["wrapped afterwards", "wrapped afterwards, one backward"])
+    def test_a_model_that_is_wrapped_afterwards(self, found: Any, case: str) -> None:
+        for each in found:
+            assert each["refused"][case].startswith("2 processes train, and the model is not wrapped")
+            assert "Pass make_private the wrapped model" in each["refused"][case]
+
+    def test_a_model_of_its_own_that_is_wrapped(self, found: Any) -> None:
+        for each in found:
+            sentence = each["refused"]["of its own, and wrapped"]
+            assert sentence.startswith("independent=True, and the model is in DistributedDataParallel")
+
+    def test_clipping_that_opacus_has_for_one_process(self, found: Any) -> None:
+        for each in found:
+            sentence = each["refused"]["clipped per layer"]
+            assert sentence.startswith("clipping='per_layer', and the model is in DistributedDataParallel")
+
+    def test_a_group_of_some_processes(self, found: Any) -> None:
+        for each in found:
+            sentence = each["refused"]["a group of its own"]
+            assert sentence.startswith("the model is distributed over 1 of 2 processes")
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:

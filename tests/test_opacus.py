@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
+import pickle
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxgrad
 import fxgrad.opacus as private
-from fxgrad.errors import AlreadySet, MixedSamples, OptionError, UnclippedGrad
+from fxgrad.errors import AlreadySet, MixedSamples, OptionError, UnclippedGrad, UnknownArgument
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
@@ -229,7 +233,7 @@ def test_the_optimizers_are_opacus_own(clipping: type) -> None:
     }
     model: Any = words()
     made, optimizer, _ = make(model, **kinds.get(clipping, {}))
-    assert type(optimizer).__name__ == clipping.__name__ and isinstance(optimizer, clipping)
+    assert isinstance(optimizer, clipping) and type(optimizer).step is clipping.step
     assert isinstance(made, Words) and made.first is model.first
     made(torch.randn(7, 5, 3)).sum().backward()
     assert made.first.weight.grad_sample.shape == (7, 6, 3)
@@ -355,6 +359,291 @@ def test_a_privacy_budget_decides_about_the_noise() -> None:
         optimizer.step()
     assert optimizer.noise_multiplier > 0.5
     assert 4.0 < engine.get_epsilon(1e-3) <= 5.0
+
+
+BUDGET: dict[str, Any] = dict(target_epsilon=5.0, target_delta=1e-3, epochs=1, max_grad_norm=1.0, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental:UserWarning")
+class TestBudget:
+    def noise(self, accountant: str = "rdp", **arguments: Any) -> float:
+        return float(self.prepared(private.make_private_with_epsilon, accountant, **BUDGET | arguments))
+
+    def opacus_noise(self, accountant: str = "rdp", **arguments: Any) -> float:
+        def make(engine: PrivacyEngine, **arguments: Any) -> Any:
+            return engine.make_private_with_epsilon(**arguments)
+
+        return float(self.prepared(make, accountant, **without(BUDGET, "backend") | arguments))
+
+    def prepared(self, make: Callable[..., Any], accountant: str, **arguments: Any) -> Any:
+        model, engine = words(), PrivacyEngine(accountant=accountant)
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), 8)
+        return make(engine, module=model, optimizer=optimizer, data_loader=loader, **arguments)[1].noise_multiplier
+
+    @pytest.mark.filterwarnings("ignore:Optimal order is the (smallest|largest) alpha:UserWarning")
+    @pytest.mark.parametrize(
+        "accountant, arguments",
+        [
+            ("rdp", dict(epsilon_tolerance=1.0)),
+            ("rdp", dict(alphas=[2.0, 3.0])),
+            ("rdp", dict(epsilon_tolerance=1e-3, alphas=[4.0, 5.0])),
+            ("gdp", dict(poisson=False, target_delta=1e-6)),
+            ("prv", dict(eps_error=0.5, delta_error=1e-4)),
+        ],
+        ids=str,
+    )
+    def test_what_it_is_computed_with_is_passed_on(self, accountant: str, arguments: dict[str, Any]) -> None:
+        noise = self.noise(accountant, **arguments)
+        assert noise == self.opacus_noise(accountant, **arguments)
+        assert noise != self.noise(accountant, target_delta=arguments.get("target_delta", 1e-3))
+
+    @pytest.mark.parametrize("accountant, name", [("gdp", "alphas"), ("prv", "alphas"), ("rdp", "poisson")])
+    def test_an_argument_of_another_accountant(self, accountant: str, name: str) -> None:
+        with pytest.raises(TypeError, match=f"make_private_with_epsilon got an unexpected argument '{name}'"):
+            self.noise(accountant, **{name: [2.0]})
+
+    def test_misspelt_arguments(self) -> None:
+        with pytest.raises(TypeError, match=r"unexpected argument 'alpha'\n  Did you mean 'alphas'\?"):
+            self.noise(alpha=[2.0])
+        with pytest.raises(TypeError, match=r"unexpected argument 'onebackward'\n  Did you mean 'one_backward'\?"):
+            self.noise(onebackward=True)
+        with pytest.raises(TypeError, match=r"unexpected argument 'noise_multiplier'"):
+            self.noise(noise_multiplier=1.0)
+
+    @pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan"), "0.1"])
+    def test_a_tolerance_that_ends_no_search(self, tolerance: Any) -> None:
+        with pytest.raises(OptionError, match="epsilon_tolerance has to be a number, positive and finite"):
+            self.noise(epsilon_tolerance=tolerance)
+
+    def test_a_budget_of_which_some_is_spent(self) -> None:
+        model, engine = words(), PrivacyEngine(accountant="rdp")
+        engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), 8)
+        with pytest.warns(UserWarning, match="non-zero privacy budget already spent"):
+            private.make_private_with_epsilon(
+                engine, module=model, optimizer=optimizer, data_loader=loader, **BUDGET
+            )
+
+
+class TestArguments:
+    """Every one of these is refused before anything is prepared."""
+
+    @pytest.mark.parametrize(
+        "name, meant",
+        [
+            ("onebackward", "one_backward"),
+            ("poison_sampling", "poisson_sampling"),
+            ("noise_multipliers", "noise_multiplier"),
+            ("rand_on_emtpy", "rand_on_empty"),
+            ("target_unclipped_quantiles", "target_unclipped_quantile"),
+        ],
+    )
+    def test_a_misspelt_name(self, name: str, meant: str) -> None:
+        model = words()
+        sentence = rf"make_private got an unexpected argument '{name}'\n  Did you mean"
+        with pytest.raises(UnknownArgument, match=sentence) as raised:
+            make(model, **{name: 1.0})
+        assert isinstance(raised.value, TypeError) and f"'{meant}'" in raised.value.advice
+        assert not any(hasattr(p, "summed_grad") for p in model.parameters())
+
+    def test_a_name_that_is_like_no_other(self) -> None:
+        with pytest.raises(TypeError, match=r"argument 'xyz'\n  It takes module, optimizer, .*rand_on_empty"):
+            make(words(), xyz=1)
+
+    @pytest.mark.parametrize("name", ["grad_sample_mode", "wrap_model"])
+    def test_what_opacus_would_compute_gradients_with(self, name: str) -> None:
+        with pytest.raises(TypeError, match=rf"unexpected argument '{name}'\n  Leave it out: fxgrad computes"):
+            make(words(), **{name: "hooks"})
+
+    @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+    def test_an_argument_of_another_clipping(self, clipping: str) -> None:
+        bound = [1.0] * 6 if clipping == "per_layer" else 1.0
+        with pytest.raises(OptionError, match="max_clipbound is an argument of clipping='adaptive'"):
+            make(words(), clipping=clipping, max_grad_norm=bound, max_clipbound=1.0)
+
+    def test_an_argument_that_adaptive_clipping_needs(self) -> None:
+        with pytest.raises(OptionError, match="clipping='adaptive' needs max_clipbound"):
+            make(words(), **without(ADAPTIVE, "max_clipbound"))
+
+    def test_another_clipping(self) -> None:
+        with pytest.raises(OptionError, match="clipping has to be 'flat', 'per_layer' or 'adaptive', not 'layer'"):
+            make(words(), clipping="layer")
+
+    @pytest.mark.parametrize("noise", [-1.0, math.nan, math.inf, True, "1", None])
+    def test_a_noise_multiplier_that_is_none(self, noise: Any) -> None:
+        with pytest.raises(OptionError, match="noise_multiplier has to be a number, 0 or more and finite"):
+            make(words(), noise_multiplier=noise)
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf, True, "1", None])
+    def test_a_norm_that_bounds_nothing(self, bound: Any, one_backward: bool) -> None:
+        with pytest.raises(OptionError, match="max_grad_norm has to be a number, positive and finite"):
+            make(words(), max_grad_norm=bound, one_backward=one_backward)
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    def test_numbers_of_numpy(self, one_backward: bool) -> None:
+        made, optimizer, _ = make(
+            words(), noise_multiplier=np.float64(1), max_grad_norm=np.float32(1), one_backward=one_backward
+        )
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
+
+    @pytest.mark.parametrize("bound", [math.inf, math.nan, 0.0, True])
+    def test_a_norm_among_others_that_bounds_nothing(self, bound: Any) -> None:
+        with pytest.raises(OptionError, match="max_grad_norm has to be a number, positive and finite"):
+            make(words(), clipping="per_layer", max_grad_norm=[1.0] * 5 + [bound])
+
+    def test_norms_for_other_parameters(self) -> None:
+        with pytest.raises(OptionError, match=r"clipping='per_layer' needs 6 numbers .*, not 5"):
+            make(words(), clipping="per_layer", max_grad_norm=[1.0] * 5)
+        with pytest.raises(OptionError, match=r"clipping='per_layer' needs 6 numbers .*, not 1.0"):
+            make(words(), clipping="per_layer", max_grad_norm=1.0)
+        with pytest.raises(OptionError, match="clipping='flat' needs one number as max_grad_norm"):
+            make(words(), max_grad_norm=[1.0] * 6)
+
+    @pytest.mark.parametrize("name", [name for name in ADAPTIVE if name not in ("clipping", "max_grad_norm")])
+    def test_numbers_of_adaptive_clipping(self, name: str) -> None:
+        for value in math.nan, -1.0:
+            with pytest.raises(OptionError, match=f"{name} has to be a number"):
+                make(words(), **dict(ADAPTIVE) | {name: value})
+
+    @pytest.mark.parametrize("max_clipbound, std", [(1e-2, 1.0), (1.0, 0.5)])
+    def test_numbers_of_adaptive_clipping_together(self, max_clipbound: float, std: float) -> None:
+        arguments = dict(ADAPTIVE) | dict(max_clipbound=max_clipbound, unclipped_num_std=std)
+        with pytest.raises(OptionError, match=r"max_clipbound has to be above|noise_multiplier has to be below"):
+            make(words(), noise_multiplier=1.0, **arguments)
+
+    def test_samples_on_another_dimension(self) -> None:
+        make(words(), batch_first=True)
+        with pytest.raises(OptionError, match=r"batch_first=False .*\n  Pass a model that fxgrad.transform made"):
+            make(words(), batch_first=False)
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    def test_a_fixed_batch_size_under_poisson_sampling(self, one_backward: bool) -> None:
+        quantity = fxgrad.ClippedGrad(1.0) if one_backward else fxgrad.GradSample()
+        view = fxgrad.transform(
+            words(), quantity=quantity, loss_reduction="mean", backend="eager", batch_size=7
+        )
+        with pytest.raises(OptionError, match="batch_size=7, and Poisson sampling draws batches of every size"):
+            make(view, one_backward=one_backward)
+        make(view, one_backward=one_backward, poisson_sampling=False)
+
+
+class TestAdaptive:
+    """An empty batch is a step like others: noise, and a share of unclipped samples that is noise."""
+
+    def stepped(self, size: int, noise: float = 0.0) -> tuple[Words, Any]:
+        model = words()
+        generator = torch.Generator().manual_seed(5)
+        arguments = dict(ADAPTIVE, noise_multiplier=noise, noise_generator=generator)
+        made, optimizer, _ = make(model, **arguments)
+        made(torch.randn(size, 5, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def test_the_bound_after_an_empty_batch(self) -> None:
+        model, optimizer = self.stepped(0)
+        drawn = torch.normal(0.0, 1.0, (), generator=torch.Generator().manual_seed(5))
+        share = drawn / optimizer.expected_batch_size
+        assert float(optimizer.max_grad_norm) == pytest.approx(0.5 * float(torch.exp(-0.2 * (share - 0.5))))
+        assert largest_difference(dict(model.named_parameters()), dict(words().named_parameters())) == 0
+
+    def test_the_noise_of_an_empty_batch(self) -> None:
+        model, optimizer = self.stepped(0, noise=1.0)
+        assert math.isfinite(optimizer.max_grad_norm)
+        assert 0 < largest_difference(dict(model.named_parameters()), dict(words().named_parameters())) < 1
+        assert all(p.isfinite().all() for p in model.parameters())
+
+    def test_batches_some_of_which_are_empty(self) -> None:
+        ours, sizes, engine = trained(fxgrads, words(), batch=1, **dict[str, Any](ADAPTIVE))
+        assert 0 in sizes and engine.accountant.history[-1][2] == STEPS
+        assert all(p.isfinite().all() for p in ours.values())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [dict(), dict(one_backward=True), ADAPTIVE, dict(clipping="per_layer", max_grad_norm=[1.0] * 6)],
+    ids=["flat", "one_backward", "adaptive", "per_layer"],
+)
+class TestCopies:
+    """A copy would be of the parameters too, of which no model knows; PyTorch's changes the class."""
+
+    def step(self, made: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+    def test_a_copy_is_refused_and_changes_nothing(self, arguments: dict[str, Any], copied: Callable[..., Any]) -> None:
+        prepared = [make(words(), **arguments) for _ in range(2)]
+        with pytest.raises(OptionError, match=r"cannot be copied.*\n  .*state_dict\(\)"):
+            copied(prepared[0][1])
+        for made, optimizer, _ in prepared:
+            self.step(made, optimizer)
+
+    def test_a_copy_of_opacus_own_changes_nothing(self, arguments: dict[str, Any]) -> None:
+        made, optimizer, _ = make(words(), **arguments)
+        kind: Any = DPOptimizer
+        step = kind.step
+        model = words()
+        plain = PrivacyEngine(accountant="rdp").make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data(), 8),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )[1]
+        try:
+            with pytest.raises(AttributeError):
+                copy.deepcopy(plain)
+            assert kind.step is not step  # PyTorch has put another in its place
+            self.step(made, optimizer)
+        finally:
+            kind.step = step
+
+    def test_its_state_is_saved_and_loaded(self, arguments: dict[str, Any]) -> None:
+        made, optimizer, _ = make(words(), **arguments)
+        self.step(made, optimizer)
+        other, second, _ = make(words(), **arguments)
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        self.step(other, second)
+
+
+class TestSeveralProcesses:
+    """What one process can see of it; tests/test_distributed.py has two."""
+
+    @pytest.fixture()
+    def two(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+        def begin() -> None:
+            monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+            monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)  # for Dynamo's log
+
+        return begin
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    def test_a_model_that_is_not_wrapped(self, two: Callable[[], None], one_backward: bool) -> None:
+        two()
+        recipe = r"\n  Pass make_private the wrapped model, module=DistributedDataParallel\(model\).*independent=True"
+        with pytest.raises(OptionError, match="2 processes train, and the model is not wrapped.*" + recipe):
+            make(words(), one_backward=one_backward)
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    def test_processes_that_begin_later(self, two: Callable[[], None], one_backward: bool) -> None:
+        model = words()
+        made, optimizer, _ = make(model, one_backward=one_backward)
+        made(torch.randn(7, 5, 3)).mean().backward()
+        two()
+        with pytest.raises(OptionError, match="2 processes train, and the model is not wrapped"):
+            optimizer.step()
+        assert largest_difference(dict(model.named_parameters()), dict(words().named_parameters())) == 0
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    def test_processes_that_train_models_of_their_own(self, two: Callable[[], None], one_backward: bool) -> None:
+        two()
+        made, optimizer, _ = make(words(), one_backward=one_backward, independent=True)
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
 
 
 class TestValidator:

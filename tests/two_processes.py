@@ -5,6 +5,7 @@ They meet in FOLDER, and each leaves what it found there, for tests/test_distrib
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,8 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxgrad
+from fxgrad.errors import UnclippedGrad
 
 WORLD, BATCH, STEPS, MAX_GRAD_NORM = 2, 8, 3, 0.3
+EXPECTED = 3  # samples of a Poisson batch, of all processes together
+POISSON: dict[str, dict[str, Any]] = {
+    "poisson": dict(),
+    "poisson, one backward": dict(one_backward=True),
+    "poisson, physical batches": dict(physical=1),
+    "poisson, physical batches, one backward": dict(physical=1, one_backward=True),
+    "poisson, Opacus's wrapper, physical batches": dict(physical=1),
+    "poisson, Opacus's wrapper, physical batches, one backward": dict(physical=1, one_backward=True),
+}
 Found = dict[str, Any]
 
 
@@ -52,6 +63,17 @@ def clipped(x: Tensor, around: Callable[[Any], Any]) -> Found:
     return {name: p.grad for name, p in plain.named_parameters()}
 
 
+def outside(x: Tensor, around: Callable[[Any], Any]) -> Found:
+    """A loss that goes past the wrapped model, and p.grad behind the error."""
+    net = model()
+    whole: Any = around(fxgrad.transform(net, quantity=fxgrad.ClippedGrad(max_grad_norm=1.0), backend="eager"))
+    try:
+        (loss(whole(x)) + loss(net[0](x))).backward()
+    except UnclippedGrad as error:
+        return {"said": error.sentence, "left": [p.grad is None for p in net.parameters()]}
+    return {}
+
+
 def private(
     batches: list[Tensor], around: Callable[[Any], Any], reduction: str, noise: float = 0.0, **arguments: Any
 ) -> Found:
@@ -82,6 +104,81 @@ def private(
     return dict(plain.state_dict()) | {"history": engine.accountant.history, "optimizer": type(optimizer).__name__}
 
 
+def poisson(around: Callable[[Any], Any], rank: int, physical: int | None = None, **arguments: Any) -> Found:
+    """The parameters after an epoch of Poisson batches, and the samples of each step, some of which are empty."""
+    from opacus import PrivacyEngine
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+    import fxgrad.opacus
+
+    plain = model()
+    engine = PrivacyEngine(accountant="rdp")
+    net, optimizer, loader = fxgrad.opacus.make_private(
+        engine,
+        module=around(plain),
+        optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(data()), EXPECTED, generator=torch.Generator().manual_seed(6 + 5 * rank)),
+        noise_multiplier=0.0,
+        max_grad_norm=MAX_GRAD_NORM,
+        backend="eager",
+        **arguments,
+    )
+    steps: list[list[Tensor]] = [[]]
+    sizes = []
+    manager: Any = contextlib.nullcontext(loader)
+    if physical is not None:
+        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer)
+    with manager as batches:
+        for (x,) in batches:
+            optimizer.zero_grad()
+            loss(net(x), "mean").backward()
+            optimizer.step()
+            steps[-1].append(x)
+            sizes.append(len(x))
+            if not optimizer._is_last_step_skipped:
+                steps.append([])
+    samples = [torch.cat(step) for step in steps[:-1]]
+    return dict(plain.state_dict()) | {"samples": samples, "sizes": sizes, "history": engine.accountant.history}
+
+
+def refused(rank: int) -> dict[str, str]:
+    """The sentences of what is refused where there are two processes, and of `DDP(private)`."""
+    from opacus import PrivacyEngine
+
+    import fxgrad.opacus
+
+    group = [dist.new_group([other]) for other in range(WORLD)][rank]
+
+    def prepare(plain: nn.Module, module: Any, **arguments: Any) -> Any:
+        return fxgrad.opacus.make_private(
+            PrivacyEngine(accountant="rdp"),
+            module=module,
+            optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(data()), BATCH),
+            noise_multiplier=1.0,
+            **dict[str, Any](max_grad_norm=MAX_GRAD_NORM, backend="eager") | arguments,
+        )[0]
+
+    plain = model()
+    ways: dict[str, Callable[[], Any]] = {
+        "wrapped afterwards": lambda: DistributedDataParallel(prepare(plain, plain)),
+        "wrapped afterwards, one backward": lambda: DistributedDataParallel(prepare(plain, plain, one_backward=True)),
+        "of its own, and wrapped": lambda: prepare(plain, DistributedDataParallel(plain), independent=True),
+        "clipped per layer": lambda: prepare(
+            plain, DistributedDataParallel(plain), clipping="per_layer", max_grad_norm=[1.0] * 4
+        ),
+        "a group of its own": lambda: prepare(plain, DistributedDataParallel(plain, process_group=group)),
+    }
+    sentences = {}
+    for name, way in ways.items():
+        try:
+            way()
+            sentences[name] = "accepted"
+        except fxgrad.errors.OptionError as error:
+            sentences[name] = str(error)
+    return sentences
+
+
 def every_case(rank: int | None) -> Found:
     """What process `rank` finds on its half of each batch; None: one process alone, on all of them."""
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -91,9 +188,16 @@ def every_case(rank: int | None) -> Found:
         batches = [x.chunk(WORLD)[rank] for x in batches]
     ddp: Callable[[Any], Any] = DistributedDataParallel if rank is not None else lambda net: net
     opacus: Callable[[Any], Any] = DifferentiallyPrivateDistributedDataParallel if rank is not None else ddp
-    return {
+    among: Found = {}
+    if rank is not None:
+        for name, arguments in POISSON.items():
+            around = opacus if "Opacus" in name else ddp
+            among[name] = poisson(around, rank, **arguments)
+        among["refused"] = refused(rank)
+    return among | {
         "grad_sample": grad_sample(batches[0], ddp),
         "clipped": clipped(batches[0], ddp),
+        "outside": outside(batches[0], ddp),
         "one backward mean": private(batches, ddp, "mean", one_backward=True),
         "one backward sum": private(batches, opacus, "sum", one_backward=True),
         "one backward noise": private(batches, ddp, "mean", noise=1.0, one_backward=True),

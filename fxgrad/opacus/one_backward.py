@@ -110,8 +110,8 @@ class OneBackwardOptimizer(_OneBackward, DPOptimizerFastGradientClipping):  # ty
 class DistributedOneBackwardOptimizer(_OneBackward, DistributedDPOptimizerFastGradientClipping):  # type: ignore[misc]
     """The same in every process: the sum over the processes, with the noise of one.
 
-    PyTorch's DistributedDataParallel has averaged p.grad over W processes, and Opacus's class of that name has not.
-    The sum over the processes that follows is that of all samples in either case: W times the average, or W parts.
+    p.grad is this process's own part: `make_private` turns off what DistributedDataParallel averages in a backward. The
+    step adds up the parts of all processes.
     """
 
 

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import opacus
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.optimizers import DPOptimizer
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture import Engine
 from fxgrad.errors import OptionError
+from fxgrad.opacus.adaptive import adaptive
+from fxgrad.opacus.arguments import (
+    ADAPTIVE,
+    OPTIONAL,
+    check_names,
+    check_number,
+    check_values,
+    names_of_accountant,
+)
+from fxgrad.opacus.copies import refuse_copies
 from fxgrad.opacus.one_backward import checked
 from fxgrad.opacus.one_backward import one_backward as with_one_backward
+from fxgrad.opacus.processes import (
+    WRAPPERS,
+    check_processes,
+    checked_in_each_step,
+    communicate_in_steps,
+)
 from fxgrad.opacus.validating import validating
 from fxgrad.options import Inner, loss_scale
 from fxgrad.quantities import ClippedGrad, GradSample, Quantity
 
 M = TypeVar("M", bound=nn.Module)
 
-WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
+SPENT = (
+    "make_private_with_epsilon with a non-zero privacy budget already spent: the noise is that of a budget of which "
+    "nothing is spent, so the whole will cost more than target_epsilon"
+)
 
 
 def make_private(
@@ -40,6 +59,7 @@ def make_private(
     poisson_sampling: bool = True,
     clipping: str = "flat",
     one_backward: bool = False,
+    independent: bool = False,
     backend: str | Inner = "inductor",
     **arguments: Any,
 ) -> tuple[M, DPOptimizer, DataLoader[Any]]:
@@ -61,11 +81,12 @@ def make_private(
     Args:
         engine: an ``opacus.PrivacyEngine``; its accountant is told of every step.
         module: the model, in training mode; or one that `fxgrad.transform` made, with options of its own, or either
-            of them in DistributedDataParallel or in Opacus's class of that name, whose model is then replaced.
+            of them in DistributedDataParallel or in Opacus's class of that name, whose model is then replaced. The
+            processes then communicate in steps alone: DistributedDataParallel's own averaging is turned off.
         optimizer: any optimizer over parameters of the model.
         data_loader: what Poisson sampling takes its dataset and mean batch size from.
-        noise_multiplier: σ, the noise's standard deviation over max_grad_norm.
-        max_grad_norm: C; for ``clipping="per_layer"`` a list, one number for each parameter.
+        noise_multiplier: σ, the noise's standard deviation over max_grad_norm: 0 or more, and finite.
+        max_grad_norm: C, positive and finite; for ``clipping="per_layer"`` a list, one number for each parameter.
         loss_reduction: "mean" or "sum": what the loss you call backward on does with the samples. Both sides learn it
             from here: were they told apart, gradients would be wrong by the batch size and nothing would say so.
         criterion: the loss, if it is a module: its ``reduction`` is compared with loss_reduction.
@@ -74,16 +95,21 @@ def make_private(
         clipping: "flat", one norm over all parameters; "per_layer"; or "adaptive", with arguments of its own.
         one_backward: whether the backward itself clips, by `fxgrad.ClippedGrad`: no per-sample gradient is kept, and
             p.grad holds the clipped sum when the optimizer gets it. For flat clipping. `fxgrad.result` gives the norms.
+        independent: whether each of several processes trains a model of its own; else a module that is not wrapped is
+            refused there.
         backend: the compiler behind, as in `fxgrad.transform`; for a module that is not transformed yet.
-        arguments: the rest of Opacus's: noise_generator, rand_on_empty, what adaptive clipping needs.
+        arguments: the rest of Opacus's: noise_generator and rand_on_empty; and for ``clipping="adaptive"``
+            target_unclipped_quantile, clipbound_learning_rate, max_clipbound, min_clipbound and unclipped_num_std.
 
     Returns:
-        The transformed model (or its wrapper), Opacus's optimizer (a `OneBackwardOptimizer` where asked for), and the
-        loader to train with.
+        The transformed model (or its wrapper), Opacus's optimizer (a `OneBackwardOptimizer` or an
+        `AdaptiveOptimizer` where asked for), and the loader to train with. The optimizer cannot be copied.
 
     Raises:
         OptionError: loss_reduction, criterion, and the options of a transformed module do not agree, or a
-            transformed module allows samples to mix.
+            transformed module allows samples to mix, or fixes the batch size under Poisson sampling; noise and
+            bounds are not positive and finite; several processes train, and the module is not wrapped.
+        UnknownArgument (a TypeError): the name of an argument is misspelt, or none of these.
         opacus.validators.errors.UnsupportedModuleError: Opacus's validator refuses the model (`validate`).
 
     Source: Abadi et al., Deep Learning with Differential Privacy (2016), https://arxiv.org/abs/1607.00133.
@@ -102,13 +128,17 @@ def make_private(
     >>> engine.get_epsilon(delta=1e-3) > 0
     True
     """
+    check_names(make_private, arguments, (*OPTIONAL, *ADAPTIVE))
+    check_values(optimizer, noise_multiplier, max_grad_norm, clipping, arguments)
     _check_reduction(loss_reduction, criterion)
     quantity: Quantity = GradSample()
     if one_backward:
         quantity = _clipped(clipping, max_grad_norm)
     accumulate = "error" if poisson_sampling or one_backward else "append"
     plain, wrapper = _unwrapped(module)
+    check_processes(wrapper, independent, clipping)
     view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend)
+    _check_sizes(transformed, poisson_sampling)
     with validating(engine):
         _, private, loader = engine.make_private(
             module=_original(module),
@@ -127,9 +157,14 @@ def make_private(
     if one_backward:
         private = with_one_backward(private, transformed, poisson_sampling)
     else:
+        private = adaptive(private) if clipping == "adaptive" else private
         private = checked(private, transformed)
+    refuse_copies(private)
     if wrapper is None:
+        if not independent:
+            checked_in_each_step(private)
         return view, private, loader
+    communicate_in_steps(wrapper, loader)
     wrapper.module = view
     return module, private, loader
 
@@ -141,16 +176,21 @@ def make_private_with_epsilon(
     target_epsilon: float,
     target_delta: float,
     epochs: float,
+    epsilon_tolerance: float = 0.01,
     **arguments: Any,
 ) -> tuple[Any, DPOptimizer, DataLoader[Any]]:
     """`make_private` with as much noise as keeps ``epochs`` epochs within ``(target_epsilon, target_delta)``.
 
     Args:
-        engine, data_loader, arguments: as in `make_private`, all but noise_multiplier.
+        engine, data_loader: as in `make_private`.
         target_epsilon, target_delta: the privacy budget (pure numbers).
         epochs: how many passes over the loader it has to last for.
+        epsilon_tolerance: how far below target_epsilon the result may stay.
+        arguments: besides those of `make_private`, what the engine's accountant computes epsilon with: ``alphas`` of
+            "rdp", ``eps_error`` and ``delta_error`` of "prv", ``poisson`` of "gdp".
 
-    Returns, raises: as `make_private`; ValueError where no noise is enough.
+    Returns, raises: as `make_private`; ValueError where no noise is enough. As Opacus does, it warns where the
+    accountant has counted steps before: the noise is for the steps to come alone.
 
     >>> import torch, warnings
     >>> warnings.simplefilter("ignore")
@@ -162,12 +202,21 @@ def make_private_with_epsilon(
     >>> round(optimizer.noise_multiplier, 1)
     1.8
     """
+    accountants = names_of_accountant(engine.accountant)
+    passed_on = inspect.signature(make_private).parameters.keys() - {"engine", "noise_multiplier", "arguments"}
+    check_names(make_private_with_epsilon, arguments, (*accountants, *sorted(passed_on), *OPTIONAL, *ADAPTIVE))
+    check_number("epsilon_tolerance", epsilon_tolerance)
+    if len(engine.accountant):
+        warnings.warn(SPENT, stacklevel=2)
+    computing = {name: arguments.pop(name) for name in accountants if name in arguments}
     noise_multiplier = get_noise_multiplier(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         sample_rate=1 / len(data_loader),
         epochs=epochs,
         accountant=engine.accountant.mechanism(),
+        epsilon_tolerance=epsilon_tolerance,
+        **computing,
     )
     return make_private(engine, data_loader=data_loader, noise_multiplier=noise_multiplier, **arguments)
 
@@ -183,7 +232,7 @@ def _original(module: nn.Module) -> nn.Module:
 
 
 def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGrad:
-    if clipping != "flat" or not isinstance(max_grad_norm, int | float):
+    if clipping != "flat" or isinstance(max_grad_norm, Sequence):
         raise OptionError(
             f"one_backward=True clips by one norm over all parameters, not clipping={clipping!r}",
             advice="Leave out one_backward=True, or pass clipping='flat' and one number as max_grad_norm.",
@@ -217,6 +266,16 @@ def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
             f"the criterion's reduction is {reduction!r} and loss_reduction is {loss_reduction!r}: "
             "gradients would be wrong by the batch size",
             advice=f"Pass loss_reduction={reduction!r}, or a criterion with reduction={loss_reduction!r}.",
+        )
+
+
+def _check_sizes(engine: Engine, poisson_sampling: bool) -> None:
+    size = engine.roles["forward"].batch_size
+    if poisson_sampling and size is not None:
+        raise OptionError(
+            f"the model is transformed with batch_size={size}, and Poisson sampling draws batches of every size: "
+            "inputs of another size would be shared by all samples",
+            advice="Transform it without batch_size=, with in_dims= for inputs that all samples share.",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class Clipping(NamedTuple):
 
     norm_sample: Tensor  # [B], or [groups, B] where there are several groups
     weight: Tensor  # of the same shape: what each sample's gradient was multiplied by
-    nonfinite: Tensor  # the number of samples whose gradient held Inf or NaN
+    nonfinite: Tensor  # the number of samples whose gradient or weight was Inf or NaN
 
 
 @dataclass(frozen=True)
@@ -35,26 +36,32 @@ class ClippedGrad(Quantity):
     """``p.grad += Σ_i c_i g_i`` with ``c_i = min(1, C / (n_i + 1e-6))``, in one backward (Abadi et al. 2016).
 
     n_i is the norm of sample i's gradient over all parameters. The norms, the weights and the number of samples
-    whose gradient held Inf or NaN, which weigh 0, are `fxgrad.result(model, quantity)`, a `Clipping`. In floating
-    point c_i is taken from an upper bound of n_i, so that ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in exact
+    whose gradient or weight was Inf or NaN, which weigh 0, are `fxgrad.result(model, quantity)`, a `Clipping`. In
+    floating point c_i is taken from an upper bound of n_i, so that ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in exact
     arithmetic, whatever cancels; of a batch of one, for g_i as autograd computed it. docs/design.md says what is
     assumed of ops without a rule.
 
     Args:
         max_grad_norm: C, or one number for each group, in their order; of "per_parameter" that of
-            ``named_parameters()``, of which those count that are trainable and used.
+            ``named_parameters()``, of which those count that are trainable and used. With "clip"
+            inf clips nothing; other weights refuse it.
         groups: "flat": one norm over all parameters; "per_parameter": each by itself; or lists of names, which
             name every trainable parameter once.
         weights: "clip"; "automatic": ``C / (n + gamma)`` (Bu et al. 2022); or a function of the norms ``[B]`` that
-            returns the weights ``[B]``, made of PyTorch ops. It gets upper bounds of the norms.
-        gamma: the stabiliser of "automatic".
+            returns the weights ``[B]``, made of PyTorch ops. It gets upper bounds of the norms, and fxgrad bounds
+            nothing: a weight may be negative. A weight of Inf or NaN counts as 0, and its sample as nonfinite.
+        gamma: the stabiliser of "automatic", positive and finite.
         sample_weight: whether calls of the model take ``sample_weight=``, a tensor ``[B]`` that multiplies the
             weights: 0 for padding, which then counts for nothing, also where it holds NaN.
-        nonfinite: "zero", or "raise": then a gradient that holds Inf or NaN is an error, and p.grad stays as it is.
+        nonfinite: "zero", or "raise": then a gradient or a weight of Inf or NaN is an error, and p.grad stays as it is.
         outside: what happens when a gradient arrives at a parameter that did not come through the transformed call.
             "error": `fxgrad.errors.UnclippedGrad` in the backward, with every p.grad as it was before. "allow": it is
             added where it depends on parameters alone, as a penalty's does (numbers and the weights of losses count
             as constants); the autograd graph behind it is walked in each backward. "unchecked": it is added.
+
+    Raises:
+        OptionError: at once, where an argument has a value that it cannot take; in the first backward, where
+            weights= returns another shape than that of the norms.
 
     >>> import torch, fxgrad
     >>> clipped = fxgrad.ClippedGrad(max_grad_norm=1.0)
@@ -76,8 +83,8 @@ class ClippedGrad(Quantity):
 
     def __post_init__(self) -> None:
         given = self.max_grad_norm
-        bounds = [given] if isinstance(given, int | float) else list(given)
-        if not bounds or any(isinstance(c, bool) or not c > 0 for c in bounds):
+        bounds = list(given) if isinstance(given, Sequence) else [given]
+        if not bounds or not all(is_positive(c) for c in bounds):
             raise OptionError(f"max_grad_norm has to be positive, not {given!r}")
         if isinstance(self.groups, str) and self.groups not in ("flat", "per_parameter"):
             raise OptionError(f"groups has to be 'flat', 'per_parameter' or lists of names, not {self.groups!r}")
@@ -85,6 +92,16 @@ class ClippedGrad(Quantity):
             raise OptionError(f"weights has to be 'clip', 'automatic' or a function, not {self.weights!r}")
         if self.outside not in OUTSIDE:
             raise OptionError(f"outside has to be 'error', 'allow' or 'unchecked', not {self.outside!r}")
+        if self.weights != "clip" and math.inf in bounds:
+            raise OptionError(
+                f"max_grad_norm=inf needs weights='clip', not {self.weights!r}: its weights would be Inf or NaN",
+                advice="Pass a finite max_grad_norm; the sum of all gradients, not clipped, is fxgrad.Grad().",
+            )
+        if not is_positive(self.gamma) or self.gamma == math.inf:
+            raise OptionError(
+                f"gamma has to be a positive number, and finite, not {self.gamma!r}",
+                advice="It keeps C / (n + gamma) below C / n; Bu et al. use 0.01.",
+            )
         if self.nonfinite not in ("zero", "raise"):
             raise OptionError(f"nonfinite has to be 'zero' or 'raise', not {self.nonfinite!r}")
 
@@ -94,7 +111,7 @@ class ClippedGrad(Quantity):
                 "ClippedGrad refuses mixing='allow': a sample's clipped part would not bound its influence",
                 advice="Use layers that treat samples alone, such as GroupNorm.",
             )
-        if not options.named and self.groups == "per_parameter" and not isinstance(self.max_grad_norm, int | float):
+        if not options.named and self.groups == "per_parameter" and isinstance(self.max_grad_norm, Sequence):
             raise OptionError(
                 "torch.compile does not say in which order the model has its parameters, which max_grad_norm= follows",
                 advice="Pass one number as max_grad_norm, or use fxgrad.transform.",
@@ -134,10 +151,12 @@ class ClippedGrad(Quantity):
         finite = (norms < math.inf).all(0) if len(groups) > 1 else norms[0] < math.inf  # neither of NaN
         pairs = zip(most, self._bounds(groups), strict=True)
         weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])
-        weight = torch.where(finite, weight, 0)
         if given:
-            finite = finite | (given[0] == 0)
-            weight = torch.where(given[0] == 0, 0, weight * given[0])
+            weight = weight * given[0]
+        finite = finite & weight.isfinite().all(0)
+        if given:
+            weight, finite = torch.where(given[0] == 0, 0, weight), finite | (given[0] == 0)
+        weight = torch.where(finite, weight, 0)
         weight = stored(weight)
         of = {name: i for i, group in enumerate(groups) for name in group}
         rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once
@@ -150,7 +169,7 @@ class ClippedGrad(Quantity):
         count = results[2]
         if self.nonfinite == "raise" and count is not None and int(count):
             raise NonFinite(
-                f"the gradients of {int(count)} samples hold Inf or NaN",
+                f"the gradients or the weights of {int(count)} samples hold Inf or NaN",
                 advice='Find them by their norms, or pass nonfinite="zero" to leave them out.',
             )
 
@@ -161,7 +180,14 @@ class ClippedGrad(Quantity):
 
     def _weight(self, norms: Tensor, c: float) -> Tensor:
         if callable(self.weights):
-            return self.weights(norms)
+            weight = self.weights(norms)
+            if not isinstance(weight, Tensor) or weight.shape != norms.shape:
+                shape = f"the shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+                raise OptionError(
+                    f"weights= returned {shape} for the norms of {len(norms)} samples",
+                    advice="Return a tensor of the norms' shape, such as torch.full_like(norms, 0.5).",
+                )
+            return weight.to(norms.dtype)
         if self.weights == "automatic":
             return c / (norms + self.gamma)
         return (c / (norms + EPSILON)).clamp(max=1)
@@ -183,7 +209,7 @@ class ClippedGrad(Quantity):
 
     def _bounds(self, groups: Sequence[Sequence[str]]) -> list[float]:
         given = self.max_grad_norm
-        bounds = [given] * len(groups) if isinstance(given, int | float) else list(given)
+        bounds = list(given) if isinstance(given, Sequence) else [given] * len(groups)
         if len(bounds) != len(groups):
             raise OptionError(
                 f"max_grad_norm has {len(bounds)} numbers for {len(groups)} groups",
@@ -196,6 +222,11 @@ class ClippedGrad(Quantity):
 
 
 def at_most(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights rounded down: near the smallest numbers of a dtype rounding is no small matter."""
+    """Weights rounded towards zero: near the smallest numbers of a dtype rounding is no small matter."""
     rounded = weight.to(dtype)
-    return torch.where(rounded.to(weight.dtype) > weight, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+    larger = rounded.to(weight.dtype).abs() > weight.abs()
+    return torch.where(larger, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0

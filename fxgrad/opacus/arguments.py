@@ -1,0 +1,142 @@
+"""The arguments of `make_private`: their names, and the values that would leave a training without privacy."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from opacus.accountants import IAccountant
+from opacus.optimizers.utils import params
+from torch import optim
+
+from fxgrad.errors import OptionError, UnknownArgument
+
+OPTIONAL = ("batch_first", "noise_generator", "rand_on_empty")
+ADAPTIVE = (
+    "target_unclipped_quantile",
+    "clipbound_learning_rate",
+    "max_clipbound",
+    "min_clipbound",
+    "unclipped_num_std",
+)
+GRADIENTS = ("grad_sample_mode", "wrap_model")
+"""Opacus's, and said by fxgrad: what computes the gradients."""
+CLIPPINGS = ("flat", "per_layer", "adaptive")
+MEANINGS = {
+    "noise_multiplier": "It is the noise's standard deviation over max_grad_norm.",
+    "max_grad_norm": "The noise's standard deviation is noise_multiplier times max_grad_norm.",
+    "epsilon_tolerance": "It is how far below target_epsilon the result may stay.",
+}
+
+
+def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], further: Sequence[str]) -> None:
+    """Raise where a function that passes arguments on got one that nothing behind it takes.
+
+    Args:
+        function: which has the keyword arguments of its signature.
+        arguments: the others that it got.
+        further: their names.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY] + [*further]
+    for name in arguments:
+        if name in further:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        if name in GRADIENTS:
+            advice = "Leave it out: fxgrad computes the gradients, and Opacus has no hooks on the model."
+        elif close:
+            advice = f"Did you mean '{close[0]}'?"
+        else:
+            advice = f"It takes {', '.join(known)}."
+        raise UnknownArgument(f"{function.__name__} got an unexpected argument '{name}'", advice=advice)
+
+
+def names_of_accountant(accountant: IAccountant) -> list[str]:
+    """What an accountant's ``get_epsilon`` takes besides delta: ``alphas`` of RDP, ``eps_error`` of PRV."""
+    parameters = inspect.signature(accountant.get_epsilon).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "delta"]
+
+
+def check_values(
+    optimizer: optim.Optimizer, noise_multiplier: Any, max_grad_norm: Any, clipping: str, arguments: Mapping[str, Any]
+) -> None:
+    """Raise where noise, bounds and clipping do not fit each other, or bound nothing."""
+    if clipping not in CLIPPINGS:
+        raise OptionError(f"clipping has to be 'flat', 'per_layer' or 'adaptive', not {clipping!r}")
+    check_number("noise_multiplier", noise_multiplier, zero=True)
+    _check_bounds(optimizer, max_grad_norm, clipping)
+    _check_adaptive(noise_multiplier, clipping, arguments)
+    if not arguments.get("batch_first", True):
+        raise OptionError(
+            "batch_first=False is not an argument of Opacus's mode for gradients that are computed elsewhere",
+            advice="Pass a model that fxgrad.transform made with it (batch_first=False, or in_dims=), and let the "
+            "loader's batches have their samples first.",
+        )
+
+
+def check_number(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> None:
+    """Raise where a value is no number, or negative, or NaN; 0 and inf where they mean nothing."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and (float(value) > 0 or (zero and value == 0)) and (infinite or value != math.inf):
+        return
+    kind = ("0 or more" if zero else "positive") + ("" if infinite else " and finite")
+    raise OptionError(
+        f"{name} has to be a number, {kind}, not {value!r}",
+        advice=MEANINGS.get(name, "Pass what Opacus's AdaClipDPOptimizer describes (Andrew et al. 2019)."),
+    )
+
+
+def _check_bounds(optimizer: optim.Optimizer, max_grad_norm: Any, clipping: str) -> None:
+    several = isinstance(max_grad_norm, Sequence) and not isinstance(max_grad_norm, str)
+    if clipping == "per_layer":
+        count = len(params(optimizer))
+        if not several or len(max_grad_norm) != count:
+            raise OptionError(
+                f"clipping='per_layer' needs {count} numbers as max_grad_norm, one for each trainable parameter of the "
+                f"optimizer, not {len(max_grad_norm) if several else max_grad_norm!r}",
+                advice=f"Pass a list, such as max_grad_norm=[0.1] * {count}.",
+            )
+    elif several:
+        raise OptionError(
+            f"clipping={clipping!r} needs one number as max_grad_norm, not {max_grad_norm!r}",
+            advice="Pass clipping='per_layer' for one number for each parameter.",
+        )
+    for bound in max_grad_norm if several else [max_grad_norm]:
+        check_number("max_grad_norm", bound)
+
+
+def _check_adaptive(noise_multiplier: float, clipping: str, arguments: Mapping[str, Any]) -> None:
+    for name in ADAPTIVE:
+        if clipping != "adaptive" and name in arguments:
+            raise OptionError(
+                f"{name} is an argument of clipping='adaptive', and clipping is {clipping!r}",
+                advice=f"Pass clipping='adaptive', or leave out {name}=.",
+            )
+    if clipping != "adaptive":
+        return
+    missing = [name for name in ADAPTIVE if name not in arguments]
+    if missing:
+        raise OptionError(
+            f"clipping='adaptive' needs {', '.join(missing)}",
+            advice="Pass them as Opacus's AdaClipDPOptimizer describes them (Andrew et al. 2019).",
+        )
+    for name in ADAPTIVE:
+        zero = name in ("target_unclipped_quantile", "clipbound_learning_rate")
+        check_number(name, arguments[name], zero=zero, infinite=name == "max_clipbound")
+    if arguments["max_clipbound"] <= arguments["min_clipbound"]:
+        raise OptionError(
+            f"max_clipbound has to be above min_clipbound={arguments['min_clipbound']}, "
+            f"not {arguments['max_clipbound']}",
+            advice="The bound is kept between the two.",
+        )
+    if noise_multiplier >= 2 * arguments["unclipped_num_std"]:
+        raise OptionError(
+            f"noise_multiplier has to be below 2 * unclipped_num_std={2 * arguments['unclipped_num_std']}, "
+            f"not {noise_multiplier}",
+            advice="The noise is shared between the gradients and the count of unclipped samples (Andrew et al. 2019).",
+        )

@@ -1,0 +1,105 @@
+"""Several processes that train one model: all of them take every step, and one of them adds the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.optimizers import DPOptimizer
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from fxgrad.errors import OptionError
+
+WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
+
+# Note [One communication for each step]
+# Under Poisson sampling each process draws its own number of samples, so each has its own number of physical batches.
+# Whatever all processes take part in can happen once in each logical step, and in each. Opacus's optimizers add up the
+# processes' clipped sums there. What DistributedDataParallel averages in every backward besides is turned off: a
+# backward communicates nothing. And a process that draws no samples takes the step with an empty batch.
+
+
+def processes() -> int:
+    """How many processes there are: 1 where torch.distributed is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def check_processes(wrapper: nn.Module | None, independent: bool, clipping: str) -> None:
+    """Raise where processes that train one model would not know of each other, or Opacus has no optimizer for them."""
+    if wrapper is None:
+        if not independent:
+            _check_one()
+        return
+    if independent:
+        raise OptionError(
+            f"independent=True, and the model is in {type(wrapper).__name__}, which trains one model in all processes",
+            advice="Leave out independent=True, or pass the model itself.",
+        )
+    if clipping != "flat":
+        raise OptionError(
+            f"clipping={clipping!r}, and the model is in {type(wrapper).__name__}: Opacus has that for one process",
+            advice="Pass clipping='flat', or train in one process.",
+        )
+    size = wrapper.process_group.size() if isinstance(wrapper, DistributedDataParallel) else processes()
+    if size != processes():
+        raise OptionError(
+            f"the model is distributed over {size} of {processes()} processes, and Opacus's optimizer adds up the "
+            "gradients of all",
+            advice="Put the model into DistributedDataParallel without process_group=.",
+        )
+
+
+def _check_one() -> None:
+    count = processes()
+    if count > 1:
+        raise OptionError(
+            f"{count} processes train, and the model is not wrapped: each would draw from all samples and add noise "
+            "of its own, so their parameters would differ and the accountant would count too little",
+            advice="Pass make_private the wrapped model, module=DistributedDataParallel(model), not the other way "
+            "round; or independent=True, where each process trains a model of its own.",
+        )
+
+
+def checked_in_each_step(optimizer: DPOptimizer) -> None:
+    """The same before a step is counted, where processes may have begun since."""
+    count: Callable[[DPOptimizer], None] = optimizer.step_hook
+
+    def hook(optimizer: DPOptimizer) -> None:
+        _check_one()
+        count(optimizer)
+
+    optimizer.attach_step_hook(hook)
+
+
+def communicate_in_steps(wrapper: nn.Module, loader: DataLoader[Any]) -> None:
+    """Let a wrapped model's processes communicate in steps alone, and take as many steps.
+
+    See Note [One communication for each step].
+    """
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.require_backward_grad_sync = False  # as in no_sync()
+    if isinstance(loader.batch_sampler, DistributedUniformWithReplacementSampler):
+        loader.batch_sampler.__class__ = EveryBatch  # a DataLoader lets no other sampler be put in its place
+
+
+class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
+    """Opacus's Poisson sampler for several processes, which leaves no batch out because this process's part is empty.
+
+    Opacus's own does: the processes then take different numbers of steps, and wait for each other at the end.
+    """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.arange(self.total_size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
+            order = torch.randperm(self.total_size, generator=generator)
+        own = order[self.rank : self.total_size : self.num_replicas]
+        for _ in range(self.num_batches):
+            drawn = torch.rand(self.num_samples, generator=self.generator) < self.sample_rate
+            yield own[drawn.nonzero(as_tuple=False).reshape(-1)].tolist()
