@@ -46,6 +46,7 @@ class Forward:
         self.enclosing = torch._C._current_graph_task_id()
         self.checked: int | None = None
         self.delivered: int | None = None  # the backward call that its results came from
+        self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
 
     def task(self) -> int:
         """The backward call that is running: calls are told apart by their graph tasks' ids."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import opacus
+import torch
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.optimizers import DPOptimizer
@@ -40,6 +41,7 @@ def make_private(
     clipping: str = "flat",
     one_backward: bool = False,
     backend: str | Inner = "inductor",
+    check_first_batch: bool = True,
     **arguments: Any,
 ) -> tuple[M, DPOptimizer, DataLoader[Any]]:
     """Opacus's ``engine.make_private``, with per-sample gradients by fxgrad: no hooks, no wrapped model.
@@ -74,6 +76,9 @@ def make_private(
         one_backward: whether the backward itself clips, by `fxgrad.ClippedGrad`: no per-sample gradient is kept, and
             p.grad holds the clipped sum when the optimizer gets it. For flat clipping. `fxgrad.result` gives the norms.
         backend: the compiler behind, as in `fxgrad.transform`; for a module that is not transformed yet.
+        check_first_batch: whether the first batch is checked for samples that influence each other, as in
+            `fxgrad.transform`; for a module that is not transformed yet. Over several processes all of them check
+            theirs at the same call of the model, and all of them raise.
         arguments: the rest of Opacus's: noise_generator, rand_on_empty, what adaptive clipping needs.
 
     Returns:
@@ -83,6 +88,7 @@ def make_private(
     Raises:
         OptionError: loss_reduction, criterion, and the options of a transformed module do not agree, or a
             transformed module allows samples to mix.
+        MixedSamples: in a call of the model, where the check of the first batch sees a sample influence another.
         opacus.validators.errors.UnsupportedModuleError: Opacus's validator refuses the model (`validate`).
 
     Source: Abadi et al., Deep Learning with Differential Privacy (2016), https://arxiv.org/abs/1607.00133.
@@ -107,7 +113,7 @@ def make_private(
         quantity = _clipped(clipping, max_grad_norm)
     accumulate = "error" if poisson_sampling or one_backward else "append"
     plain, wrapper = _unwrapped(module)
-    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend)
+    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend, check_first_batch)
     with validating(engine):
         _, private, loader = engine.make_private(
             module=_original(module),
@@ -127,6 +133,8 @@ def make_private(
     if wrapper is None:
         return view, private, loader
     wrapper.module = view
+    if transformed.first_batch is not None and isinstance(wrapper, DifferentiallyPrivateDistributedDataParallel):
+        transformed.first_batch.group = torch.distributed.group.WORLD  # PyTorch's own says so in its forward
     return module, private, loader
 
 
@@ -188,12 +196,17 @@ def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGr
 
 
 def _transformed(
-    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner
+    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner, check: bool
 ) -> tuple[Any, Engine]:
     """The model as fxgrad's: transformed here, or found to be transformed in the same sense."""
     if engine_of(model) is None:
         model = transform(
-            model, quantity=quantity, loss_reduction=loss_reduction, accumulate=accumulate, backend=backend
+            model,
+            quantity=quantity,
+            loss_reduction=loss_reduction,
+            accumulate=accumulate,
+            backend=backend,
+            check_first_batch=check,
         )
     engine = engine_of(model)
     assert engine is not None
