@@ -129,14 +129,14 @@ class FirstBatch:
         Raises:
             MixedSamples: other samples' results moved, in this process or in another one.
         """
-        verdict, sentence = Verdict.SKIPPED, "samples influence each other: another process's first batch shows it"
+        verdict, seen = Verdict.SKIPPED, ""
         try:
-            verdict, sentence = self._verdict(graph, args, parameters, given) or (verdict, sentence)
+            verdict, seen = self._verdict(graph, args, parameters, given)
         finally:  # no process waits for one that failed
             agreed = largest_of_all(verdict, self._agreeing, _device(parameters))
         if agreed == Verdict.MIXED:
             raise MixedSamples(
-                sentence,
+                f"samples influence each other: {seen or 'the first batch of another process shows it'}",
                 advice="fxgrad.verify(model, x) says more. Look at ops that were registered with register_op, at "
                 "numbers taken out of tensors (.item()), and at losses divided by a count over the batch.",
             )
@@ -148,16 +148,16 @@ class FirstBatch:
 
     def _verdict(
         self, graph: Transformed, args: Sequence[Any], parameters: Mapping[str, Tensor], given: Sequence[Tensor]
-    ) -> tuple[Verdict, str] | None:
+    ) -> tuple[Verdict, str]:
         size = graph.size_of(args)
         held = held_inputs(args, size, graph.dims, graph.facts.packed)
         change = chosen(held, size, min(2, self._units(size) - 1))
         if change is None:
-            return None
+            return Verdict.SKIPPED, ""
         steps = _Steps(graph, args, self.quantities, parameters, given, size, change)
         other = steps.inputs()
         if not any([one.put(other[i], change) for i, one in held.items()]):
-            return None
+            return Verdict.SKIPPED, ""
         before = steps.run(steps.inputs())
         try:
             after = steps.run(other)
@@ -169,12 +169,11 @@ class FirstBatch:
                 advice="Pass check_first_batch=False, and use fxgrad.verify.",
             ) from error
         if not any(_largest(rows.values) for rows in before):
-            return None
+            return Verdict.SKIPPED, ""
         moved = _moved(before, after, graph.facts.tolerance)
         if moved is None:
             return Verdict.PASSED, ""
-        seen = f"{steps.changed()} new values in the first batch, and {moved}"
-        return Verdict.MIXED, f"samples influence each other: {seen}"
+        return Verdict.MIXED, f"{steps.changed()} new values in the first batch, and {moved}"
 
 
 @dataclass

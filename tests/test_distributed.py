@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -78,6 +79,16 @@ class TestTwoProcesses:
         for each in found:
             same_parameters(each[case], alone[case])
         assert not torch.allclose(found[0][case]["0.weight"], found[0]["private mean"]["0.weight"], atol=1e-3)
+
+
+    def test_the_first_batch_is_checked_by_all_in_the_same_call(self, found: Any) -> None:
+        """Where each of them has more than one sample; what one sees, all raise."""
+        for rank, each in enumerate(found):
+            for case in each["first batch"]:
+                assert case["waiting"] == [True, True, False, False]
+                assert case["raised"][0] == ""
+                seen = r"sample. \d" if rank == 1 else "the first batch of another process shows it"
+                assert re.search(f"samples influence each other: {seen}", case["raised"][1])
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
