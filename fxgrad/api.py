@@ -17,6 +17,7 @@ from fxgrad.context import Mixing
 from fxgrad.costs.choices import Strategy, wishes_of
 from fxgrad.distributed import check_distribution, replicated
 from fxgrad.errors import OptionError
+from fxgrad.first_batch import FirstBatch, check_comparable
 from fxgrad.guard import guard_for
 from fxgrad.guard import release as release_parameters
 from fxgrad.operators.memory import blocks
@@ -41,6 +42,7 @@ def transform(
     fullgraph: bool = True,
     strategy: Strategy | None = None,
     methods: Sequence[str] = (),
+    check_first_batch: bool = False,
 ) -> M:
     """A view of ``model`` whose backward leaves every sample's own gradient on the parameters.
 
@@ -75,6 +77,12 @@ def transform(
         methods: names of further methods that a call may enter by, such as ("encode", "training_step"); in_dims may
             then be a dict by method. What one of them calls is part of its graph. `forward` always is an entrance;
             everything else of the model runs untransformed.
+        check_first_batch: whether to look for samples that influence each other on the first batch with gradients and
+            more than one sample (group), in two more steps of the compiled graph: with two samples changed, the
+            results of the others must not move beyond rounding. The call returns what it would return without the
+            check. An influence below rounding (of bfloat16, 5 %), or one that this batch and these weights do not
+            show, goes unnoticed: `fxgrad.verify` is the full proof. In DistributedDataParallel the processes agree,
+            so all of them have to call the model equally often until the check has passed.
 
     While a quantity clips (`ClippedGrad`), p.grad is guarded: a gradient that arrives at a parameter past the
     transformed calls raises UnclippedGrad in ``backward()``. The guard ends with the object that is returned, or with
@@ -82,6 +90,7 @@ def transform(
 
     Raises:
         OptionError: at once, where arguments do not fit; in the first call, where a strategy fits no use.
+        MixedSamples: in the first call, where check_first_batch sees another sample's result move.
         MixedSamples, UnsupportedOp, LostLayout, BatchSizeError, GraphBreak, OutsideGraph: in the first call, naming
             the line of the model.
         UnclippedGrad: in the backward, naming the parameter.
@@ -106,7 +115,8 @@ def transform(
     roles = {
         name: Roles(batch_size, batch_first, by_method[name], _positional(getattr(model, name))) for name in entrances
     }
-    engine = Engine(model, options, roles | {"__call__": roles["forward"]}, store)
+    first_batch = _first_batch(model, options) if check_first_batch else None
+    engine = Engine(model, options, roles | {"__call__": roles["forward"]}, store, first_batch)
     engine.guard()
     arguments = dict(
         quantity=quantity,
@@ -120,6 +130,7 @@ def transform(
         fullgraph=fullgraph,
         strategy=strategy,
         methods=methods,
+        check_first_batch=check_first_batch,
     )
     return _view(model, engine, arguments)
 
@@ -141,6 +152,19 @@ def _by_method(in_dims: Any, entrances: Sequence[str]) -> dict[str, Any]:
     if isinstance(in_dims, dict) and in_dims and in_dims.keys() <= set(entrances):
         return {name: in_dims.get(name) for name in entrances}
     return dict.fromkeys(entrances, in_dims)
+
+
+def _first_batch(model: nn.Module, options: Options) -> FirstBatch:
+    """The check of the first batch, where the other options leave something to check."""
+    if options.mixing != "error":
+        raise OptionError("check_first_batch looks for what mixing='allow' allows", advice="Leave out one of them.")
+    if not options.fullgraph:
+        raise OptionError(
+            "check_first_batch needs the whole model as one graph: it does not see what runs between two graphs",
+            advice="Pass fullgraph=True, which names the line of a graph break.",
+        )
+    check_comparable(options.quantities, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    return FirstBatch(options.quantities)
 
 
 def _check_model(model: Any) -> None:

@@ -29,6 +29,7 @@ from fxgrad.distributed import check_whole
 from fxgrad.dynamo import CAPTURING, CapturedCall, check_told, fresh_function
 from fxgrad.dynamo_errors import fails_without_dynamo, fixes_the_batch, translated
 from fxgrad.errors import FxgradError
+from fxgrad.first_batch import FirstBatch
 from fxgrad.options import Options
 from fxgrad.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.store import Forward, Store, Unseen, watch
@@ -42,6 +43,7 @@ class Engine:
     options: Options
     roles: Mapping[str, Roles]  # by the method that is called
     store: Store
+    first_batch: FirstBatch | None = None  # until it is checked
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,12 +89,17 @@ class Engine:
         elif not self.store.adds_to_grad(forward):
             check_hooks(parameters)
         self.store.check_clear(forward, forward.enclosing, "a forward")
+        first = self.first_batch
+        if first is not None and first.due(batch.size, parameters):
+            forward.first_batch = first
         run = self._on_no_samples if batch.size == 0 else self._run
         before = self.store.enter(forward)
         try:
             outputs = run(method, forward, batch, args, kwargs)
         finally:
             self.store.leave(before)
+        if first is not None and first.passed:
+            self.first_batch = forward.first_batch = None
         if type(outputs) is Tensor:
             tensors = [outputs]
         else:

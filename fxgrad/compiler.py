@@ -19,6 +19,7 @@ from fxgrad.context import Context, memory_of, tensors_of
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.explanation.rehearsal import rehearse
+from fxgrad.first_batch import Facts, facts_of
 from fxgrad.operators.memory import keep_memory
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
@@ -47,13 +48,14 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
     names = [captured.name(i) for i in trainable]
+    facts = facts_of(gm, {} if single else captured.packed())
     with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
     keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
     frozen = {} if options.fullgraph else captured.frozen()
-    return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size, frozen)
+    return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size, frozen, facts)
 
 
 def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
@@ -181,9 +183,10 @@ class Transformed:
     store: Store
     batch_size: int
     frozen: dict[int, str]  # parameters that were not trainable, where there may be graph breaks
+    facts: Facts
 
     def __call__(self, *args: Any) -> Any:
-        n = self._batch_size(args)
+        n = self.size_of(args)
         parameters = dict(zip(self.names, (args[i] for i in self.trainable), strict=True))
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
@@ -192,6 +195,8 @@ class Transformed:
             self.store, forward, tuple(parameters), *parameters.values()
         )
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
+        if forward.first_batch is not None:
+            forward.first_batch.check(self, args, parameters, given)
         inputs = list(args)
         for i in self.trainable:
             inputs[i] = args[i].detach()
@@ -222,7 +227,8 @@ class Transformed:
                 advice="Pass in_dims= to say which inputs hold samples, and remove graph breaks between them.",
             )
 
-    def _batch_size(self, args: Sequence[Any]) -> int:
+    def size_of(self, args: Sequence[Any]) -> int:
+        """The number of samples in the graph's inputs."""
         if self.batch_size == 1:
             return 1
         sizes = {args[i].shape[dim] for i, dim in self.dims.items()}

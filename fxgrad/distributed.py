@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxgrad.errors import OptionError
@@ -52,6 +53,21 @@ def check_whole(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Iter
             check_distribution(model, {})
     if split and any(isinstance(value, split) for value in inputs):
         raise OptionError("an input is a DTensor: sharded inputs are not supported yet", advice=AROUND)
+
+
+def group_around() -> Any:
+    """The processes of the DistributedDataParallel whose forward is running; None outside of one."""
+    around: Any = nn.parallel.DistributedDataParallel._active_ddp_module  # Dynamo asks for it, too
+    return None if around is None else around.process_group
+
+
+def largest_of_all(value: int, group: Any, device: torch.device) -> int:
+    """The largest value in a group of processes, all of which have to call this; without a group the value itself."""
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return value
+    shared = torch.tensor(value, device=device)
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group)
+    return int(shared)
 
 
 def replicated(where: str = "") -> OptionError:

@@ -54,6 +54,7 @@ class Forward:
         self.checked: int | None = None
         self.delivered: int | None = None  # the backward call that its results came from
         self.sent: set[str] = set()  # the parameters whose p.grad that call adds to
+        self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
 
     def task(self) -> int:
         """The backward call that is running: calls are told apart by their graph tasks' ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -94,6 +95,17 @@ class TestTwoProcesses:
         for each in found:
             same_parameters(each[case], alone[case])
         assert not torch.allclose(found[0][case]["0.weight"], found[0]["private mean"]["0.weight"], atol=1e-3)
+
+
+    def test_the_first_batch_is_checked_by_all(self, found: Any) -> None:
+        """Where each has more than one sample: in the same call, or in a private step; what one sees, all raise."""
+        for rank, each in enumerate(found):
+            waiting = [[True, True, False, False], [True, False, False, False], [True, False, False, False]]
+            for case, steps in zip(each["first batch"], waiting, strict=True):
+                assert case["waiting"] == steps
+                assert case["raised"][0] == ""
+                seen = r"sample. \d" if rank == 1 else "the first batch of another process shows it"
+                assert re.search(f"samples influence each other: {seen}", case["raised"][1])
 
 
 class TestPoisson:

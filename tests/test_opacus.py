@@ -233,7 +233,9 @@ def test_the_optimizers_are_opacus_own(clipping: type) -> None:
     }
     model: Any = words()
     made, optimizer, _ = make(model, **kinds.get(clipping, {}))
-    assert isinstance(optimizer, clipping) and optimizer.step.__func__ is vars(DPOptimizer)["step"]
+    assert isinstance(optimizer, clipping)
+    step: Any = optimizer.step  # type: ignore[attr-defined]
+    assert step.__func__ is vars(DPOptimizer)["step"]
     assert isinstance(made, Words) and made.first is model.first
     made(torch.randn(7, 5, 3)).sum().backward()
     assert made.first.weight.grad_sample.shape == (7, 6, 3)

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxgrad
-from fxgrad.errors import UnclippedGrad
+from fxgrad.api import engine_of
+from fxgrad.errors import MixedSamples, UnclippedGrad
 
 WORLD, BATCH, STEPS, MAX_GRAD_NORM = 2, 8, 3, 0.3
 EXPECTED = 3  # samples of a Poisson batch, of all processes together
@@ -179,6 +180,66 @@ def refused(rank: int) -> dict[str, str]:
     return sentences
 
 
+class PartlyMixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return partly_mixed(x)
+
+
+def partly_mixed(x: Tensor) -> Tensor:
+    """Mix the samples of a batch in which one is large; registered as an op that does not."""
+    return x - 0.1 * (x.max() > 50) * x.mean(0)
+
+
+def checked(rank: int, around: Callable[[Any], Any], prepared: bool) -> Found:
+    """After which steps the first batch was still unchecked, and what each process raised."""
+    fxgrad.register_op(partly_mixed)
+    net, optimizer = _checking(model(), around, prepared)
+    engine = engine_of(net.module)
+    assert engine is not None
+    waiting = []
+    for sizes in ((1, 8), (8, 0), (4, 2), (1, 1)):
+        loss(net(torch.randn(sizes[rank], 3))).backward()
+        waiting.append(engine.first_batch is not None)
+        if optimizer is not None:
+            optimizer.step()
+            waiting[-1] = optimizer.first_batch is not None
+            optimizer.zero_grad()
+        fxgrad.zero_grad(net.module)
+    raised = []
+    for largest in ((1, 1), (1, 100)):
+        net, optimizer = _checking(nn.Sequential(PartlyMixing(), nn.Linear(3, 2)), around, prepared)
+        before = [p.clone() for p in net.parameters()]
+        try:
+            y = net(torch.rand(6, 3) * largest[rank])
+            if optimizer is not None:
+                loss(y).backward()
+                optimizer.step()
+            raised.append("")
+        except MixedSamples as error:
+            raised.append(error.sentence)
+            assert all(p.equal(q) for p, q in zip(net.parameters(), before, strict=True))
+    return {"waiting": waiting, "raised": raised}
+
+
+def _checking(plain: nn.Module, around: Callable[[Any], Any], prepared: bool) -> Any:
+    """A model whose first batch is checked, transformed before or after it was distributed."""
+    from opacus import PrivacyEngine
+
+    import fxgrad.opacus
+
+    if not prepared:
+        return around(fxgrad.transform(plain, backend="eager", check_first_batch=True)), None
+    return fxgrad.opacus.make_private(
+        PrivacyEngine(accountant="rdp"),
+        module=around(plain),
+        optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(data()), BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        backend="eager",
+    )[:2]
+
+
 def every_case(rank: int | None) -> Found:
     """What process `rank` finds on its half of each batch; None: one process alone, on all of them."""
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -211,7 +272,14 @@ def main(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder / 'meet'}", rank=rank, world_size=WORLD)
+    from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+
     found = every_case(rank)
+    found["first batch"] = [
+        checked(rank, DistributedDataParallel, prepared=False),
+        checked(rank, DistributedDataParallel, prepared=True),
+        checked(rank, DifferentiallyPrivateDistributedDataParallel, prepared=True),
+    ]
     dist.barrier()
     dist.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from opacus.optimizers import (
     DistributedDPOptimizer,
     DistributedDPOptimizerFastGradientClipping,
@@ -18,6 +20,7 @@ from torch import nn
 
 from fxgrad.capture import Engine
 from fxgrad.errors import AlreadySet, OptionError, UnaccountedGrad
+from fxgrad.first_batch import FirstBatch
 from fxgrad.opacus.ledger import Ledger
 
 
@@ -27,8 +30,13 @@ class _Checked:
     ledger: Ledger
     param_groups: list[dict[str, Any]]
     params: list[nn.Parameter]
+    first_batch: FirstBatch | None = None  # what the processes have still to agree on
+    _check_skip_next_step: Callable[..., bool]
 
     def pre_step(self, closure: Any = None) -> Any:
+        if self.first_batch is not None and not self._check_skip_next_step(pop_next=False):
+            settled = self.first_batch.settle(dist.group.WORLD, self.params[0].device)
+            self.first_batch = None if settled else self.first_batch
         self.ledger.check(self.param_groups)
         for parameter in self.params:  # one that was unfrozen since has none
             parameter.__dict__.setdefault("summed_grad", None)

@@ -33,6 +33,7 @@ from fxgrad.opacus.processes import (
     check_processes,
     checked_in_each_step,
     communicate_in_steps,
+    settle_in_steps,
 )
 from fxgrad.opacus.validating import validating
 from fxgrad.options import Inner, loss_scale
@@ -61,6 +62,7 @@ def make_private(
     one_backward: bool = False,
     independent: bool = False,
     backend: str | Inner = "inductor",
+    check_first_batch: bool = True,
     **arguments: Any,
 ) -> tuple[M, DPOptimizer, DataLoader[Any]]:
     """Opacus's ``engine.make_private``, with per-sample gradients by fxgrad: no hooks, no wrapped model.
@@ -98,6 +100,9 @@ def make_private(
         independent: whether each of several processes trains a model of its own; else a module that is not wrapped is
             refused there.
         backend: the compiler behind, as in `fxgrad.transform`; for a module that is not transformed yet.
+        check_first_batch: whether the first batch is checked for samples that influence each other, as in
+            `fxgrad.transform`; for a module that is not transformed yet. Each of several processes checks its own;
+            they agree in the step, which raises in all of them.
         arguments: the rest of Opacus's: noise_generator and rand_on_empty; and for ``clipping="adaptive"``
             target_unclipped_quantile, clipbound_learning_rate, max_clipbound, min_clipbound and unclipped_num_std.
 
@@ -110,6 +115,7 @@ def make_private(
             transformed module allows samples to mix, or fixes the batch size under Poisson sampling; noise and
             bounds are not positive and finite; several processes train, and the module is not wrapped.
         UnknownArgument (a TypeError): the name of an argument is misspelt, or none of these.
+        MixedSamples: in a call of the model, where the check of the first batch sees a sample influence another.
         opacus.validators.errors.UnsupportedModuleError: Opacus's validator refuses the model (`validate`).
 
     Source: Abadi et al., Deep Learning with Differential Privacy (2016), https://arxiv.org/abs/1607.00133.
@@ -137,7 +143,7 @@ def make_private(
     accumulate = "error" if poisson_sampling or one_backward else "append"
     plain, wrapper = _unwrapped(module)
     check_processes(wrapper, independent, clipping)
-    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend)
+    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend, check_first_batch)
     _check_sizes(transformed, poisson_sampling)
     with validating(engine):
         _, private, loader = engine.make_private(
@@ -166,6 +172,8 @@ def make_private(
         return view, private, loader
     communicate_in_steps(wrapper, loader)
     wrapper.module = view
+    if transformed.first_batch is not None:
+        settle_in_steps(private, transformed.first_batch)
     return module, private, loader
 
 
@@ -241,12 +249,17 @@ def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGr
 
 
 def _transformed(
-    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner
+    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner, check: bool
 ) -> tuple[Any, Engine]:
     """The model as fxgrad's: transformed here, or found to be transformed in the same sense."""
     if engine_of(model) is None:
         model = transform(
-            model, quantity=quantity, loss_reduction=loss_reduction, accumulate=accumulate, backend=backend
+            model,
+            quantity=quantity,
+            loss_reduction=loss_reduction,
+            accumulate=accumulate,
+            backend=backend,
+            check_first_batch=check,
         )
     engine = engine_of(model)
     assert engine is not None

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fxgrad.errors import OptionError
+from fxgrad.first_batch import FirstBatch
 
 WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
 
@@ -86,6 +87,12 @@ def communicate_in_steps(wrapper: nn.Module, loader: DataLoader[Any]) -> None:
         wrapper.require_backward_grad_sync = False  # as in no_sync()
     if isinstance(loader.batch_sampler, DistributedUniformWithReplacementSampler):
         loader.batch_sampler.__class__ = EveryBatch  # a DataLoader lets no other sampler be put in its place
+
+
+def settle_in_steps(optimizer: DPOptimizer, first_batch: FirstBatch) -> None:
+    """Let processes agree about their first batches in steps: under Poisson sampling their calls do not match."""
+    first_batch.settles = True
+    optimizer.first_batch = first_batch
 
 
 class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
