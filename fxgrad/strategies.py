@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fxgrad.calls import Call
+from fxgrad.calls import Call, map_leaves
+from fxgrad.control_flow import ControlFlow
 from fxgrad.errors import UnsupportedOp
 from fxgrad.gradients.parts import Part
 from fxgrad.operators.generic import per_sample_vjp, register_program
 from fxgrad.partitioning import in_backward
 from fxgrad.precision import WIDE
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
-from fxgrad.rules.elementwise import elementwise
+from fxgrad.rules.elementwise import ROUNDED_ONCE, elementwise
 from fxgrad.rules.linear import einsum_applies
 from fxgrad.samples.families import Family, draws, family_of
 from fxgrad.samples.layouts import samples_first
@@ -52,15 +53,18 @@ class Strategy:
     @property
     def native(self) -> bool:
         """Whether the op is PyTorch's own, which takes float64 where it takes float32."""
-        target = self.use.target
-        home = str(getattr(target, "__module__", None) or "torch")
-        own = home == "_operator" or home.split(".")[0] == "torch"
-        return self.use.method or (own and (not home.startswith("torch._ops.") or home == "torch._ops.aten"))
+        return self.use.method or is_native(self.use.target)
 
-    @property
-    def widens(self) -> bool:
-        """Whether a rule of fxgrad's own computes in float64 what is given in float64."""
-        return self.native and self.name in ("rule", "elementwise")
+    def loses(self, part: Part) -> bool:
+        """Whether a part may be off by more than its own rounding: nothing bounds what was lost on the way to it.
+
+        fxgrad's rules add nothing up by themselves: what they return as a tensor was moved, or rounded once.
+        """
+        if self.name == "rule" and RULES[self.use.op].own:
+            return False
+        if self.name == "elementwise" and self.use.op in ROUNDED_ONCE:
+            return False
+        return self.name != "rule" or isinstance(part, Tensor)
 
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         use = self.use.widened() if self.native and g.dtype in WIDE.values() else self.use
@@ -70,10 +74,11 @@ class Strategy:
 
     def terms_of_several(self, grads: Sequence[Tensor], values: Sequence[Any], n: int) -> Contributions:
         """The same of an op with several outputs, which has the generic rule alone."""
-        layouts = [layout for _, layout in self.use.several]
+        use = self.use.widened() if self.native and grads[0].dtype in WIDE.values() else self.use
+        layouts = [layout for _, layout in use.several]
         pairs = zip(grads, layouts, strict=True)
-        rows = [self.use.first(g, layout, values, n, gradient=True) for g, layout in pairs]
-        return _by_vmap_of(self.use, rows, self._rows(values, n))
+        rows = [use.first(g, layout, values, n, gradient=True) for g, layout in pairs]
+        return _by_vmap_of(use, rows, self._rows(values, n))
 
     def _rows(self, values: Sequence[Any], n: int) -> list[Any]:
         with in_backward():
@@ -109,6 +114,30 @@ class OwnStrategy:
                 found[slot.position] = grad
         parts = [(slots[0], by_parameter[name]) for name, slots in use.differentiated.items()]
         return found, parts
+
+
+def is_native(target: Any) -> bool:
+    """Whether a function is PyTorch's own; of one with bodies, whether all that they call is."""
+    if isinstance(target, UserFunction | ControlFlow):
+        return all(_calls_native(body) for body in target.bodies)
+    home = str(getattr(target, "__module__", None) or "torch")
+    own = home == "_operator" or home.split(".")[0] == "torch"
+    return own and (not home.startswith("torch._ops.") or home == "torch._ops.aten")
+
+
+def _calls_native(body: fx.GraphModule) -> bool:
+    """Whether a body runs in float64, too: all its calls are PyTorch's own, and none names a dtype."""
+    dtypes: list[torch.dtype] = []
+    for node in body.graph.nodes:
+        if node.op == "call_module" or (node.op == "call_function" and not is_native(node.target)):
+            return False
+        map_leaves((node.args, dict(node.kwargs)), torch.dtype, dtypes.append)
+        if node.op == "call_method" and node.target in _NAME_A_DTYPE:
+            return False
+    return not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+
+
+_NAME_A_DTYPE = frozenset({"float", "half", "bfloat16", "type", "type_as", "double", "cfloat"})
 
 
 def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
