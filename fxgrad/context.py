@@ -56,6 +56,7 @@ class Context:
     known: dict[str, Any] = field(default_factory=dict)  # placeholders of an op's body: their samples
     analyse: Callable[[fx.GraphModule, Context], fx.GraphModule] | None = None  # finds a body's samples
 
+    single: bool = False  # whether it is a batch of one
     ways: Ways = field(default_factory=Ways)  # what chooses how each term is contracted
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
 

@@ -244,6 +244,12 @@ def _getitem_applies(use: Use, shapes: Sequence[Any]) -> bool:
     return batched and held
 
 
+def _windows_apply(use: Use, shapes: Sequence[Any]) -> bool:
+    """A convolution's rule needs the images in a dimension of their own, which may be missing in a batch of one."""
+    input, weight = use.arguments["input"], use.arguments["weight"]
+    return len(shapes[input.position]) == len(shapes[weight.position])
+
+
 _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
     "matmul": _product_applies(("input", "other")),
     "rmatmul": _product_applies(("input", "other")),
@@ -253,6 +259,7 @@ _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
     "addmm": _product_applies(("mat1", "mat2")),
     "baddbmm": _product_applies(("batch1", "batch2")),
     "einsum": _einsum_applies,
+    **dict.fromkeys((f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)), _windows_apply),
     "getitem": _getitem_applies,
 }
 

@@ -70,10 +70,13 @@ class _Attachment:
             node.replace_all_uses_with(cursor, delete_user_cb=partial(is_not, cursor))
             self.replaced[node] = cursor
             natives.append(cursor)
-        batched, dim = next(iter(self.ctx.sample_dims.items()))
-        with self.graph.inserting_after(cursor):
-            self.n = self.graph.call_function(torch.ops.aten.sym_size.int, (self.values[batched], dim))
-        self.tape, handle = open_tape(self.graph, self.ctx, self.n, self.n, ghosts, given)
+        if self.ctx.single:
+            self.n: Any = 1
+        else:
+            batched, dim = next(iter(self.ctx.sample_dims.items()))
+            with self.graph.inserting_after(cursor):
+                self.n = cursor = self.graph.call_function(torch.ops.aten.sym_size.int, (self.values[batched], dim))
+        self.tape, handle = open_tape(self.graph, self.ctx, cursor, self.n, ghosts, given)
         for key, native in enumerate(natives):
             self.keys[native] = key
             self.handles[key] = handle

@@ -156,19 +156,60 @@ def test_half_types(device: torch.device) -> None:
         assert bool((weight * norms <= C * (1 + 1e-5)).all()), (name, weight * norms / C)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "scale", "a scaled weight"])
+@pytest.mark.parametrize("name", EVERY)
 def test_a_batch_of_one(name: str, device: torch.device) -> None:
-    """What is added is autograd's own gradient times c, and that is never longer than C."""
+    """A Poisson batch of one is a batch: autograd's own sum would be up to 1e6 C long."""
     torch.manual_seed(0)
     function, shapes = EVERY[name]
-    model = Of(function, *shapes).to(device)
-    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager")
+    model, clipped = Of(function, *shapes).to(device), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
     for kind in ("large ends", "pairs", "plain"):
-        x, g = swamped(kind, device)
-        (transformed(x[:1]) * g[:1]).sum().backward()
-        length = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
-        assert float(length) <= C * (1 + 1e-5)
+        x, g = (value[:1] for value in swamped(kind, device))
+        weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+        assert bool((weight > 0).all())
+        assert bool((weight * norms <= C * (1 + 1e-5)).all()), (kind, weight * norms / C)
+    assert bool(((weight * (norms + 1e-6) / C - 1).abs() <= 1e-3).all()), weight * norms / C
+
+
+ALONE: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
+    "an image alone": (lambda x, w: F.conv1d(x[0].T, w).T, [(4, D, 1)]),
+    "a vector from the right": (lambda x, w: w @ x[0].sum(0), [(4, D)]),
+    "a linear layer of a vector": (lambda x, w, b: F.linear(x[0, 0], w, b), [(4, D), (4,)]),
+    "a bias written in place": (lambda x, b: x.squeeze(0).clone().add_(b), [(D,)]),
+    "a parameter written into the sample": (lambda x, w: _filled(x, w), [(D,)]),
+    "dropout of a parameter": (lambda x, w: x[0] * F.dropout(w, 0.0), [(D,)]),
+    "the loss inside": (lambda x, w: w * (x * w).sum(), [(D,)]),
+    "a lookup": (lambda x, w: w[x[0, :, 0].long() % 5] * x[0, :, :1], [(5, D)]),
+}
+
+
+def _filled(x: Tensor, w: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    made[:, 0] = w
+    made[:, 1] = x[:, 1] * w
+    return made.squeeze(0)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_batch_of_one_without_its_dimension(name: str, device: torch.device) -> None:
+    """What a model may do to a batch of one alone: nothing says where the sample is, and nothing has to."""
+    torch.manual_seed(0)
+    function, shapes = ALONE[name]
+    model = Of(function, *shapes).to(device)
+    for quantity in (fxgrad.ClippedGrad(1e9), fxgrad.ClippedGrad(C)):
+        x = torch.randn(1, T, D, device=device)
+        transformed = fxgrad.transform(model, quantity=quantity, backend="eager")
+        y = transformed(x)
+        g = torch.randn_like(y)
+        (y * g).sum().backward()
+        weight = fxgrad.result(transformed, quantity).weight
+        found = [p.grad.clone() for p in model.weights if p.grad is not None]
         fxgrad.zero_grad(transformed)
+        expected = torch.autograd.grad((model(x) * g).sum(), list(model.weights))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, weight * theirs, rtol=1e-4, atol=1e-9)
+    norm = torch.cat([grad.double().flatten() for grad in expected]).norm()
+    assert float(weight * norm) <= C * (1 + 1e-5)
 
 
 def test_products_of_entries_round_as_their_absolute_values_say(device: torch.device) -> None:

@@ -33,7 +33,8 @@ def _product(g, x, w, *, left):
         if w.dim() == 1:
             return Term("n...t,n...it->ni", g, x)
         if w.dim() == 2:
-            return Term("n...ot,n...it->noi", g, x)
+            vector = x.dim() == 2
+            return Term("n...o,n...i->noi" if vector else "n...ot,n...it->noi", g, x)
         return _batched(g, x, w, left=True)
     if w.dim() == 1:
         return Term("n...,n...i->ni", g, x)
