@@ -26,6 +26,7 @@ class Facts(TypedDict, total=False):
     call: Any  # normalize_calls: fxgrad.calls.Call
     samples: Any  # infer_samples: fxgrad.samples.layouts.Samples, or a list of them for several outputs
     policy: Any  # inline_regions: the fxgrad.checkpointing.Policy of a selective checkpoint around the node
+    copies: bool  # attach_taps: copies of a parameter for all samples, what reads them being a use of the one
     use: Any  # attach_taps: fxgrad.uses.Use, on the nodes that stand behind an op with parameters
 
 

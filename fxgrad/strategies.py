@@ -22,7 +22,8 @@ from fxgrad.partitioning import in_backward
 from fxgrad.precision import WIDE
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
 from fxgrad.rules.elementwise import ROUNDED_ONCE, elementwise
-from fxgrad.rules.linear import einsum_applies
+from fxgrad.rules.linear import einsum_applies, tensordot_applies
+from fxgrad.rules.lookup import reads_by_tensors
 from fxgrad.samples.families import Family, draws, family_of
 from fxgrad.samples.layouts import samples_first
 from fxgrad.user_functions import UserFunction, fitted
@@ -228,9 +229,15 @@ def _product_applies(*pairs: tuple[str, str]) -> Callable[[Use, Sequence[Any]], 
 
 def _einsum_applies(use: Use, shapes: Sequence[Any]) -> bool:
     slots = use.arguments["operands"]
-    wrt = [i for i, slot in enumerate(slots) if slot.position in use.wrt]
     equation = use.arguments["equation"]
-    return isinstance(equation, str) and einsum_applies(equation, [shapes[s.position] for s in slots], wrt)
+    return isinstance(equation, str) and einsum_applies(equation, [shapes[s.position] for s in slots])
+
+
+def _tensordot_applies(use: Use, shapes: Sequence[Any]) -> bool:
+    sides = [use.arguments[name] for name in ("a", "b")]
+    return all(isinstance(side, Slot) for side in sides) and tensordot_applies(
+        use.arguments["dims"], *(len(shapes[side.position]) for side in sides)
+    )
 
 
 def _getitem_applies(use: Use, shapes: Sequence[Any]) -> bool:
@@ -238,10 +245,22 @@ def _getitem_applies(use: Use, shapes: Sequence[Any]) -> bool:
     tensors = [slot for slot in slots_of(index) if shapes[slot.position] is not None]
     if use.output is None:
         return not tensors
-    single = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    batched = isinstance(single, Slot) and use.layouts[single.position] is not None
-    held = isinstance(use.arguments["input"], Slot) and use.layouts[use.arguments["input"].position] is None
-    return batched and held
+    items = index if isinstance(index, tuple) else (index,)
+    plain = not any(item is None or isinstance(item, bool) for item in items)  # None is a new dim here
+    return plain and _index_applies(use, shapes, index)
+
+
+def _index_applies(use: Use, shapes: Sequence[Any], index: Any = None) -> bool:
+    index = use.arguments["indices"] if index is None else index
+    read = use.arguments["input"]
+    batched = any(use.layouts[slot.position] is not None for slot in slots_of(index))
+    return reads_by_tensors(index) and batched and isinstance(read, Slot) and use.layouts[read.position] is None
+
+
+def _gather_applies(use: Use, shapes: Sequence[Any]) -> bool:
+    """Of a vector or more, which all samples share."""
+    read = use.arguments["input"]
+    return isinstance(read, Slot) and use.layouts[read.position] is None and len(shapes[read.position]) > 0
 
 
 def _windows_apply(use: Use, shapes: Sequence[Any]) -> bool:
@@ -259,8 +278,11 @@ _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
     "addmm": _product_applies(("mat1", "mat2")),
     "baddbmm": _product_applies(("batch1", "batch2")),
     "einsum": _einsum_applies,
+    "tensordot": _tensordot_applies,
     **dict.fromkeys((f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)), _windows_apply),
     "getitem": _getitem_applies,
+    "index": _index_applies,
+    **dict.fromkeys(("gather", "take_along_dim", "index_select"), _gather_applies),
 }
 
 

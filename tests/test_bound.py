@@ -40,6 +40,15 @@ class Of(nn.Module):
         return self.function(x, *list(self.weights))  # Dynamo of 2.12 unpacks no ParameterList
 
 
+def _places(x: Tensor) -> Tensor:
+    """Indices below 7 that depend on the sample."""
+    return x[..., :1].abs().long() % 7
+
+
+def _often(x: Tensor, copies: Tensor) -> Tensor:
+    return torch.stack([(copies * x[:, i : i + 1]).sum(1) for i in range(T)], 1)
+
+
 SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (D,), w, b), [(D,), (D,)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (D,), w), [(D,)]),
@@ -55,6 +64,21 @@ SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "a batch of matrices": (lambda x, w: x.unflatten(1, (2, -1)) @ w, [(1, D, D)]),
     "a matrix on the left": (lambda x, w: (w @ x.unflatten(1, (-1, 2)).mT.mT.mT).flatten(1, 2), [(1, D, D)]),
     "bilinear": (lambda x, w, b: F.bilinear(x, x[..., :2].contiguous(), w, b), [(D, D, 2), (D,)]),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, dims=1), [(D, D)]),
+    "einsum with a letter of the weight alone": (lambda x, w: torch.einsum("btd,dez->bte", x, w), [(D, D, 3)]),
+    "einsum with dots": (lambda x, w: torch.einsum("...d,ed->...e", x, w), [(D, D)]),
+    "einsum of a diagonal": (lambda x, w: torch.einsum("btd,dd->btd", x, w), [(D, D)]),
+    "gather of copies": (lambda x, w: w.expand(len(x), 7, D).gather(1, _places(x).expand(-1, -1, D)), [(7, D)]),
+    "gather of copies at the same places": (lambda x, w: w.expand(len(x), 7, D).gather(
+        1, torch.zeros(len(x), T, D, dtype=torch.long, device=x.device)) + x, [(7, D)]),
+    "copies at places": (lambda x, w: w.expand(len(x), 7, D)[
+        torch.arange(len(x), device=x.device)[:, None], _places(x)[..., 0]], [(7, D)]),
+    "copies at a list of places": (lambda x, w: w.expand(len(x), 7, D)[:, [0, 2] * (T // 2)] + x, [(7, D)]),
+    "copies selected": (lambda x, w: w.expand(len(x), 7, D).index_select(
+        1, torch.zeros(T, dtype=torch.long, device=x.device)) + x, [(7, D)]),
+    "copies multiplied": (lambda x, w: torch.bmm(x, w.expand(len(x), D, D)), [(D, D)]),
+    "copies read often": (lambda x, w: _often(x, w.expand(len(x), T, D)), [(D,)]),
+    "take_along_dim": (lambda x, w: w.take_along_dim(_places(x).flatten()).view(len(x), T, 1) + x, [(7,)]),
     "einsum": (lambda x, w: torch.einsum("btd,de->bte", x, w), [(D, D)]),
 }
 FUNCTIONS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
