@@ -122,7 +122,7 @@ def is_native(target: Any) -> bool:
     if isinstance(target, UserFunction | ControlFlow):
         return all(_calls_native(body) for body in target.bodies)
     home = str(getattr(target, "__module__", None) or "torch")
-    own = home == "_operator" or home.split(".")[0] == "torch"
+    own = home in ("_operator", "builtins") or home.split(".")[0] == "torch"  # getattr(w, "T") is a builtin
     return own and (not home.startswith("torch._ops.") or home == "torch._ops.aten")
 
 

@@ -19,6 +19,7 @@ from fxgrad.making import bind_again, make
 from fxgrad.opening import add_ghosts, open_tape
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
+from fxgrad.samples.families import Family, family_of
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Strategy, choose, choose_own, choose_several
@@ -351,13 +352,15 @@ class _Attachment:
     def _reads_copies(self, reader: fx.Node, copies: fx.Node) -> bool:
         call: Call | None = reader.meta.get("call")
         samples = reader.meta.get("samples")
-        if call is None or call.op not in _READS or not isinstance(samples, Samples):
+        if call is None or call.inplace or not isinstance(samples, Samples) or samples.kind is not Kind.BATCHED:
             return False
-        read = call.get("input") is copies
+        if call.op in _PRODUCTS or family_of(call.op) is Family.ELEMENTWISE:
+            return True
+        read = call.op in _READS and call.get("input") is copies
         if call.op in ("getitem", "index"):
             index = map_nodes(call.get("index", call.get("indices")), _as_slot)
             read = read and (reads_by_tensors(index) or reads_by_lists(index))
-        return samples.kind is Kind.BATCHED and (read or call.op in _PRODUCTS)
+        return read
 
     def _size(self, node: fx.Node, dim: int) -> Any:
         size = node.meta["fake"].shape[dim]
@@ -380,7 +383,7 @@ class _Attachment:
 
 _HANDS_OUT = frozenset({"expand", "expand_as", "broadcast_to"})
 _PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "baddbmm", "einsum", "tensordot"})
-_READS = frozenset({"gather", "take_along_dim", "index_select", "getitem", "index"}) | _PRODUCTS
+_READS = frozenset({"gather", "take_along_dim", "index_select", "getitem", "index"})
 
 
 def _as_slot(node: fx.Node) -> Any:

@@ -20,7 +20,6 @@ from fxgrad.operators.windows import window_rounding
 from fxgrad.precision import unit
 from fxgrad.terms import Term, is_one
 
-
 MADE = 4  # roundings that an entry of a term's one factor may have behind it: a rule's product, a complex one
 
 

@@ -18,7 +18,6 @@ from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 from fxgrad.uses import Slot
 
-
 # Ops whose derivative by a parameter is a product or a quotient of what they are given: rounded once or twice, and no
 # number is taken from another. The derivative of any other one is computed in float64 where norms are bounded.
 ROUNDED_ONCE = frozenset(

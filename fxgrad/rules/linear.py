@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxgrad.precision import computable
 from fxgrad.rules.reduce import summed_to
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
@@ -63,7 +64,7 @@ def _pad(value, ndim):
 
 def _either_side(g, left, right, use, names, scale=1):
     """Terms for whichever side of a product holds the parameter."""
-    g = g * scale if scale != 1 else g
+    g = computable(g) * scale if scale != 1 else g
     out = {}
     if names[0] in use.differentiated:
         out[names[0]] = _product(g, right, left, left=True)
@@ -100,14 +101,14 @@ def mv(g, input, vec):
 def addmm(g, input, mat1, mat2, use, beta=1, alpha=1):
     """y = β b + α x W      dW_n = α Σ_k x_nkᵀ g_nk      db_n = β Σ_k g_nk"""
     out = _either_side(g, mat1, mat2, use, ("mat1", "mat2"), alpha)
-    return out | ({"input": summed_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(computable(g) * beta, input.shape)} if "input" in use.differentiated else {})
 
 
 @rule(torch.baddbmm, of=("input", "batch1", "batch2"))
 def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
     """y = β b + α x W, a batch of products"""
     out = _either_side(g, batch1, batch2, use, ("batch1", "batch2"), alpha)
-    return out | ({"input": summed_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(computable(g) * beta, input.shape)} if "input" in use.differentiated else {})
 
 
 @rule(torch.einsum, of=("operands",))
