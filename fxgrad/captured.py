@@ -267,8 +267,9 @@ def _own_inputs(
     for i, rows in packed.items():
         if rows is not None:
             symbols.count_rows(translate(captured.values[i].shape[0]))
+    at = {} if single else dims
     return {
-        node.name: _own_input(value, None if single else dims.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
+        node.name: _own_input(value, at.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
         for i, (node, value) in enumerate(zip(captured.placeholders, captured.values, strict=True))
     }
 

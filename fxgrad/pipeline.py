@@ -78,7 +78,7 @@ PASSES: tuple[Pass, ...] = (
 DEFINITIONS: tuple[Pass, ...] = (inline_regions, decompose_recurrent)  # what a graph says, in ops there are rules for
 SINGLE: tuple[Pass, ...] = (*DEFINITIONS, take_whole_gradient)
 
-# But autograd adds that up in the model's dtype. Where norms are bounded, the rules do, of the sample's values as wholes.
+# But autograd adds that up in the model's dtype. Where norms are bounded, rules make it of the sample's whole values.
 ONE: tuple[Pass, ...] = (
     *PASSES[: PASSES.index(separate_writes)],
     count_one_sample,  # before writes: what holds the sample is written to in place

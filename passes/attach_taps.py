@@ -323,11 +323,15 @@ class _Attachment:
         layout, fake = samples.layout, node.meta["fake"]
         if not readers or layout is None or layout.merged:
             return
+        repeats = node.meta["call"].op == "repeat"
+        sizes = list(_flat(node.args[1:]) if repeats else fake.shape)
+        sizes[layout.dim] = 1
+        if not all(isinstance(size, int) for size in sizes):  # another one that changes from call to call
+            return
         with self.graph.inserting_before(node):
-            sizes = [1 if dim == layout.dim else self._size(node, dim) for dim in range(fake.dim())]
-            if any(isinstance(size, fx.Node) for size in sizes):
-                return
-            one = make(self.graph, self.ctx, "expand", (node.args[0], *sizes), beside=node)
+            one = make(self.graph, self.ctx, "repeat" if repeats else "expand", (node.args[0], *sizes), beside=node)
+            if one.meta["fake"].shape[layout.dim] != 1:
+                return self.graph.erase_node(one)
             copies = self.graph.node_copy(node)
         one.meta["samples"] = Samples(Kind.UNIFORM, traced=True)
         copies.meta.update(node.meta, copies=True, traced=False, samples=Samples(Kind.BATCHED, layout))
@@ -362,10 +366,6 @@ class _Attachment:
             read = read and (reads_by_tensors(index) or reads_by_lists(index))
         return read
 
-    def _size(self, node: fx.Node, dim: int) -> Any:
-        size = node.meta["fake"].shape[dim]
-        return size if isinstance(size, int) else node
-
     def _derive(self, node: fx.Node, source: fx.Node, select: int | None) -> None:
         use, operands = self._use(source, None, select)
         strategy = choose(use, source.meta["call"], _shapes(operands), where=source_line(node))
@@ -381,9 +381,14 @@ class _Attachment:
             self.keys[node.args[0]] = key
 
 
-_HANDS_OUT = frozenset({"expand", "expand_as", "broadcast_to"})
+_HANDS_OUT = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
 _PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "baddbmm", "einsum", "tensordot"})
 _READS = frozenset({"gather", "take_along_dim", "index_select", "getitem", "index"})
+
+
+def _flat(args: Sequence[Any]) -> Sequence[Any]:
+    """Sizes that stand in a call one by one, or in a list."""
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
 def _as_slot(node: fx.Node) -> Any:

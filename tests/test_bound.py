@@ -76,6 +76,7 @@ SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "copies at a list of places": (lambda x, w: w.expand(len(x), 7, D)[:, [0, 2] * (T // 2)] + x, [(7, D)]),
     "copies selected": (lambda x, w: w.expand(len(x), 7, D).index_select(
         1, torch.zeros(T, dtype=torch.long, device=x.device)) + x, [(7, D)]),
+    "copies repeated": (lambda x, w: w.repeat(len(x), 1, 1).gather(1, _places(x).expand(-1, -1, D)), [(1, 7, D)]),
     "copies multiplied": (lambda x, w: torch.bmm(x, w.expand(len(x), D, D)), [(D, D)]),
     "copies read often": (lambda x, w: _often(x, w.expand(len(x), T, D)), [(D,)]),
     "take_along_dim": (lambda x, w: w.take_along_dim(_places(x).flatten()).view(len(x), T, 1) + x, [(7,)]),

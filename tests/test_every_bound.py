@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 BETWEEN_OPS = frozenset(  # and what the gradient is by float64's own numbers is something else
     {
         "mul twice with one weight",  # the second product's gradient comes back through a sine of 1e36
+        "pow",  # its base is x² + 1
         "rms_norm",  # eps is the dtype's own
         "rms_norm without affine",
         "half",  # the function itself rounds gradients to half precision, in float64 as well
@@ -45,7 +46,7 @@ BETWEEN_OPS_OF_BFLOAT16 = frozenset(
         "linear twice with one weight", "matmul with one weight on both sides", "expand read and added",
         "conv2d twice with one weight", "embedding of two tables", "embedding tied to the head",
         "layer_norm twice with one weight", "layer_norm without affine", "group_norm without affine",
-        "mul of an outer shape", "mul in place", "div, parameter first", "div of two parameters", "pow",
+        "mul of an outer shape", "mul in place", "div, parameter first", "div of two parameters",
         "where by ids", "prelu twice with one weight", "std", "linear of coordinates", "add in place to a copy",
         "linear with weight_norm", "linear with spectral_norm in eval mode", "conv1d with weight_norm",
         "repeat into merged rows", "repeat_interleave into merged rows", "expand into merged rows",

@@ -135,14 +135,14 @@ def einsum(g, equation, operands, use):
 @rule(torch.tensordot, of=("a", "b"))
 def tensordot(g, a, b, use, dims=2):
     """y = Σ over some dims of a and b        as the einsum that says the same"""
-    ranks = [value.dim() - (use.layouts[use.arguments[name].position] is not None) for name, value in zip("ab", (a, b))]
-    left, right, result = _letters_of(dims, *ranks)
+    batched = {name: use.layouts[use.arguments[name].position] is not None for name in "ab"}
+    left, right, result = _letters_of(dims, a.dim() - batched["a"], b.dim() - batched["b"])
     operands = {"a": (left, a), "b": (right, b)}
     found = {}
     for name, other in ("ab", "ba"):
         if name in use.differentiated:
             letters, value = operands[other]
-            n = "n" if use.layouts[use.arguments[other].position] else ""
+            n = "n" if batched[other] else ""
             found[name] = Term(f"n{result},{n}{letters}->n{operands[name][0]}", g, value)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,8 @@ def _read_at(g, input, index, template, use):
     table = torch.arange(input.numel(), device=g.device).view(input.shape)
     index = [slice(None) if item is None else item for item in index]
     ranks = [item.dim() - _is_batched(t, use) for item, t in zip(index, template, strict=True) if isinstance(t, Slot)]
-    dim, found = 0, []
+    dim = 0
+    found: list[Any] = []
     for item, own in zip(index, template, strict=True):
         if not isinstance(own, Slot):
             table = table[(slice(None),) * dim + (item,)]
@@ -122,14 +124,14 @@ def _is_batched(slot, use):
     return use.layouts[slot.position] is not None
 
 
-def reads_by_tensors(template):
+def reads_by_tensors(template: Any) -> bool:
     """Whether an index is made of tensors, numbers and slices alone, of tensors at least one."""
     items = template if isinstance(template, tuple | list) else (template,)
     allowed = all(item is None or isinstance(item, Slot | int | slice) for item in items)
     return allowed and any(isinstance(item, Slot) for item in items)
 
 
-def reads_by_lists(template):
+def reads_by_lists(template: Any) -> bool:
     """Whether an index names places in lists of numbers, and in no tensor."""
     items = template if isinstance(template, tuple) else (template,)
     return any(isinstance(item, list) for item in items) and not any(isinstance(item, Slot) for item in items)
