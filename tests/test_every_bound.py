@@ -47,7 +47,7 @@ BETWEEN_OPS_OF_BFLOAT16 = frozenset(
         "conv2d twice with one weight", "embedding of two tables", "embedding tied to the head",
         "layer_norm twice with one weight", "layer_norm without affine", "group_norm without affine",
         "mul of an outer shape", "mul in place", "div, parameter first", "div of two parameters",
-        "where by ids", "prelu twice with one weight", "std", "linear of coordinates", "add in place to a copy",
+        "where by ids", "norm", "prelu twice with one weight", "std", "linear of coordinates", "add in place to a copy",
         "linear with weight_norm", "linear with spectral_norm in eval mode", "conv1d with weight_norm",
         "repeat into merged rows", "repeat_interleave into merged rows", "expand into merged rows",
         "add to a mask for merged rows", "linear with low rank", "linear with halves of one weight",
