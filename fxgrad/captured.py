@@ -109,6 +109,13 @@ class Captured:
                 dims[i] = counted
         return dims
 
+    def held(self) -> dict[int, int]:
+        """The inputs that hold the sample of a batch of one: all of each is the sample's."""
+        dims = {i: 0 for i in self.inputs() if self._role(i) != SHARED}
+        if not dims:
+            raise _no_samples()
+        return dims
+
     def counts(self, i: int) -> bool:
         """Whether an input is the number of samples in a tensor that the graph takes nothing else of."""
         source: Any = getattr(self.placeholders[i], "_dynamo_source", None)
@@ -240,7 +247,7 @@ def make_context(
         for i, example in ((i, captured.examples[i]) for i in captured.trainable())
     ]
     packed = {} if single else captured.packed()
-    inputs = {} if single else _own_inputs(captured, symbols, dims, packed)
+    inputs = {} if single and not dims else _own_inputs(captured, symbols, dims, packed, single)
     size = captured.batch_size
     return Context(
         symbols,
@@ -255,23 +262,32 @@ def make_context(
             placeholders[i].name: None if rows is None else (placeholders[rows[0]].name, placeholders[rows[1]].name)
             for i, rows in packed.items()
         },
+        single=single,
         ways=options.ways(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
     )
 
 
+def _no_samples() -> BatchSizeError:
+    return BatchSizeError(
+        "the model uses no input that holds samples: its parameters have no per-sample gradients",
+        advice="Check which inputs hold samples, and name their dimensions with in_dims=.",
+    )
+
+
 def _own_inputs(
-    captured: Captured, symbols: Symbols, dims: dict[int, int], packed: dict[int, tuple[int, int] | None]
+    captured: Captured,
+    symbols: Symbols,
+    dims: dict[int, int],
+    packed: dict[int, tuple[int, int] | None],
+    single: bool,
 ) -> dict[str, Any]:
-    """Fake inputs in which the sample dims, and they alone, carry B."""
+    """Fake inputs in which the sample dims, and they alone, carry B; of a batch of one, none do."""
     if not dims:
-        raise BatchSizeError(
-            "the model uses no input that holds samples: its parameters have no per-sample gradients",
-            advice="Check which inputs hold samples, and name their dimensions with in_dims=.",
-        )
+        raise _no_samples()
     batch = symbols.batch(hint=_hint(captured))
     known: dict[Any, Any] = {}
     for i, dim in dims.items():
-        size = captured.values[i].shape[dim]
+        size = 1 if single else captured.values[i].shape[dim]
         if isinstance(size, torch.SymInt):
             known[expression(size)] = batch
     known |= {expression(size): batch for i, size in enumerate(captured.values) if captured.counts(i)}
@@ -288,8 +304,9 @@ def _own_inputs(
     for i, rows in packed.items():
         if rows is not None:
             symbols.count_rows(translate(captured.values[i].shape[0]))
+    at = {} if single else dims
     return {
-        node.name: _own_input(value, dims.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
+        node.name: _own_input(value, at.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
         for i, (node, value) in enumerate(zip(captured.placeholders, captured.values, strict=True))
     }
 

@@ -24,7 +24,7 @@ from fxgrad.operators.memory import keep_memory
 from fxgrad.options import Inner, Options, inner_compiler
 from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, uniform_outputs
 from fxgrad.passes.infer_samples import infer_samples
-from fxgrad.pipeline import DEFINITIONS, LAST, PASSES, SINGLE, run_passes
+from fxgrad.pipeline import DEFINITIONS, LAST, ONE, PASSES, passes_of, run_passes
 from fxgrad.quantities import Delivery
 from fxgrad.store import Forward, Ghosts, Store, watch
 from fxgrad.targets import TAPS
@@ -39,10 +39,11 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
         return _without_parameters(captured, options, inner)
     check_parameters({captured.name(i): captured.examples[i] for i in trainable})
     single = captured.batch_size == 1
+    passes = passes_of(captured.batch_size, options.quantities)
     dims = {} if single else captured.sample_dims()
-    ctx = make_context(captured, options, dims, single=single)
+    ctx = make_context(captured, options, captured.held() if passes is ONE else dims, single=single)
     with _own_saved_tensors():
-        gm = run_passes(captured.gm, ctx, (*(SINGLE if single else PASSES), *LAST))
+        gm = run_passes(captured.gm, ctx, (*passes, *LAST))
         if options.wishes and not single:
             _check_wishes(gm, ctx, captured.batch_size, options)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)

@@ -26,6 +26,7 @@ class Facts(TypedDict, total=False):
     call: Any  # normalize_calls: fxgrad.calls.Call
     samples: Any  # infer_samples: fxgrad.samples.layouts.Samples, or a list of them for several outputs
     policy: Any  # inline_regions: the fxgrad.checkpointing.Policy of a selective checkpoint around the node
+    copies: bool  # attach_taps: copies of a parameter for all samples, what reads them being a use of the one
     use: Any  # attach_taps: fxgrad.uses.Use, on the nodes that stand behind an op with parameters
 
 
@@ -56,6 +57,7 @@ class Context:
     known: dict[str, Any] = field(default_factory=dict)  # placeholders of an op's body: their samples
     analyse: Callable[[fx.GraphModule, Context], fx.GraphModule] | None = None  # finds a body's samples
 
+    single: bool = False  # whether it is a batch of one
     ways: Ways = field(default_factory=Ways)  # what chooses how each term is contracted
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
 

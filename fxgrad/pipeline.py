@@ -33,6 +33,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from fxgrad.context import Context
 from fxgrad.passes.ask_policies import ask_policies
 from fxgrad.passes.attach_taps import attach_taps
+from fxgrad.passes.count_one_sample import count_one_sample
 from fxgrad.passes.decompose_calls import decompose_calls
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.infer_samples import infer_samples
@@ -49,6 +50,7 @@ from fxgrad.passes.take_whole_gradient import take_whole_gradient
 from fxgrad.passes.unsort_routing import unsort_routing
 from fxgrad.passes.wrap_bodies import wrap_bodies
 from fxgrad.passes.wrap_transforms import wrap_transforms
+from fxgrad.quantities import Quantity
 from fxgrad.spec import check_spec
 
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
@@ -75,6 +77,25 @@ PASSES: tuple[Pass, ...] = (
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
 DEFINITIONS: tuple[Pass, ...] = (inline_regions, decompose_recurrent)  # what a graph says, in ops there are rules for
 SINGLE: tuple[Pass, ...] = (*DEFINITIONS, take_whole_gradient)
+
+# But autograd adds that up in the model's dtype. Where norms are bounded, rules make it of the sample's whole values.
+ONE: tuple[Pass, ...] = (
+    *PASSES[: PASSES.index(separate_writes)],
+    count_one_sample,  # before writes: what holds the sample is written to in place
+    separate_writes,
+    decompose_calls,
+    count_one_sample,
+    separate_draws,
+    attach_taps,
+    prove_coverage,
+)
+
+
+def passes_of(n: int, quantities: Sequence[Quantity]) -> tuple[Pass, ...]:
+    """The passes for n samples."""
+    bounded = not all(quantity.dense for quantity in quantities)
+    return PASSES if n != 1 else ONE if bounded else SINGLE
+
 
 LAST: tuple[Pass, ...] = (ask_policies,)  # what only the inner compiler has to see
 

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fxgrad.calls import Call
+from fxgrad.calls import Call, map_leaves
+from fxgrad.control_flow import ControlFlow
 from fxgrad.errors import UnsupportedOp
 from fxgrad.gradients.parts import Part
 from fxgrad.operators.generic import per_sample_vjp, register_program
 from fxgrad.partitioning import in_backward
 from fxgrad.precision import WIDE
 from fxgrad.rules import OWN_BACKWARDS, RULES, OwnBackward, Rule
-from fxgrad.rules.elementwise import elementwise
-from fxgrad.rules.linear import einsum_applies
+from fxgrad.rules.elementwise import ROUNDED_ONCE, elementwise
+from fxgrad.rules.linear import einsum_applies, tensordot_applies
+from fxgrad.rules.lookup import reads_by_tensors
 from fxgrad.samples.families import Family, draws, family_of
 from fxgrad.samples.layouts import samples_first
 from fxgrad.user_functions import UserFunction, fitted
@@ -52,15 +54,18 @@ class Strategy:
     @property
     def native(self) -> bool:
         """Whether the op is PyTorch's own, which takes float64 where it takes float32."""
-        target = self.use.target
-        home = str(getattr(target, "__module__", None) or "torch")
-        own = home == "_operator" or home.split(".")[0] == "torch"
-        return self.use.method or (own and (not home.startswith("torch._ops.") or home == "torch._ops.aten"))
+        return self.use.method or is_native(self.use.target)
 
-    @property
-    def widens(self) -> bool:
-        """Whether a rule of fxgrad's own computes in float64 what is given in float64."""
-        return self.native and self.name in ("rule", "elementwise")
+    def loses(self, part: Part) -> bool:
+        """Whether a part may be off by more than its own rounding: nothing bounds what was lost on the way to it.
+
+        fxgrad's rules add nothing up by themselves: what they return as a tensor was moved, or rounded once.
+        """
+        if self.name == "rule" and RULES[self.use.op].own:
+            return False
+        if self.name == "elementwise" and self.use.op in ROUNDED_ONCE:
+            return False
+        return self.name != "rule" or isinstance(part, Tensor)
 
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         use = self.use.widened() if self.native and g.dtype in WIDE.values() else self.use
@@ -70,10 +75,11 @@ class Strategy:
 
     def terms_of_several(self, grads: Sequence[Tensor], values: Sequence[Any], n: int) -> Contributions:
         """The same of an op with several outputs, which has the generic rule alone."""
-        layouts = [layout for _, layout in self.use.several]
+        use = self.use.widened() if self.native and grads[0].dtype in WIDE.values() else self.use
+        layouts = [layout for _, layout in use.several]
         pairs = zip(grads, layouts, strict=True)
-        rows = [self.use.first(g, layout, values, n, gradient=True) for g, layout in pairs]
-        return _by_vmap_of(self.use, rows, self._rows(values, n))
+        rows = [use.first(g, layout, values, n, gradient=True) for g, layout in pairs]
+        return _by_vmap_of(use, rows, self._rows(values, n))
 
     def _rows(self, values: Sequence[Any], n: int) -> list[Any]:
         with in_backward():
@@ -109,6 +115,30 @@ class OwnStrategy:
                 found[slot.position] = grad
         parts = [(slots[0], by_parameter[name]) for name, slots in use.differentiated.items()]
         return found, parts
+
+
+def is_native(target: Any) -> bool:
+    """Whether a function is PyTorch's own; of one with bodies, whether all that they call is."""
+    if isinstance(target, UserFunction | ControlFlow):
+        return all(_calls_native(body) for body in target.bodies)
+    home = str(getattr(target, "__module__", None) or "torch")
+    own = home in ("_operator", "builtins") or home.split(".")[0] == "torch"  # getattr(w, "T") is a builtin
+    return own and (not home.startswith("torch._ops.") or home == "torch._ops.aten")
+
+
+def _calls_native(body: fx.GraphModule) -> bool:
+    """Whether a body runs in float64, too: all its calls are PyTorch's own, and none names a dtype."""
+    dtypes: list[torch.dtype] = []
+    for node in body.graph.nodes:
+        if node.op == "call_module" or (node.op == "call_function" and not is_native(node.target)):
+            return False
+        map_leaves((node.args, dict(node.kwargs)), torch.dtype, dtypes.append)
+        if node.op == "call_method" and node.target in _NAME_A_DTYPE:
+            return False
+    return not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+
+
+_NAME_A_DTYPE = frozenset({"float", "half", "bfloat16", "type", "type_as", "double", "cfloat"})
 
 
 def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
@@ -199,9 +229,15 @@ def _product_applies(*pairs: tuple[str, str]) -> Callable[[Use, Sequence[Any]], 
 
 def _einsum_applies(use: Use, shapes: Sequence[Any]) -> bool:
     slots = use.arguments["operands"]
-    wrt = [i for i, slot in enumerate(slots) if slot.position in use.wrt]
     equation = use.arguments["equation"]
-    return isinstance(equation, str) and einsum_applies(equation, [shapes[s.position] for s in slots], wrt)
+    return isinstance(equation, str) and einsum_applies(equation, [shapes[s.position] for s in slots])
+
+
+def _tensordot_applies(use: Use, shapes: Sequence[Any]) -> bool:
+    sides = [use.arguments[name] for name in ("a", "b")]
+    return all(isinstance(side, Slot) for side in sides) and tensordot_applies(
+        use.arguments["dims"], *(len(shapes[side.position]) for side in sides)
+    )
 
 
 def _getitem_applies(use: Use, shapes: Sequence[Any]) -> bool:
@@ -209,10 +245,28 @@ def _getitem_applies(use: Use, shapes: Sequence[Any]) -> bool:
     tensors = [slot for slot in slots_of(index) if shapes[slot.position] is not None]
     if use.output is None:
         return not tensors
-    single = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    batched = isinstance(single, Slot) and use.layouts[single.position] is not None
-    held = isinstance(use.arguments["input"], Slot) and use.layouts[use.arguments["input"].position] is None
-    return batched and held
+    items = index if isinstance(index, tuple) else (index,)
+    plain = not any(item is None or isinstance(item, bool) for item in items)  # None is a new dim here
+    return plain and _index_applies(use, shapes, index)
+
+
+def _index_applies(use: Use, shapes: Sequence[Any], index: Any = None) -> bool:
+    index = use.arguments["indices"] if index is None else index
+    read = use.arguments["input"]
+    batched = any(use.layouts[slot.position] is not None for slot in slots_of(index))
+    return reads_by_tensors(index) and batched and isinstance(read, Slot) and use.layouts[read.position] is None
+
+
+def _gather_applies(use: Use, shapes: Sequence[Any]) -> bool:
+    """Of a vector or more, which all samples share."""
+    read = use.arguments["input"]
+    return isinstance(read, Slot) and use.layouts[read.position] is None and len(shapes[read.position]) > 0
+
+
+def _windows_apply(use: Use, shapes: Sequence[Any]) -> bool:
+    """A convolution's rule needs the images in a dimension of their own, which may be missing in a batch of one."""
+    input, weight = use.arguments["input"], use.arguments["weight"]
+    return len(shapes[input.position]) == len(shapes[weight.position])
 
 
 _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
@@ -224,7 +278,11 @@ _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
     "addmm": _product_applies(("mat1", "mat2")),
     "baddbmm": _product_applies(("batch1", "batch2")),
     "einsum": _einsum_applies,
+    "tensordot": _tensordot_applies,
+    **dict.fromkeys((f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)), _windows_apply),
     "getitem": _getitem_applies,
+    "index": _index_applies,
+    **dict.fromkeys(("gather", "take_along_dim", "index_select"), _gather_applies),
 }
 
 

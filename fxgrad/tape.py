@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,12 +19,13 @@ from fxgrad.gradients.parts import (
     is_factored,
     joined,
     multiplied_out,
+    rounded,
     summed,
 )
 from fxgrad.gradients.sample_grads import SampleGrads, kept
 from fxgrad.gradients.virtual import pulled_back
 from fxgrad.partitioning import in_backward
-from fxgrad.precision import WIDE, cast
+from fxgrad.precision import FULL, WIDE, cast
 from fxgrad.quantities import Quantity
 from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
@@ -89,22 +90,45 @@ class Tape:
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
         """Differentiate one use and add what it says about each of its parameters."""
-        found = strategy.terms(g, values, n)
-        if self.bounded and strategy.widens:
-            found = self._unrounded(found, strategy, g, values, n)
-        self.add(strategy.use, found, n)
+        if not (self.bounded and strategy.native):
+            return self.add(strategy.use, strategy.terms(g, values, n), n)
+
+        def wide() -> Contributions:
+            rows = cast(g, WIDE)
+            return strategy.terms(rows, matched(values, rows), n)
+
+        if strategy.name in ("rule", "elementwise"):
+            found = self._unrounded(strategy, strategy.terms(g, values, n), wide)
+        else:
+            found = wide()
+        self.add(strategy.use, [(slot, self._narrowed(strategy, slot, part, g)) for slot, part in found], n)
+
+    def record_several(self, strategy: Strategy, grads: Sequence[Tensor], values: list[Any], n: int) -> None:
+        """The same of an op with several outputs."""
+        if not (self.bounded and strategy.native):
+            return self.add(strategy.use, strategy.terms_of_several(grads, values, n), n)
+        rows = [cast(g, WIDE) for g in grads]
+        found = strategy.terms_of_several(rows, matched(values, rows[0]), n)
+        self.add(strategy.use, [(slot, self._narrowed(strategy, slot, part, grads[0])) for slot, part in found], n)
 
     def _unrounded(
-        self, found: Contributions, strategy: Strategy, g: Tensor, values: list[Any], n: int
+        self, strategy: Strategy, found: Contributions, wide: Callable[[], Contributions]
     ) -> Contributions:
-        """What a function of parameters may enlarge: where a rule makes products, their sums from float64."""
+        """What a function of parameters may enlarge, and what no bound is known for, from float64."""
         rounds = "alpha" in strategy.use.kwargs  # what addmm multiplies by
         bent = [(rounds or not is_factored(part)) and strategy.use.wrt[slot] in self.bent for slot, part in found]
-        if not any(bent):
+        again = [one or strategy.loses(part) for one, (_, part) in zip(bent, found, strict=True)]
+        if not any(again):
             return found
-        g = cast(g, WIDE)
-        wide = strategy.terms(g, matched(values, g), n)
-        return [(slot, dense_of(wide[i][1]) if bent[i] else part) for i, (slot, part) in enumerate(found)]
+        pairs = zip(again, found, wide(), strict=True)
+        return [(slot, dense_of(other) if chosen else part) for chosen, (slot, part), (_, other) in pairs]
+
+    def _narrowed(self, strategy: Strategy, slot: int, part: Part, g: Tensor) -> Part:
+        """What was computed in float64 for a parameter in float32, and how far that rounds it."""
+        own = cast(g.new_empty(0), FULL).dtype.to_real()
+        if strategy.use.wrt[slot] in self.bent or not isinstance(part, Tensor) or part.dtype.to_real() == own:
+            return part
+        return rounded(part, own.to_complex() if part.is_complex() else own)
 
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
         """What one use says about each of its parameters; ``scaled``: for a loss that is a sum over samples."""

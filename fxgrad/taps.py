@@ -76,7 +76,7 @@ class TapSeveral(torch.autograd.Function):
                 full = [torch.zeros_like(y) if g is None else g for g, y in zip(grads, ctx.like, strict=True)]
                 scaled = [ctx.tape.scaled(g.detach(), ctx.n) for g in full]
                 values = matched(_kept(ctx), scaled[0])
-                ctx.tape.add(ctx.strategy.use, ctx.strategy.terms_of_several(scaled, values, ctx.n), ctx.n)
+                ctx.tape.record_several(ctx.strategy, scaled, values, ctx.n)
         return (None, None, None, None, *grads, *[None] * (ctx.inputs - 4 - len(grads)))
 
 

@@ -17,7 +17,7 @@ from fxgrad.context import Context
 from fxgrad.dynamo import CapturedCall, check_told, fresh_function
 from fxgrad.dynamo_errors import translated
 from fxgrad.errors import FxgradError
-from fxgrad.pipeline import PASSES, SINGLE, Pass, run_passes
+from fxgrad.pipeline import ONE, Pass, passes_of, run_passes
 from fxgrad.printing import graph_text
 
 
@@ -78,9 +78,10 @@ def capture(
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         check_told()
         captured = engine.captured(gm, examples, batch.size)
-        single = batch.size == 1
-        ctx = make_context(captured, engine.options, captured.sample_dims(), single=single)
-        made = run_passes(gm, ctx, passes if passes is not None else SINGLE if single else PASSES)
+        own = passes if passes is not None else passes_of(batch.size, engine.options.quantities)
+        dims = captured.held() if own is ONE else captured.sample_dims()
+        ctx = make_context(captured, engine.options, dims, single=batch.size == 1)
+        made = run_passes(gm, ctx, own)
         raise _Captured(Trace(made, ctx))
 
     compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)

@@ -25,6 +25,10 @@ class UserFunction:
     def __init__(self, fwd: fx.GraphModule, bwd: fx.GraphModule, settings: Mapping[str, Any]) -> None:
         self.fwd, self.bwd, self.settings = fwd, bwd, dict(settings)
 
+    @property
+    def bodies(self) -> list[fx.GraphModule]:
+        return [self.fwd, self.bwd]
+
     def __call__(self, *args: Any) -> Any:
         return torch.ops.higher_order.autograd_function_apply(self.fwd, self.bwd, *args, **self.settings)
 

@@ -15,8 +15,11 @@ from torch import Tensor, fx
 from fxgrad.calls import Call, map_nodes
 from fxgrad.context import Context, memory_of, path_to, place_beside, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
+from fxgrad.making import bind_again, make
 from fxgrad.opening import add_ghosts, open_tape
 from fxgrad.rules import OWN_BACKWARDS
+from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
+from fxgrad.samples.families import Family, family_of
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import expression
 from fxgrad.strategies import Strategy, choose, choose_own, choose_several
@@ -47,6 +50,7 @@ class _Attachment:
         self.replaced: dict[fx.Node, fx.Node] = {}  # what stands for a node now
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.written = self._writes()
+        self.copied: dict[fx.Node, fx.Node] = {}  # copies of a parameter for all samples, and the one of them
         self.values: dict[str, fx.Node] = {node.name: node for node in gm.graph.nodes}
 
     def run(self) -> None:
@@ -66,14 +70,17 @@ class _Attachment:
         for node in self.ctx.trainable(self.graph):
             with self.graph.inserting_after(cursor):
                 cursor = self.graph.call_method("detach", (node,))
-            cursor.meta.update(fake=node.meta["fake"], samples=node.meta["samples"])
+            cursor.meta.update(fake=node.meta["fake"], samples=node.meta["samples"], traced=True)
             node.replace_all_uses_with(cursor, delete_user_cb=partial(is_not, cursor))
             self.replaced[node] = cursor
             natives.append(cursor)
-        batched, dim = next(iter(self.ctx.sample_dims.items()))
-        with self.graph.inserting_after(cursor):
-            self.n = self.graph.call_function(torch.ops.aten.sym_size.int, (self.values[batched], dim))
-        self.tape, handle = open_tape(self.graph, self.ctx, self.n, self.n, ghosts, given)
+        if self.ctx.single:
+            self.n: Any = 1
+        else:
+            batched, dim = next(iter(self.ctx.sample_dims.items()))
+            with self.graph.inserting_after(cursor):
+                self.n = cursor = self.graph.call_function(torch.ops.aten.sym_size.int, (self.values[batched], dim))
+        self.tape, handle = open_tape(self.graph, self.ctx, cursor, self.n, ghosts, given)
         for key, native in enumerate(natives):
             self.keys[native] = key
             self.handles[key] = handle
@@ -88,12 +95,17 @@ class _Attachment:
         if not isinstance(samples, Samples) or not node.meta["traced"]:
             return None
         source, select = self._producer(node, call)
-        used = [arg for arg in source.all_input_nodes if arg in self.keys]
+        used = [arg for arg in source.all_input_nodes if self.copied.get(arg, arg) in self.keys]
         if not used or isinstance(source.target, OwnTapTarget | TapSeveralTarget):
             return None
         if samples.kind is Kind.UNIFORM:
             return self._derive(node, source, select)
         if samples.kind is Kind.BATCHED:
+            if call.op in _HANDS_OUT and used == [node.args[0]]:
+                self._see_through(node, samples)
+                if not node.users:
+                    return self.graph.erase_node(node)
+                self._split(node)
             return self._tap(node, samples.layout)
         raise UncoveredParameter(
             f"{call.op} brings a parameter into a value that mixes samples",
@@ -163,6 +175,7 @@ class _Attachment:
         operands: list[Any] = []
 
         def slot(arg: fx.Node) -> Any:
+            arg = self.copied.get(arg, arg)
             fake = arg.meta["fake"]
             if isinstance(fake, torch.SymInt | torch.SymFloat | int | float) and self._one_sample(fake) is not None:
                 return self._one_sample(fake)
@@ -301,6 +314,58 @@ class _Attachment:
         copy.meta.update(fake=value.meta["fake"], samples=value.meta["samples"])
         return copy
 
+    def _see_through(self, node: fx.Node, samples: Samples) -> None:
+        """Let what reads copies of a parameter be a use of the one: autograd would add up what they give it.
+
+        ``w.expand(B, 7, 3).gather(1, ids)`` is, for each sample, ``w.expand(1, 7, 3).gather(1, ids)``.
+        """
+        readers = [user for user in node.users if self._reads_copies(user, node)]
+        layout, fake = samples.layout, node.meta["fake"]
+        if not readers or layout is None or layout.merged:
+            return
+        repeats = node.meta["call"].op == "repeat"
+        sizes = list(_flat(node.args[1:]) if repeats else fake.shape)
+        sizes[layout.dim] = 1
+        if not all(isinstance(size, int) for size in sizes):  # another one that changes from call to call
+            return
+        with self.graph.inserting_before(node):
+            one = make(self.graph, self.ctx, "repeat" if repeats else "expand", (node.args[0], *sizes), beside=node)
+            if one.meta["fake"].shape[layout.dim] != 1:
+                return self.graph.erase_node(one)
+            copies = self.graph.node_copy(node)
+        one.meta["samples"] = Samples(Kind.UNIFORM, traced=True)
+        copies.meta.update(node.meta, copies=True, traced=False, samples=Samples(Kind.BATCHED, layout))
+        self.order[one] = self.order[copies] = self.order[node]
+        self._derive(one, one, None)
+        self.copied[copies] = one
+        for reader in readers:
+            reader.replace_input_with(node, copies)
+        bind_again([copies, *readers])
+
+    def _split(self, node: fx.Node) -> None:
+        """Give each reader copies of its own, and so a tap: what several give to one, autograd would add up."""
+        for reader in sorted(node.users)[1:]:
+            with self.graph.inserting_before(reader):
+                own = self.graph.node_copy(node)
+            own.meta.update(node.meta)
+            self.order[own] = self.order[node]
+            reader.replace_input_with(node, own)
+            bind_again([own, reader])
+            self._tap(own, node.meta["samples"].layout)
+
+    def _reads_copies(self, reader: fx.Node, copies: fx.Node) -> bool:
+        call: Call | None = reader.meta.get("call")
+        samples = reader.meta.get("samples")
+        if call is None or call.inplace or not isinstance(samples, Samples) or samples.kind is not Kind.BATCHED:
+            return False
+        if call.op in _PRODUCTS or family_of(call.op) is Family.ELEMENTWISE:
+            return True
+        read = call.op in _READS and call.get("input") is copies
+        if call.op in ("getitem", "index"):
+            index = map_nodes(call.get("index", call.get("indices")), _as_slot)
+            read = read and (reads_by_tensors(index) or reads_by_lists(index))
+        return read
+
     def _derive(self, node: fx.Node, source: fx.Node, select: int | None) -> None:
         use, operands = self._use(source, None, select)
         strategy = choose(use, source.meta["call"], _shapes(operands), where=source_line(node))
@@ -314,6 +379,22 @@ class _Attachment:
         self.keys[node], self.handles[key] = key, handle
         if use.inplace and isinstance(node.args[0], fx.Node):
             self.keys[node.args[0]] = key
+
+
+_HANDS_OUT = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
+_PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "baddbmm", "einsum", "tensordot"})
+_READS = frozenset({"gather", "take_along_dim", "index_select", "getitem", "index"})
+
+
+def _flat(args: Sequence[Any]) -> Sequence[Any]:
+    """Sizes that stand in a call one by one, or in a list."""
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+
+
+def _as_slot(node: fx.Node) -> Any:
+    """A tensor in an index; another value is none that a rule takes."""
+    fake = node.meta["fake"]
+    return Slot(0) if isinstance(fake, Tensor) and not fake.dtype.is_floating_point and fake.dtype != torch.bool else ...
 
 
 def _shapes(operands: Sequence[fx.Node]) -> list[Any]:

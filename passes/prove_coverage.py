@@ -23,6 +23,9 @@ def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         for user in node.users:
             if user.op == "output" or isinstance(user.target, (*TAPS, DeriveTarget, CollectTarget)):
                 continue
+            if user.meta.get("copies"):
+                frontier.append(user)
+                continue
             if not _carries_gradient(user):
                 continue
             if _is_uniform(user):

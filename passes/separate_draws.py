@@ -11,7 +11,7 @@ from fxgrad.calls import Call
 from fxgrad.context import Context
 from fxgrad.making import bind_again, make
 from fxgrad.samples.families import draws
-from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.layouts import WHOLE, Kind, Layout, Samples
 
 # What multiplies its input by noise of its own
 _DROPOUTS = frozenset("dropout feature_dropout dropout1d dropout2d dropout3d".split())
@@ -55,8 +55,20 @@ def _take_noise(node: fx.Node, ctx: Context) -> None:
     bind_again([node, product, *product.users])
 
 
+def _hand_out_whole(node: fx.Node, operand: fx.Node, ctx: Context) -> None:
+    """The same for a batch of one."""
+    with node.graph.inserting_before(node):
+        copy = make(node.graph, ctx, "clone", (operand,), beside=node)
+    traced = operand.meta["traced"]
+    copy.meta.update(samples=Samples(Kind.BATCHED, WHOLE, traced=traced), traced=traced)
+    node.replace_input_with(operand, copy)
+    bind_again([node])
+
+
 def _hand_out(node: fx.Node, operand: fx.Node, layout: Layout, ctx: Context) -> None:
     """Give every sample a copy of its own of what all share, before the op that draws."""
+    if layout is WHOLE:
+        return _hand_out_whole(node, operand, ctx)
     place = layout.dim - node.meta["fake"].dim()  # dims line up from the right
     batched = next(n for n in node.all_input_nodes if n.meta["samples"].kind is Kind.BATCHED)
     graph, fake = node.graph, operand.meta["fake"]

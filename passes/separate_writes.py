@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from fxgrad.context import Context, memory_of, place_beside, source_line
 from fxgrad.errors import UnsupportedOp
 from fxgrad.making import bind_again, make
+from fxgrad.samples.layouts import Kind, Samples
 
 
 def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -82,7 +83,7 @@ class _Memory:
         """Let an in-place op work on a copy, and put that into a new value."""
         view = node.args[0]
         assert isinstance(view, fx.Node)
-        shared = not any(self.ctx.symbols.batch_dims(seen.meta["fake"].shape) for seen in self.seen)
+        shared = not any(map(self._holds_samples, self.seen))
         if not node.meta["traced"] and self.writes:
             raise UnsupportedOp(
                 f"{node.meta['call'].op}_ writes without gradients into a function of parameters, after one with them",
@@ -114,6 +115,11 @@ class _Memory:
                 self.current = self._make(torch.put, node, self.current, self._places(view, node), node)
         self.writes.append(node)
         self.seen[node] = len(self.writes)
+
+    def _holds_samples(self, node: fx.Node) -> bool:
+        samples = node.meta.get("samples")  # of a batch of one, whose sizes say nothing
+        batched = isinstance(samples, Samples) and samples.kind is Kind.BATCHED
+        return batched or bool(self.ctx.symbols.batch_dims(node.meta["fake"].shape))
 
     def _alone(self, view: fx.Node, node: fx.Node) -> bool:
         """Whether nothing reads this memory again but through the op's own result."""

@@ -40,6 +40,15 @@ class Of(nn.Module):
         return self.function(x, *list(self.weights))  # Dynamo of 2.12 unpacks no ParameterList
 
 
+def _places(x: Tensor) -> Tensor:
+    """Indices below 7 that depend on the sample."""
+    return x[..., :1].abs().long() % 7
+
+
+def _often(x: Tensor, copies: Tensor) -> Tensor:
+    return torch.stack([(copies * x[:, i : i + 1]).sum(1) for i in range(T)], 1)
+
+
 SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (D,), w, b), [(D,), (D,)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (D,), w), [(D,)]),
@@ -55,6 +64,22 @@ SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "a batch of matrices": (lambda x, w: x.unflatten(1, (2, -1)) @ w, [(1, D, D)]),
     "a matrix on the left": (lambda x, w: (w @ x.unflatten(1, (-1, 2)).mT.mT.mT).flatten(1, 2), [(1, D, D)]),
     "bilinear": (lambda x, w, b: F.bilinear(x, x[..., :2].contiguous(), w, b), [(D, D, 2), (D,)]),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, dims=1), [(D, D)]),
+    "einsum with a letter of the weight alone": (lambda x, w: torch.einsum("btd,dez->bte", x, w), [(D, D, 3)]),
+    "einsum with dots": (lambda x, w: torch.einsum("...d,ed->...e", x, w), [(D, D)]),
+    "einsum of a diagonal": (lambda x, w: torch.einsum("btd,dd->btd", x, w), [(D, D)]),
+    "gather of copies": (lambda x, w: w.expand(len(x), 7, D).gather(1, _places(x).expand(-1, -1, D)), [(7, D)]),
+    "gather of copies at the same places": (lambda x, w: w.expand(len(x), 7, D).gather(
+        1, torch.zeros(len(x), T, D, dtype=torch.long, device=x.device)) + x, [(7, D)]),
+    "copies at places": (lambda x, w: w.expand(len(x), 7, D)[
+        torch.arange(len(x), device=x.device)[:, None], _places(x)[..., 0]], [(7, D)]),
+    "copies at a list of places": (lambda x, w: w.expand(len(x), 7, D)[:, [0, 2] * (T // 2)] + x, [(7, D)]),
+    "copies selected": (lambda x, w: w.expand(len(x), 7, D).index_select(
+        1, torch.zeros(T, dtype=torch.long, device=x.device)) + x, [(7, D)]),
+    "copies repeated": (lambda x, w: w.repeat(len(x), 1, 1).gather(1, _places(x).expand(-1, -1, D)), [(1, 7, D)]),
+    "copies multiplied": (lambda x, w: torch.bmm(x, w.expand(len(x), D, D)), [(D, D)]),
+    "copies read often": (lambda x, w: _often(x, w.expand(len(x), T, D)), [(D,)]),
+    "take_along_dim": (lambda x, w: w.take_along_dim(_places(x).flatten()).view(len(x), T, 1) + x, [(7,)]),
     "einsum": (lambda x, w: torch.einsum("btd,de->bte", x, w), [(D, D)]),
 }
 FUNCTIONS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
@@ -156,19 +181,60 @@ def test_half_types(device: torch.device) -> None:
         assert bool((weight * norms <= C * (1 + 1e-5)).all()), (name, weight * norms / C)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "scale", "a scaled weight"])
+@pytest.mark.parametrize("name", EVERY)
 def test_a_batch_of_one(name: str, device: torch.device) -> None:
-    """What is added is autograd's own gradient times c, and that is never longer than C."""
+    """A Poisson batch of one is a batch: autograd's own sum would be up to 1e6 C long."""
     torch.manual_seed(0)
     function, shapes = EVERY[name]
-    model = Of(function, *shapes).to(device)
-    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager")
+    model, clipped = Of(function, *shapes).to(device), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
     for kind in ("large ends", "pairs", "plain"):
-        x, g = swamped(kind, device)
-        (transformed(x[:1]) * g[:1]).sum().backward()
-        length = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
-        assert float(length) <= C * (1 + 1e-5)
+        x, g = (value[:1] for value in swamped(kind, device))
+        weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+        assert bool((weight > 0).all())
+        assert bool((weight * norms <= C * (1 + 1e-5)).all()), (kind, weight * norms / C)
+    assert bool(((weight * (norms + 1e-6) / C - 1).abs() <= 1e-3).all()), weight * norms / C
+
+
+ALONE: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
+    "an image alone": (lambda x, w: F.conv1d(x[0].T, w).T, [(4, D, 1)]),
+    "a vector from the right": (lambda x, w: w @ x[0].sum(0), [(4, D)]),
+    "a linear layer of a vector": (lambda x, w, b: F.linear(x[0, 0], w, b), [(4, D), (4,)]),
+    "a bias written in place": (lambda x, b: x.squeeze(0).clone().add_(b), [(D,)]),
+    "a parameter written into the sample": (lambda x, w: _filled(x, w), [(D,)]),
+    "dropout of a parameter": (lambda x, w: x[0] * F.dropout(w, 0.0), [(D,)]),
+    "the loss inside": (lambda x, w: w * (x * w).sum(), [(D,)]),
+    "a lookup": (lambda x, w: w[x[0, :, 0].long() % 5] * x[0, :, :1], [(5, D)]),
+}
+
+
+def _filled(x: Tensor, w: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    made[:, 0] = w
+    made[:, 1] = x[:, 1] * w
+    return made.squeeze(0)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_batch_of_one_without_its_dimension(name: str, device: torch.device) -> None:
+    """What a model may do to a batch of one alone: nothing says where the sample is, and nothing has to."""
+    torch.manual_seed(0)
+    function, shapes = ALONE[name]
+    model = Of(function, *shapes).to(device)
+    for quantity in (fxgrad.ClippedGrad(1e9), fxgrad.ClippedGrad(C)):
+        x = torch.randn(1, T, D, device=device)
+        transformed = fxgrad.transform(model, quantity=quantity, backend="eager")
+        y = transformed(x)
+        g = torch.randn_like(y)
+        (y * g).sum().backward()
+        weight = fxgrad.result(transformed, quantity).weight
+        found = [p.grad.clone() for p in model.weights if p.grad is not None]
         fxgrad.zero_grad(transformed)
+        expected = torch.autograd.grad((model(x) * g).sum(), list(model.weights))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, weight * theirs, rtol=1e-4, atol=1e-9)
+    norm = torch.cat([grad.double().flatten() for grad in expected]).norm()
+    assert float(weight * norm) <= C * (1 + 1e-5)
 
 
 def test_products_of_entries_round_as_their_absolute_values_say(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fxgrad.gradients.rounding import is_long, rounding_of_term
+from fxgrad.gradients.rounding import MADE, is_long, rounding_of_term
 from fxgrad.operators.dense import scattered_onto
 from fxgrad.operators.norms import Norms, bounded, frobenius, in_a_row
 from fxgrad.operators.products import product_rows, rank_one_norms
@@ -128,10 +128,16 @@ def _in_wide_numbers(term: Term) -> Kept:
     One factor alone may be products that a rule has rounded: a complex one is two products and a sum.
     """
     wide, narrow = term_as(term, WIDE), term.dtype()
-    made = 4 * unit(narrow) if len(term.factors) == 1 else 0
+    made = MADE * unit(narrow) if len(term.factors) == 1 else 0
     rows = wide.dense()
     norms, bounds = bounded(rows, rounding_of_term(wide, made))
     return Kept(rows.to(narrow), bounds - norms + unit(narrow) * norms, torch.stack([norms, bounds]))
+
+
+def rounded(rows: Tensor, dtype: torch.dtype) -> Kept:
+    """Gradients that were computed in float64, in a narrower dtype."""
+    narrow = rows.to(dtype)
+    return Kept(narrow, 1.01 * unit(dtype) * frobenius(narrow))
 
 
 def is_factored(part: Part) -> bool:

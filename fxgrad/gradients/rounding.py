@@ -17,10 +17,13 @@ from fxgrad.operators.norms import CHAIN, frobenius, in_a_row
 from fxgrad.operators.products import product_rounding
 from fxgrad.operators.tables import rounding_of_rows
 from fxgrad.operators.windows import window_rounding
+from fxgrad.precision import unit
 from fxgrad.terms import Term, is_one
 
+MADE = 4  # roundings that an entry of a term's one factor may have behind it: a rule's product, a complex one
 
-def rounding_of_term(term: Term, made: float = 0) -> Tensor:
+
+def rounding_of_term(term: Term, made: float | None = None) -> Tensor:
     """``[n]`` in float64; ``made``: how far the entries of its one factor may be off, relative to themselves."""
     pair, table, windows = term.product(), term.rows(), term.windows()
     if pair is not None and not any(side.is_complex() for side in pair):
@@ -39,6 +42,8 @@ def rounding_of_term(term: Term, made: float = 0) -> Tensor:
     sizes, added = term.sizes(), _added(term)
     if len(factors) == 1 and all(is_one(sizes[letter]) for letter in added):
         return factors[0].new_zeros(factors[0].shape[0], dtype=torch.float64)  # nothing is multiplied or added up
+    if made is None:
+        made = MADE * unit(term.dtype()) if len(factors) == 1 else 0
     relative = in_a_row(math.prod(sizes[letter] for letter in added), term.dtype()) + made
     if all(names == letters[0] for names in letters):
         return relative * frobenius(Term(term.equation, *(factor.abs() for factor in factors)).dense())

@@ -38,8 +38,8 @@ class ClippedGrad(Quantity):
     n_i is the norm of sample i's gradient over all parameters. The norms, the weights and the number of samples
     whose gradient or weight was Inf or NaN, which weigh 0, are `fxgrad.result(model, quantity)`, a `Clipping`. In
     floating point c_i is taken from an upper bound of n_i, so that ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in exact
-    arithmetic, whatever cancels; of a batch of one, for g_i as autograd computed it. docs/design.md says what is
-    assumed of ops without a rule.
+    arithmetic, whatever cancels. Assumed is that activations, a norm layer's normalised input and the gradients between
+    ops are as the model computed them in its own dtype, and that ops that are not PyTorch's own lose nothing inside.
 
     Args:
         max_grad_norm: C, or one number for each group, in their order; of "per_parameter" that of

@@ -18,6 +18,13 @@ from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 from fxgrad.uses import Slot
 
+# Ops whose derivative by a parameter is a product or a quotient of what they are given: rounded once or twice, and no
+# number is taken from another. The derivative of any other one is computed in float64 where norms are bounded.
+ROUNDED_ONCE = frozenset(
+    """add sub rsub mul div neg abs where maximum minimum max min clamp clamp_min clamp_max addcmul addcdiv square
+    relu prelu leaky_relu masked_fill copy clone to float double half bfloat16 positive sqrt exp""".split()
+)
+
 
 def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Term | Tensor]:
     """dw_n = Σ over broadcast positions of g_n · ∂f/∂w"""

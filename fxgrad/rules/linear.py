@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxgrad.precision import computable
 from fxgrad.rules.reduce import summed_to
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
@@ -33,7 +34,8 @@ def _product(g, x, w, *, left):
         if w.dim() == 1:
             return Term("n...t,n...it->ni", g, x)
         if w.dim() == 2:
-            return Term("n...ot,n...it->noi", g, x)
+            vector = x.dim() == 2
+            return Term("n...o,n...i->noi" if vector else "n...ot,n...it->noi", g, x)
         return _batched(g, x, w, left=True)
     if w.dim() == 1:
         return Term("n...,n...i->ni", g, x)
@@ -62,7 +64,7 @@ def _pad(value, ndim):
 
 def _either_side(g, left, right, use, names, scale=1):
     """Terms for whichever side of a product holds the parameter."""
-    g = g * scale if scale != 1 else g
+    g = computable(g) * scale if scale != 1 else g
     out = {}
     if names[0] in use.differentiated:
         out[names[0]] = _product(g, right, left, left=True)
@@ -99,14 +101,14 @@ def mv(g, input, vec):
 def addmm(g, input, mat1, mat2, use, beta=1, alpha=1):
     """y = β b + α x W      dW_n = α Σ_k x_nkᵀ g_nk      db_n = β Σ_k g_nk"""
     out = _either_side(g, mat1, mat2, use, ("mat1", "mat2"), alpha)
-    return out | ({"input": summed_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(computable(g) * beta, input.shape)} if "input" in use.differentiated else {})
 
 
 @rule(torch.baddbmm, of=("input", "batch1", "batch2"))
 def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
     """y = β b + α x W, a batch of products"""
     out = _either_side(g, batch1, batch2, use, ("batch1", "batch2"), alpha)
-    return out | ({"input": summed_to(g * beta, input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(computable(g) * beta, input.shape)} if "input" in use.differentiated else {})
 
 
 @rule(torch.einsum, of=("operands",))
@@ -122,12 +124,48 @@ def einsum(g, equation, operands, use):
             continue
         others = [j for j in range(len(slots)) if j != i]
         left = [f"n{result}"] + [("n" if use.layouts[slots[j].position] else "") + letters[j] for j in others]
-        grads[i] = Term(f"{','.join(left)}->n{letters[i]}", g, *(operands[j] for j in others))
+        alone = [letter for letter in letters[i] if not any(letter in text for text in left)]  # summed before all else
+        sizes = dict(zip(letters[i], operands[i].shape, strict=True))
+        left += ["".join(alone)] * bool(alone)
+        ones = [g.new_ones([sizes[letter] for letter in alone])] * bool(alone)
+        grads[i] = Term(f"{','.join(left)}->n{letters[i]}", g, *(operands[j] for j in others), *ones)
     return {"operands": grads}
 
 
-def einsum_applies(equation: Any, shapes: Any, differentiated: list[int]) -> bool:
-    """Whether every letter of a parameter also stands elsewhere, once, at the same size, without dots."""
+@rule(torch.tensordot, of=("a", "b"))
+def tensordot(g, a, b, use, dims=2):
+    """y = Σ over some dims of a and b        as the einsum that says the same"""
+    batched = {name: use.layouts[use.arguments[name].position] is not None for name in "ab"}
+    left, right, result = _letters_of(dims, a.dim() - batched["a"], b.dim() - batched["b"])
+    operands = {"a": (left, a), "b": (right, b)}
+    found = {}
+    for name, other in ("ab", "ba"):
+        if name in use.differentiated:
+            letters, value = operands[other]
+            n = "n" if batched[other] else ""
+            found[name] = Term(f"n{result},{n}{letters}->n{operands[name][0]}", g, value)
+    return found
+
+
+def _letters_of(dims, a, b):
+    """The letters of both operands of a tensordot, of so many dims, and of its result."""
+    pairs = (range(a - dims, a), range(dims)) if isinstance(dims, int) else dims
+    of_a, of_b = ([dim % rank for dim in own] for own, rank in zip(pairs, (a, b), strict=True))
+    names = iter(string.ascii_letters.replace("n", ""))
+    left = [next(names) for _ in range(a)]
+    right = [left[of_a[of_b.index(dim)]] if dim in of_b else next(names) for dim in range(b)]
+    kept = [left[i] for i in range(a) if i not in of_a] + [right[i] for i in range(b) if i not in of_b]
+    return "".join(left), "".join(right), "".join(kept)
+
+
+def tensordot_applies(dims: Any, a: int, b: int) -> bool:
+    """Whether the dims are numbers, and there are letters for all."""
+    pair = isinstance(dims, tuple | list) and len(dims) == 2 and all(isinstance(own, tuple | list) for own in dims)
+    return (isinstance(dims, int) or pair) and a + b < 50
+
+
+def einsum_applies(equation: Any, shapes: Any) -> bool:
+    """Whether every letter of an operand stands there once, at the same size everywhere, without dots."""
     inputs, arrow, result = str(equation).replace(" ", "").partition("->")
     letters = inputs.split(",")
     if not arrow or "." in inputs + result or any(len(set(term)) < len(term) for term in [*letters, result]):
@@ -137,6 +175,4 @@ def einsum_applies(equation: Any, shapes: Any, differentiated: list[int]) -> boo
         for letter, size in zip(term, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 return False
-    return all(
-        set(letters[i]) <= set(result).union(*(letters[:i] + letters[i + 1 :])) for i in differentiated
-    )
+    return True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fxgrad.rules.registry import rule
-from fxgrad.terms import OneHot, Term
+from fxgrad.terms import OneHot, Term, is_one
+from fxgrad.uses import Slot
 
 
 @rule(
@@ -31,11 +34,13 @@ def embedding(g, input, weight, padding_idx=None):
 @rule(operator.getitem, of=("input",), shared=True)
 def getitem(g, input, index, use):
     """y = W[ids]        dW_n[v] = Σ_{k: ids_nk = v} g_nk,   and for slices: g where they were cut"""
-    if use.output is not None:
-        ids = index[0] if isinstance(index, tuple) else index
-        ids = ids.remainder(input.shape[0])
-        return {"input": Term("n...v,n...d->nvd", OneHot(ids, input.shape[0]), g, shape=input.shape)}
+    batched = use.output is not None
     index = index if isinstance(index, tuple) else (index,)
+    if batched and len(index) > 1:
+        return {"input": _read_at(g, input, index, use.arguments["index"], use)}
+    if batched:
+        ids = index[0].remainder(input.shape[0])
+        return {"input": Term("n...v,n...d->nvd", OneHot(ids, input.shape[0]), g, shape=input.shape)}
     if any(isinstance(item, list) for item in index):  # may name a place twice
         places = torch.arange(input.numel(), device=g.device).view(input.shape)[index].flatten()
         grad = g.new_zeros(g.shape[0], input.numel()).index_add(1, places, g.flatten(1))
@@ -43,3 +48,90 @@ def getitem(g, input, index, use):
     grad = g.new_zeros(g.shape[0], *input.shape)
     grad[(slice(None), *index)] = g
     return {"input": grad}
+
+
+@rule("index", of=("input",))
+def index(g, input, indices, use):
+    """y = W[ids, .., jds]        dW_n[v, .., u] = Σ_{k: ids_nk = v, .., jds_nk = u} g_nk"""
+    return {"input": _read_at(g, input, indices, use.arguments["indices"], use)}
+
+
+@rule("gather", of=("input",), batched=("index",), ignore={"sparse_grad": "grad_sample is dense"})
+def gather(g, input, dim, index):
+    """y_k = W[.., ids_k, ..]      dW_n[.., v, ..] = Σ_{k: ids_nk = v} g_nk, where the other places are k's own"""
+    dim = dim % input.dim()
+    return {"input": _at_places(g, input, _places_along(input.shape, dim, index, g.shape[1:]))}
+
+
+@rule("take_along_dim", of=("input",), batched=("indices",))
+def take_along_dim(g, input, indices, dim=None):
+    """y_k = W[.., ids_k, ..]      the same, but W and ids repeat what they have once"""
+    if dim is None:
+        return {"input": _at_places(g, input, indices.flatten(1).remainder(input.numel()))}
+    dim = dim % input.dim()
+    return {"input": _at_places(g, input, _places_along(input.shape, dim, indices, g.shape[1:]))}
+
+
+@rule("index_select", of=("input",), batched=("index",))
+def index_select(g, input, dim, index):
+    """y = W[.., ids, ..]          dW_n[.., v, ..] = Σ_{k: ids_nk = v} g_nk"""
+    dim, rank = dim % input.dim(), input.dim()
+    rows = index.remainder(input.shape[dim]).view(index.shape[0], *[1] * dim, -1, *[1] * (rank - 1 - dim))
+    return {"input": _at_places(g, input, _places_along(input.shape, dim, rows, g.shape[1:]))}
+
+
+def _at_places(g, input, places):
+    """The gradient of ``input.flatten()[places]``: a table of single numbers."""
+    places = places.expand(g.shape[0], *places.shape[1:]).reshape(g.shape[0], -1)
+    numbers = g.reshape(g.shape[0], -1, 1)
+    return Term("n...v,n...d->nvd", OneHot(places, input.numel()), numbers, shape=input.shape)
+
+
+def _places_along(shape, dim, index, sizes):
+    """Where ``take_along_dim(W, index, dim)`` reads, ``[n, *sizes]``, in W as a vector."""
+    places = index.remainder(shape[dim]) * math.prod(shape[dim + 1 :])
+    for other, (own, size) in enumerate(zip(shape, sizes, strict=True)):
+        if other != dim and not is_one(own):
+            line = torch.arange(size, device=index.device) * math.prod(shape[other + 1 :])
+            places = places + line.view(size, *[1] * (len(shape) - 1 - other))
+    return places.expand(places.shape[0], *sizes)
+
+
+def _read_at(g, input, index, template, use):
+    """The gradient of ``W[ids, .., 2:, jds]``: its places are what the same reads of numbered elements."""
+    table = torch.arange(input.numel(), device=g.device).view(input.shape)
+    index = [slice(None) if item is None else item for item in index]
+    ranks = [item.dim() - _is_batched(t, use) for item, t in zip(index, template, strict=True) if isinstance(t, Slot)]
+    dim = 0
+    found: list[Any] = []
+    for item, own in zip(index, template, strict=True):
+        if not isinstance(own, Slot):
+            table = table[(slice(None),) * dim + (item,)]
+            if isinstance(item, slice):
+                dim, found = dim + 1, [*found, slice(None)]
+            continue
+        ids = item if _is_batched(own, use) else item.unsqueeze(0)
+        ids = ids.remainder(table.shape[dim])
+        found.append(ids.view(ids.shape[0], *[1] * (max(ranks) - ids.dim() + 1), *ids.shape[1:]))
+        dim = dim + 1
+    tensors = [i for i, item in enumerate(found) if not isinstance(item, slice)]
+    together = tensors[-1] - tensors[0] + 1 == len(tensors)
+    before = tensors[0] if together else 0
+    return _at_places(g, input, table[tuple(found)].movedim(before, 0))
+
+
+def _is_batched(slot, use):
+    return use.layouts[slot.position] is not None
+
+
+def reads_by_tensors(template: Any) -> bool:
+    """Whether an index is made of tensors, numbers and slices alone, of tensors at least one."""
+    items = template if isinstance(template, tuple | list) else (template,)
+    allowed = all(item is None or isinstance(item, Slot | int | slice) for item in items)
+    return allowed and any(isinstance(item, Slot) for item in items)
+
+
+def reads_by_lists(template: Any) -> bool:
+    """Whether an index names places in lists of numbers, and in no tensor."""
+    items = template if isinstance(template, tuple) else (template,)
+    return any(isinstance(item, list) for item in items) and not any(isinstance(item, Slot) for item in items)

@@ -100,4 +100,5 @@ def batch_norm(g, input, running_mean=None, running_var=None, weight=None, bias=
 
 def _standardised(input, mean, var, eps):
     shape = (-1, *[1] * (input.dim() - 3))
-    return (computable(input) - mean.view(shape)) * torch.rsqrt(var.view(shape) + eps)
+    mean, var = computable(mean).view(shape), computable(var).view(shape)
+    return (computable(input) - mean) * torch.rsqrt(var + eps)

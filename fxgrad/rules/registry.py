@@ -35,6 +35,11 @@ class Rule:
     keeps: bool = False
     cuts: bool = False
 
+    @property
+    def own(self) -> bool:
+        """Whether the rule is fxgrad's own and not a user's."""
+        return self.function.__module__.startswith("fxgrad.rules.")
+
     def unhandled(self, call: Call) -> list[str]:
         """Given arguments the rule neither takes nor ignores."""
         known = {*self.arguments, *self.refuse, *self.ignore, "out", "dtype"}

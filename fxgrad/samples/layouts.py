@@ -47,10 +47,16 @@ class Layout:
         return Layout(dim, self.outer, self.inner, self.rows)
 
     def __str__(self) -> str:
+        if self == WHOLE:
+            return "(all)"
         if self.rows is not None:
             return f"({self.dim}, packed)"
         sizes = ["?" if size is None else str(size) for size in (self.outer, self.inner)]
         return f"({self.dim}, {sizes[0]}, {sizes[1]})" if self.merged else f"({self.dim})"
+
+
+WHOLE = Layout(-1, None, None)
+"""Of a value in a batch of one: all of it is the sample's, and nothing says which of its dimensions was the batch."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:
     >>> samples_first(torch.arange(6), Layout(0, 1, 2), 3).tolist()
     [[0, 1], [2, 3], [4, 5]]
     """
+    if layout is WHOLE:
+        return value.unsqueeze(0)
     dim = layout.dim
     if not layout.merged and dim == 0:  # Inductor cancels views: a rule's flatten(0, 1) is the value itself
         return value.view(value.shape[0], 1, *value.shape[1:])

@@ -1,0 +1,89 @@
+"""A batch of one: all that depends on an input is the sample's, wherever it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxgrad.calls import Call
+from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
+from fxgrad.errors import MixedSamples
+from fxgrad.samples.layouts import WHOLE, Kind, Samples
+
+_ORDER = (Kind.CONSTANT, Kind.UNIFORM, Kind.BATCHED)
+Kinds = dict[Any, Kind]
+
+
+def count_one_sample(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: nodes have ``fake`` and ``call``, at batch size 1. After: every tensor value has ``samples``.
+
+    Of a graph of one sample nothing says which of its ones was the batch, and nothing has to: a value is what this
+    sample's call sees, as a whole. What is made of parameters alone stays a function of parameters.
+    """
+    written: Kinds = {}  # what an op in place puts into a memory is there for all its views
+    while True:
+        before = dict(written)
+        kinds = _kinds(gm.graph, ctx, written)
+        if written == before:
+            break
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            node.meta["samples"] = _samples(node, kinds.get(node, Kind.CONSTANT))
+            _check_statistics(node, ctx)
+    return gm
+
+
+def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
+    """The kind of every node's value, as far as it is known what is written to each memory."""
+    found: Kinds = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            sample, parameter = node.name in ctx.sample_dims, node.name in ctx.by_node
+            found[node] = Kind.UNIFORM if parameter else Kind.BATCHED if sample else Kind.CONSTANT
+            continue
+        kinds = [found[arg] for arg in node.all_input_nodes]
+        kinds += [written[memory] for memory in _memories(node) if memory in written]
+        found[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
+        call: Call | None = node.meta.get("call")
+        base = node.args[0] if node.args and call is not None and (call.inplace or call.op == "setitem") else None
+        if isinstance(base, fx.Node) and base.name not in ctx.by_node:
+            for memory in _memories(base):
+                written[memory] = max(written.get(memory, Kind.CONSTANT), found[node], key=_ORDER.index)
+    return found
+
+
+def _memories(node: fx.Node) -> list[int | None]:
+    return [memory_of(tensor) for tensor in tensors_of(node.meta.get("fake"))]
+
+
+def _samples(node: fx.Node, kind: Kind) -> Any:
+    """A value's kind with the whole of it as the sample's; of parameters alone, only what has a gradient."""
+    fake, traced = node.meta["fake"], node.meta.get("traced")
+
+    def one(value: Any, flows: bool) -> Samples | None:
+        if not isinstance(value, Tensor):
+            return None
+        if kind is Kind.BATCHED:
+            return Samples(kind, WHOLE, bool(flows))
+        return Samples(Kind.UNIFORM, traced=True) if flows and kind is Kind.UNIFORM else Samples(Kind.CONSTANT)
+
+    if node.op == "placeholder" and kind is Kind.UNIFORM:
+        return Samples(Kind.UNIFORM, traced=True)
+    if isinstance(fake, tuple | list):
+        flows = traced if isinstance(traced, list) else [traced] * len(fake)
+        several = [one(value, flow) for value, flow in zip(fake, flows, strict=True)]
+        return several if any(several) else None
+    return one(fake, bool(traced))
+
+
+def _check_statistics(node: fx.Node, ctx: Context) -> None:
+    """Refuse statistics of the batch, which this sample would share with those that come after it."""
+    call: Call | None = node.meta.get("call")
+    if call is not None and call.op == "batch_norm" and call.get("training") is True and node.meta["traced"]:
+        raise MixedSamples(
+            "batch_norm in training mode lets samples influence each other",
+            where=source_line(node),
+            path=path_to(node, ctx),
+            advice="Use GroupNorm, or put the layer in eval mode.",
+        )
