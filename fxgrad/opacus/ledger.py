@@ -92,9 +92,7 @@ class Ledger:
 
     def _mark(self, parameters: Iterable[Tensor]) -> None:
         own = list(parameters)
-        every = [tensor for parameter in own for tensor in self.tensors(parameter)]
-        if every:
-            STAMPS.mark(every)
+        STAMPS.renew(tensor for parameter in own for tensor in self.tensors(parameter))
         self.states = {id(parameter): self.state(parameter) for parameter in own}
 
     def _forget(self) -> None:
