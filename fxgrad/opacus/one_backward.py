@@ -34,6 +34,13 @@ class _Checked:
             parameter.__dict__.setdefault("summed_grad", None)
         return super().pre_step(closure)  # type: ignore[misc]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """PyTorch's copy would have no step of its own, and take away that of the class."""
+        raise OptionError(
+            "an optimizer of make_private cannot be copied: the copy would step other parameters than the model's",
+            advice="Copy the model and the optimizer that make_private was given, and call make_private for them.",
+        )
+
 
 class _OneBackward(_Checked):
     """What both optimizers do with p.grad, which is a sum of clipped gradients."""
