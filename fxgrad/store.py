@@ -185,7 +185,7 @@ class Store:
         self.check_clear(forward, forward.task(), "a backward")
         self._check_alone(forward)
         self._check_sizes(forward)
-        if self.guard is not None:
+        if self.guard is not None or self.observers:
             check_unscaled()
         forward.checked = task
         forward.sent.clear()
