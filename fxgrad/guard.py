@@ -52,6 +52,12 @@ class _Stamps:
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (stamp,) * len(tensors))
         return stamp
 
+    def renew(self, tensors: Iterable[Tensor]) -> None:
+        """Mark those that changed since they were marked; others may follow the marks, too."""
+        changed = [tensor for tensor in tensors if tensor._version < _FIRST or tensor._version % _STEP]
+        if changed:
+            self.mark(changed)
+
 
 STAMPS = _Stamps()
 

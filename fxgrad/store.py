@@ -55,6 +55,8 @@ class Forward:
         self.delivered: int | None = None  # the backward call that its results came from
         self.sent: set[str] = set()  # the parameters whose p.grad that call adds to
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
+        self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
+        self.met = False  # whether it added to what another forward of the same call had set
 
     def task(self) -> int:
         """The backward call that is running: calls are told apart by their graph tasks' ids."""
@@ -186,10 +188,12 @@ class Store:
         self.check_clear(forward, forward.task(), "a backward")
         self._check_alone(forward)
         self._check_sizes(forward)
-        if self.guard is not None:
+        if self.guard is not None or self.observers:
             check_unscaled()
         forward.checked = task
         forward.sent.clear()
+        forward.stored.clear()
+        forward.met = False
         for observer in self.observers:
             observer.began(forward)
         self.forwards.add(forward)  # again, where an earlier backward retained the graph
@@ -308,10 +312,12 @@ class Store:
             earlier = list(found) if isinstance(found, list) else [found]
             found = earlier.pop() if _task_of(earlier[-1]) == task else None
         if isinstance(found, Tensor) and (self.policy == "sum" or _task_of(found) == task):
+            forward.met = forward.met or forward.stored.get((id(parameter), place)) != found._cdata
             grad = found + grad
         setattr(grad, _TASK, task)
         appended = self.policy == "append" and bool(earlier)
         setattr(parameter, place, [*earlier, grad] if appended else grad)
+        forward.stored[id(parameter), place] = grad._cdata
         _PLACES.add(place)
 
 

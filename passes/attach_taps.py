@@ -394,7 +394,8 @@ def _flat(args: Sequence[Any]) -> Sequence[Any]:
 def _as_slot(node: fx.Node) -> Any:
     """A tensor in an index; another value is none that a rule takes."""
     fake = node.meta["fake"]
-    return Slot(0) if isinstance(fake, Tensor) and not fake.dtype.is_floating_point and fake.dtype != torch.bool else ...
+    integers = isinstance(fake, Tensor) and not fake.dtype.is_floating_point and fake.dtype != torch.bool
+    return Slot(0) if integers else ...
 
 
 def _shapes(operands: Sequence[fx.Node]) -> list[Any]:

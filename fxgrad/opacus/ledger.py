@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fxgrad.autograd_graph import accumulates
+from fxgrad.capture import Engine
 from fxgrad.errors import UnaccountedGrad
 from fxgrad.guard import STAMPS
-from fxgrad.store import Forward, Store
+from fxgrad.store import Forward
 
 CLEAR = "Call optimizer.zero_grad(), and run forward and backward of the private model again."
 State = tuple[tuple[int, int], ...]  # of each tensor at a place: its identity and version
@@ -27,17 +28,14 @@ State = tuple[tuple[int, int], ...]  # of each tensor at a place: its identity a
 class Ledger:
     """Follows the backward calls of a private model between two steps."""
 
-    def __init__(self, store: Store, place: str) -> None:
-        self.store, self.place = store, place  # "grad" or "grad_sample"
+    def __init__(self, engine: Engine, place: str) -> None:
+        self.engine, self.place = engine, place  # "grad" or "grad_sample"
         self.deliveries = 0  # since p.grad was last empty
         self.parameters: dict[int, tuple[str, Tensor]] = {}  # of the last delivery, by id
         self.states: dict[int, State] = {}  # as the last delivery, or clearing, left them
         self.running: int | None = None  # the backward call that has begun and not ended
         self.trouble = ""
-        store.observers.add(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
-        return self  # it belongs to the model, which a copied optimizer does not step
+        engine.store.observers.add(self)
 
     # what the model's backward calls say
 
@@ -45,6 +43,7 @@ class Ledger:
         """Compare p.grad with what this ledger knows of it."""
         if self.place == "grad" and not any(map(accumulates, forward.parameters.values())):  # autograd.grad
             return
+        self._check_hooks(forward)
         held = {name: self.state(parameter) for name, parameter in forward.parameters.items()}
         if not any(held.values()):
             self._forget()
@@ -59,6 +58,16 @@ class Ledger:
                 self._forget()
         self.running = forward.task()
 
+    def _check_hooks(self, forward: Forward) -> None:
+        """What such a hook does to p.grad would look like what fxgrad delivered."""
+        hooked = [name for name, p in forward.parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+        if hooked and self.place == "grad":
+            raise UnaccountedGrad(
+                f"'{hooked[0]}' has a hook (register_post_accumulate_grad_hook), which may change p.grad after the "
+                "clipping",
+                advice="Remove it. A hook of register_hook may look at the clipped gradient.",
+            )
+
     def _as_left(self, forward: Forward, held: dict[str, State]) -> bool:
         known = {name: self.states.get(id(parameter), ()) for name, parameter in forward.parameters.items()}
         if self.deliveries == 0:
@@ -69,15 +78,28 @@ class Ledger:
         """Enter a delivery; at the very end, since DistributedDataParallel averages p.grad after us."""
         if forward.task() != self.running:
             return
-        guard = self.store.guard
         for name, parameter in forward.parameters.items():
-            missing = guard is not None and name in forward.sent and not guard.arrived(parameter)
-            if missing or not self.tensors(parameter):
-                self.trouble = self.trouble or (
-                    f"{self.place} of '{name}' did not get its part of the last backward, as with backward(inputs=..) "
-                    "or after fxgrad.release"
-                )
+            self.trouble = self.trouble or self._trouble_with(name, parameter, forward)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._enter(forward))
+
+    def _trouble_with(self, name: str, parameter: Tensor, forward: Forward) -> str:
+        tensors = self.tensors(parameter)
+        if not tensors or (self.place == "grad" and self._missed(name, parameter, forward)):
+            return (
+                f"{self.place} of '{name}' did not get its part of the last backward, as with backward(inputs=..), "
+                "after fxgrad.release, or where it was frozen between forward and backward"
+            )
+        if self.place == "grad_sample":
+            if forward.met or forward.stored.get((id(parameter), self.place)) != tensors[-1]._cdata:
+                return f"two transformed models added to grad_sample of '{name}' in one backward"
+            if self.deliveries and id(parameter) not in self.parameters:
+                return f"'{name}' is trainable in some of the batches of this step, and in others it is not"
+        return ""
+
+    def _missed(self, name: str, parameter: Tensor, forward: Forward) -> bool:
+        guard = self.engine.store.guard
+        missing = guard is not None and name in forward.sent and not guard.arrived(parameter)
+        return missing or not parameter.requires_grad
 
     def _enter(self, forward: Forward) -> None:
         self.running = None
@@ -92,9 +114,7 @@ class Ledger:
 
     def _mark(self, parameters: Iterable[Tensor]) -> None:
         own = list(parameters)
-        every = [tensor for parameter in own for tensor in self.tensors(parameter)]
-        if every:
-            STAMPS.mark(every)
+        STAMPS.renew(tensor for parameter in own for tensor in self.tensors(parameter))
         self.states = {id(parameter): self.state(parameter) for parameter in own}
 
     def _forget(self) -> None:
@@ -132,20 +152,27 @@ class Ledger:
             )
 
     def _check_parameters(self, own: dict[int, Tensor], trainable: dict[int, Tensor]) -> None:
-        moved = [p for p in own.values() if not p.requires_grad and p.grad is not None]
+        moved = [p for p in own.values() if not p.requires_grad and p.grad is not None and bool(p.grad.any())]
         if moved:
             raise UnaccountedGrad(
                 f"a frozen parameter of shape {list(moved[0].shape)} holds p.grad: the step would move it without "
                 "noise",
                 advice="Set its grad to None when you freeze it, before the forward.",
             )
+        present = {id(parameter) for parameter in self.engine.parameters().values()}
+        foreign = [p for key, p in trainable.items() if key not in present]
+        if foreign:
+            raise UnaccountedGrad(
+                f"a parameter of the optimizer, of shape {list(foreign[0].shape)}, is not the private model's: it "
+                "would move by noise, and the model would not",
+                advice="Give the optimizer the model's own parameters, which load_state_dict(assign=True) replaces.",
+            )
         unknown = [p for key, p in trainable.items() if key not in self.parameters]
         if unknown:
             raise UnaccountedGrad(
-                f"a parameter of the optimizer, of shape {list(unknown[0].shape)}, had no part in the last backward of "
-                "the private model: it would move by noise alone",
-                advice="Give the optimizer the model's trainable parameters (load_state_dict(assign=True) replaces "
-                "them).",
+                f"a parameter of the optimizer, of shape {list(unknown[0].shape)}, had no part in the last backward "
+                "of the private model: it would move by noise alone",
+                advice=f"Unfreeze it before the forward. {CLEAR}",
             )
         missing = [name for key, (name, _) in self.parameters.items() if key not in trainable]
         if missing and self.place == "grad":

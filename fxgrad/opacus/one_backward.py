@@ -16,6 +16,7 @@ from opacus.optimizers import (
     DPOptimizer,
     DPOptimizerFastGradientClipping,
 )
+from opacus.optimizers.optimizer import _check_processed_flag
 from torch import nn
 
 from fxgrad.capture import Engine
@@ -32,6 +33,10 @@ class _Checked:
     params: list[nn.Parameter]
     first_batch: FirstBatch | None = None  # what the processes have still to agree on
     _check_skip_next_step: Callable[..., bool]
+    max_grad_norm: float
+    _is_last_step_skipped: bool
+    _left: Any = None  # by virtual steps of this logical batch
+    _broken = False  # they cannot be continued
 
     def pre_step(self, closure: Any = None) -> Any:
         if self.first_batch is not None and not self._check_skip_next_step(pop_next=False):
@@ -40,22 +45,50 @@ class _Checked:
         self.ledger.check(self.param_groups)
         for parameter in self.params:  # one that was unfrozen since has none
             parameter.__dict__.setdefault("summed_grad", None)
-        return super().pre_step(closure)  # type: ignore[misc]
+            _check_processed_flag(parameter.__dict__["summed_grad"])  # before anything is added to it
+        self._check_sums()
+        real = super().pre_step(closure)  # type: ignore[misc]
+        self._left, self._broken = self._sums(), False
+        return real
+
+    def _check_sums(self) -> None:
+        """The parts of a logical batch are sums over the same parameters, as this optimizer left them."""
+        if self._is_last_step_skipped and self._sums() != self._left:
+            self._broken = True
+            raise UnaccountedGrad(
+                "p.summed_grad is not what the virtual steps of this batch left: it or max_grad_norm was changed, or "
+                "parameters were frozen, unfrozen or added between them",
+                advice="Change these between logical batches. optimizer.zero_grad() drops what is left of this one.",
+            )
+
+    def _sums(self) -> Any:
+        sums = {id(p): getattr(p, "summed_grad", None) for p in self.params}
+        states = {key: None if total is None else (total._cdata, total._version) for key, total in sums.items()}
+        return str(getattr(self, "max_grad_norms", self.max_grad_norm)), states
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        if self._broken:
+            self._is_last_step_skipped = self._broken = False
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in every:  # Opacus leaves those of frozen ones, which may be unfrozen
+            if not parameter.requires_grad:
+                parameter.grad_sample = None
+                if not self._is_last_step_skipped:
+                    parameter.summed_grad = None
+        self.ledger.cleared(every)
 
 
 class _OneBackward(_Checked):
     """What both optimizers do with p.grad, which is a sum of clipped gradients."""
 
-    max_grad_norm: float
     attach_step_hook: Any
-    _is_last_step_skipped: bool
 
     def __init__(self, *args: Any, ledger: Ledger, poisson_sampling: bool = True, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
         self.ledger, self.poisson_sampling = ledger, poisson_sampling
         self.clipped_to = self.max_grad_norm
         self._iterations = 1
-        self._summed: dict[int, tuple[int, int]] = {}  # what virtual steps have left in p.summed_grad
         ledger.cleared(())
 
     @property
@@ -78,30 +111,11 @@ class _OneBackward(_Checked):
                 "be in all of them, and count more than once",
                 advice="Call step() and zero_grad() after each backward, or use Opacus's BatchMemoryManager.",
             )
-        self._check_summed()
         super().accumulate()  # type: ignore[misc]
         self._iterations = max(1, backwards)
         for parameter in self.params:
             parameter.grad = None
         self.ledger.cleared(())
-        self._summed = self._sums()
-
-    def _check_summed(self) -> None:
-        """The parts of a logical batch are sums over the same parameters, as this optimizer left them."""
-        if self._summed and self._is_last_step_skipped and self._sums() != self._summed:
-            raise UnaccountedGrad(
-                "p.summed_grad is not what the virtual steps of this batch left: it was changed, or parameters were "
-                "frozen, unfrozen or added between them",
-                advice="Change what is trainable between logical batches.",
-            )
-
-    def _sums(self) -> dict[int, tuple[int, int]]:
-        sums = {id(p): getattr(p, "summed_grad", None) for p in self.params}
-        return {key: (-1, -1) if total is None else (total._cdata, total._version) for key, total in sums.items()}
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        self.ledger.cleared(self.params)
 
 
 class OneBackwardOptimizer(_OneBackward, DPOptimizerFastGradientClipping):  # type: ignore[misc]
@@ -134,7 +148,7 @@ def one_backward(made: DPOptimizer, engine: Engine, poisson_sampling: bool) -> D
         loss_reduction=made.loss_reduction,
         generator=made.generator,
         secure_mode=made.secure_mode,
-        ledger=Ledger(engine.store, "grad"),
+        ledger=Ledger(engine, "grad"),
         poisson_sampling=poisson_sampling,
     )
     optimizer.attach_step_hook(made.step_hook)
@@ -143,7 +157,7 @@ def one_backward(made: DPOptimizer, engine: Engine, poisson_sampling: bool) -> D
 
 def checked(made: DPOptimizer, engine: Engine) -> DPOptimizer:
     """Opacus's own optimizer for p.grad_sample, which compares with the ledger before each step."""
-    made.ledger = Ledger(engine.store, "grad_sample")
+    made.ledger = Ledger(engine, "grad_sample")
     kind: Any = type(made)
     made.__class__ = _checked_kind(kind)
     return made
