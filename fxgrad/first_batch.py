@@ -7,10 +7,13 @@ gradients by ghosts that lead to no parameter, so nothing is delivered, counted 
 Note [What the two steps can see]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The user's loss is outside of the model: every output gets a gradient of our own. Where row i of an output belongs to
-sample i, the gradient is r (1 + softsign(y / rms)) for a random r. It has to depend on y: the rows of ``y - y.mean(0)``
-by y's own layer would not move under a constant gradient, and under any user's loss they do. softsign never makes a
-relative error of y larger. An output to which all samples add up gets a constant, since a loss inside of the model is
-linear in it.
+sample i, the gradient is r (1 + softsign(y / rms)). It has to depend on y: the rows of ``y - y.mean(0)`` by y's own
+layer would not move under a constant gradient, and under any user's loss they do. softsign never makes a relative error
+of y larger. An output to which all samples add up gets r alone, since a loss inside of the model is linear in it.
+
+r differs from element to element, by each index alone: lengths among the changed values may make an output longer, and
+sample i's elements have to keep their r. Where a dimension holds more than the samples (rows of packed data), the
+places of a sample in it may move: r is constant there.
 """
 
 from __future__ import annotations
@@ -24,21 +27,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxgrad.changes import Change, chosen, copies, held_inputs
+from fxgrad.changes import Change, Held, chosen, copies, held_inputs
+from fxgrad.compared_rows import Rows, largest, moved, sketch
 from fxgrad.context import memory_of, tensors_of
 from fxgrad.distributed import group_around, largest_of_all
 from fxgrad.errors import MixedSamples, OptionError
-from fxgrad.oracle import TOLERANCE, wide
+from fxgrad.oracle import TOLERANCE
 from fxgrad.precision import accumulating
 from fxgrad.quantities import RESULT, Delivery, Quantity
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import Layout, Samples
 
 if TYPE_CHECKING:
     from fxgrad.compiler import Transformed
 
-SKETCH = 8  # numbers that a row is compared by, where it is longer: random combinations of its elements
-BLOCK = 2**16  # elements of a row at a time
-FLOOR = 1e-2  # a parameter with smaller results than this share of the largest is measured against that share
 
 
 class Verdict(IntEnum):
@@ -54,7 +55,7 @@ class Facts:
     """What a graph's nodes say about its inputs and outputs, beside `Transformed`'s own."""
 
     packed: Mapping[int, tuple[int, int] | None]  # inputs of packed sequences, as `Captured.packed` has them
-    batched: frozenset[int]  # outputs that hold the samples
+    batched: Mapping[int, Layout]  # outputs that hold the samples, and where
     written: frozenset[int]  # inputs that the graph writes to
     tolerance: float  # by the coarsest dtype that the graph computes in
 
@@ -65,7 +66,7 @@ def facts_of(gm: fx.GraphModule, packed: Mapping[int, tuple[int, int] | None]) -
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     known = [node.meta.get("samples") if isinstance(node, fx.Node) else None for node in outputs]
-    batched = [i for i, one in enumerate(known) if isinstance(one, Samples) and one.kind is Kind.BATCHED]
+    batched = {i: one.layout for i, one in enumerate(known) if isinstance(one, Samples) and one.layout is not None}
     memories = {
         memory_of(node.args[0].meta.get("fake"))
         for node in nodes
@@ -75,7 +76,7 @@ def facts_of(gm: fx.GraphModule, packed: Mapping[int, tuple[int, int] | None]) -
     written = [i for i, node in inputs if memory_of(node.meta.get("fake")) in memories - {None}]
     dtypes = {value.dtype for node in nodes for value in tensors_of(node.meta.get("fake"))}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    return Facts(packed, frozenset(batched), frozenset(written), tolerance)
+    return Facts(packed, batched, frozenset(written), tolerance)
 
 
 def sample_dims(quantity: Quantity, n: int, parameters: Mapping[str, Tensor]) -> list[tuple[Delivery, list[int]]]:
@@ -94,16 +95,6 @@ def check_comparable(quantities: Sequence[Quantity], parameters: Mapping[str, Te
             f"check_first_batch has nothing to compare: {', '.join(map(str, quantities))} has no result per sample",
             advice="Leave out check_first_batch=, and use fxgrad.verify.",
         )
-
-
-@dataclass
-class Rows:
-    """One delivery's results for the samples that were not changed."""
-
-    label: str
-    kept: list[int]  # the sample of each row
-    scale: str | None  # the results it is measured with; None for its own alone
-    values: Tensor
 
 
 class FirstBatch:
@@ -166,25 +157,34 @@ class FirstBatch:
         if change is None:
             return Verdict.SKIPPED, ""
         steps = _Steps(graph, args, self.quantities, parameters, given, size, change)
-        other = steps.inputs()
-        if not any([one.put(other[i], change) for i, one in held.items()]):
+        other = steps.altered(held)
+        if other is None:
             return Verdict.SKIPPED, ""
         before = steps.run(steps.inputs())
+        after = self._after(steps, other, held)
+        if not any(largest(rows.values) for rows in before):
+            return Verdict.SKIPPED, ""
+        seen = moved(before, after, graph.facts.tolerance)
+        if seen is None:
+            return Verdict.PASSED, ""
+        return Verdict.MIXED, f"{steps.changed()} new values in the first batch, and {seen}"
+
+
+    def _after(self, steps: _Steps, inputs: Sequence[Any], held: Mapping[int, Held]) -> list[Rows]:
+        """The second step; integers may have to keep an order (sorted lengths): then floating inputs change alone."""
         try:
-            after = steps.run(other)
+            return steps.run(inputs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            floating = {i: one for i, one in held.items() if one.value.is_floating_point()}
+            fewer = steps.altered(floating) if len(floating) < len(held) else None
+            if fewer is not None:
+                return self._after(steps, fewer, floating)
             raise OptionError(
                 f"the model raises {type(error).__name__} where {steps.changed()} another sample's values: {error}",
                 advice="Pass check_first_batch=False, and use fxgrad.verify.",
             ) from error
-        if not any(_largest(rows.values) for rows in before):
-            return Verdict.SKIPPED, ""
-        moved = _moved(before, after, graph.facts.tolerance)
-        if moved is None:
-            return Verdict.PASSED, ""
-        return Verdict.MIXED, f"{steps.changed()} new values in the first batch, and {moved}"
 
 
 def _mixed(seen: str | None) -> MixedSamples:
@@ -226,6 +226,11 @@ class _Steps:
         trainable = {i: self.args[i].detach() for i in self.graph.trainable}
         return [made.get(i, trainable.get(i, arg)) for i, arg in enumerate(self.args)]
 
+    def altered(self, held: Mapping[int, Held]) -> list[Any] | None:
+        """The same with new values of the changed samples; None where no number differs."""
+        made = self.inputs()
+        return made if any([one.put(made[i], self.change) for i, one in held.items()]) else None
+
     def run(self, inputs: Sequence[Any]) -> list[Rows]:
         """Results of the samples that are not changed."""
         asked = [sample_dims(q, q.units(self.size), self.parameters) for q in self.quantities]
@@ -252,9 +257,9 @@ class _Steps:
         wide_y = real.to(accumulating(real.dtype))
         if not y.dim():
             return torch.ones_like(y)
-        random = torch.Generator(y.device).manual_seed(i)
-        r = torch.randn(real.shape, dtype=wide_y.dtype, device=y.device, generator=random)
-        if i in self.graph.facts.batched:
+        layout = self.graph.facts.batched.get(i)
+        r = _varied(wide_y, layout.dim if layout is not None and layout.merged else None)
+        if layout is not None:
             if i not in self.scales:
                 finite = torch.where(wide_y.isfinite(), wide_y, 0)
                 self.scales[i] = finite.square().mean().sqrt().clamp_min(torch.finfo(wide_y.dtype).tiny)
@@ -272,7 +277,7 @@ class _Steps:
         rows = rows.movedim(dims[0], 0).flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
         place = delivery.place if delivery.place == RESULT else f"{delivery.place} of '{delivery.parameter}'"
         label = f"the {place} of {quantity}" if delivery.place == RESULT else place
-        return Rows(label, kept, None if delivery.place == RESULT else delivery.place, _sketch(rows))
+        return Rows(label, kept, None if delivery.place == RESULT else delivery.place, sketch(rows))
 
 
 def _ghost(one: Delivery) -> Tensor:
@@ -280,42 +285,14 @@ def _ghost(one: Delivery) -> Tensor:
     return ghost.requires_grad_()
 
 
-def _sketch(rows: Tensor) -> Tensor:
-    """Long rows as a few random combinations: the first step's results need not be kept for the second."""
-    if rows.shape[1] <= SKETCH:
-        return rows
-    random = torch.Generator(rows.device).manual_seed(0)
-    dtype = accumulating(rows.dtype)
-    total = rows.new_zeros(len(rows), SKETCH, dtype=dtype)
-    for block in rows.split(BLOCK, 1):
-        signs = torch.randn(block.shape[1], SKETCH, dtype=dtype, device=rows.device, generator=random)
-        total += block.to(dtype) @ signs
-    return total
-
-
-def _moved(before: Sequence[Rows], after: Sequence[Rows], tolerance: float) -> str | None:
-    """The result that moved most, where one moved beyond rounding."""
-    largest: dict[str | None, float] = {}
-    for rows in before:
-        largest[rows.scale] = max(largest.get(rows.scale, 0.0), _largest(rows.values))
-    worst, said = 0.0, None
-    for one, other in zip(before, after, strict=True):
-        floor = FLOOR * largest[one.scale] if one.scale is not None else 0.0
-        a, b = wide(one.values), wide(other.values)
-        scale = max(_largest(one.values), floor)
-        off = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).nan_to_num(torch.inf)
-        by_row = off.flatten(1).amax(1)
-        share = float(by_row.max()) / scale if scale else float(by_row.max() > 0)
-        if share > max(tolerance, worst):
-            worst = share
-            said = f"{one.label} moved for sample {one.kept[int(by_row.argmax())]} by {share:.2g} of the largest"
-    return said
-
-
-def _largest(values: Tensor) -> float:
-    """The largest finite magnitude, 0 where there is none."""
-    values = values.detach().abs()
-    return float(torch.where(values.isfinite(), values, 0).max()) if values.numel() else 0.0
+def _varied(y: Tensor, constant: int | None) -> Tensor:
+    """A number for each element, by its indices alone; see Note [What the two steps can see]."""
+    r = y.new_ones(())
+    for d, size in enumerate(y.shape):
+        if d != constant:
+            by_index = torch.arange(size, dtype=y.dtype, device=y.device).mul(1.7).add(d).cos() + (1.5 if d == 0 else 0)
+            r = r * by_index.view(-1, *[1] * (y.dim() - 1 - d))
+    return r.expand(y.shape)
 
 
 def _device(parameters: Mapping[str, Tensor]) -> torch.device:
@@ -324,8 +301,15 @@ def _device(parameters: Mapping[str, Tensor]) -> torch.device:
 
 @contextlib.contextmanager
 def _undisturbed(args: Sequence[Any]) -> Iterator[None]:
-    """Keep the random state, and hide the tensors that are saved here from a checkpoint around the model."""
+    """Keep the random state, and set aside the hooks on saved tensors: a checkpoint around the model counts tensors."""
     devices = {arg.device.index for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.random.fork_rng(sorted(devices)), hooks:
-        yield
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.random.fork_rng(sorted(devices)):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import fxgrad
@@ -114,6 +115,18 @@ class Writes(nn.Module):
         return out
 
 
+class Lengths(nn.Module):
+    """Takes lengths that have to be sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.lstm(pack_padded_sequence(x, lengths, batch_first=True))[1][0][0]
+        return out
+
+
 def ids() -> dict[str, Tensor]:
     mask = (torch.rand(5, 4) > 0.3).float()
     return {"ids": torch.randint(7, (5, 4)), "mask": mask, "label": torch.randint(3, (5,))}
@@ -153,6 +166,7 @@ RIGHT: dict[str, Case] = {
     "groups": (net, batch, {"quantity": fxgrad.GradSample(group_size=2)}),
     "two groups": (net, batch, {"quantity": fxgrad.NormSample(group_size=3)}),
     "mean": (net, batch, {"loss_reduction": "mean"}),
+    "sorted lengths": (Lengths, lambda: (torch.randn(4, 5, 3), torch.tensor([5, 4, 2, 1])), {}),
     "time first": (lambda: nn.LSTM(3, 4), lambda: (torch.randn(7, 5, 3),), {"batch_first": False}),
     "in_dims": (lambda: nn.Bilinear(3, 3, 2), lambda: (torch.randn(5, 3), torch.randn(5, 3)), {"in_dims": (0, 0)}),
     "a dict of integers": (Ids, lambda: (ids(),), {}),
@@ -237,6 +251,22 @@ class TestRight:
             out = model(torch.randn(6, 3))
         out.sum().backward()
         assert engine(model).first_batch is None
+
+    def test_under_hooks_on_saved_tensors(self) -> None:
+        """weight_norm's gradient runs under torch.func, which refuses such hooks."""
+        saved = []
+
+        def pack(x: Tensor) -> Tensor:
+            saved.append(x)
+            return x
+
+        model = fxgrad.transform(weight_norm(nn.Linear(3, 2)), backend="eager", check_first_batch=True)
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                out = model(torch.randn(4, 3))
+            out.sum().backward()
+            fxgrad.zero_grad(model)
+        assert saved and len(saved) % 2 == 0  # as many in the call with the check
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_under_a_checkpoint(self, reentrant: bool) -> None:
@@ -335,6 +365,22 @@ class TestMixed:
 
         with pytest.raises(MixedSamples):
             fxgrad.transform(Mixing(), backend="eager", check_first_batch=True)(packed())
+
+    def test_packed_data_may_move_with_the_lengths(self) -> None:
+        """Nothing is mixed where another sample's rows of packed data lie elsewhere."""
+
+        class Packs(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lstm = nn.LSTM(3, 4, batch_first=True)
+
+            def forward(self, x: Tensor, lengths: Tensor) -> Any:
+                out, _ = self.lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+                return out, pad_packed_sequence(out, batch_first=True)[0]
+
+        model = fxgrad.transform(Packs(), backend="eager", check_first_batch=True)
+        model(torch.randn(4, 7, 3), torch.tensor([3, 7, 5, 1]))
+        assert engine(model).first_batch is None
 
     def test_time_first(self) -> None:
         plain = nn.Sequential(nn.Linear(3, 4), Wrapped(across))
