@@ -163,8 +163,8 @@ class Ledger:
         foreign = [p for key, p in trainable.items() if key not in present]
         if foreign:
             raise UnaccountedGrad(
-                f"a parameter of the optimizer, of shape {list(foreign[0].shape)}, is not the private model's: it would "
-                "move by noise, and the model would not",
+                f"a parameter of the optimizer, of shape {list(foreign[0].shape)}, is not the private model's: it "
+                "would move by noise, and the model would not",
                 advice="Give the optimizer the model's own parameters, which load_state_dict(assign=True) replaces.",
             )
         unknown = [p for key, p in trainable.items() if key not in self.parameters]

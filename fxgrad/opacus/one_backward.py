@@ -36,8 +36,7 @@ class _Checked:
     def pre_step(self, closure: Any = None) -> Any:
         self.ledger.check(self.param_groups)
         for parameter in self.params:  # one that was unfrozen since has none
-            parameter.__dict__.setdefault("summed_grad", None)
-            _check_processed_flag(parameter.summed_grad)  # before anything is added to it
+            _check_processed_flag(parameter.__dict__.setdefault("summed_grad", None))  # before it is added to
         self._check_sums()
         real = super().pre_step(closure)  # type: ignore[misc]
         self._left, self._broken = self._sums(), False
