@@ -335,5 +335,3 @@ def _added(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
             guard.modules[part] = path
         for path, parameter in submodule.named_parameters(prefix=f"{prefix}.{name}".lstrip(".")):
             guard.join(path, parameter)
-
-
