@@ -169,7 +169,9 @@ def _einsum(equation: str, tensors: list[Tensor]) -> Tensor:
         if names == [f"n...{result[1:]}"] and tensors[0].dim() == len(result) + 1 and is_one(tensors[0].shape[1]):
             return tensors[0].squeeze(1)  # nothing is added up
         return torch.einsum(f"{names[0]}->{result}", reduce(torch.mul, tensors))
-    return torch.einsum(equation, *tensors)
+    found = torch.einsum(equation, *tensors)
+    shared = any(not name.startswith("n") for name in names)  # ones for a letter alone: the sum is expanded, not copied
+    return found.clone(memory_format=torch.contiguous_format) if shared else found
 
 
 def is_one(size: object) -> bool:
