@@ -14,7 +14,7 @@ from opacus.optimizers import (
     DPOptimizer,
     DPOptimizerFastGradientClipping,
 )
-from opacus.optimizers.optimizer import _check_processed_flag
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import nn
 
 from fxgrad.capture import Engine
@@ -39,6 +39,8 @@ class _Checked:
             _check_processed_flag(parameter.__dict__.setdefault("summed_grad", None))  # before it is added to
         self._check_sums()
         real = super().pre_step(closure)  # type: ignore[misc]
+        for parameter in self.params if real else ():  # Opacus marks those of the process that adds noise
+            _mark_as_processed(parameter.summed_grad)
         self._left, self._broken = self._sums(), False
         return real
 
