@@ -617,6 +617,8 @@ def assigned_grad(pair: Pair, choice: int) -> None:
     place = "grad" if pair.one_backward else "grad_sample"
     found = getattr(p, place, None)
     found = found[-1] if isinstance(found, list) else found
+    if found is not None and not found.numel():
+        return  # rows of no samples
     setattr(p, place, torch.ones_like(p)[None if place == "grad_sample" else ...] if found is None else found + 1)
     pair.reference.wrong = "assigned"
 
