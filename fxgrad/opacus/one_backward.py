@@ -40,7 +40,7 @@ class _Checked:
         self._check_sums()
         real = super().pre_step(closure)  # type: ignore[misc]
         for parameter in self.params if real else ():  # Opacus marks those of the process that adds noise
-            _mark_as_processed(parameter.summed_grad)
+            _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
         return real
 
