@@ -550,3 +550,32 @@ class TestChanges:
         change = chosen({0: held}, 4, 2)
         assert change is not None and held.put(made, change)
         assert (made != x).flatten(1).any(1).sum() == 2
+
+
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning")
+class TestOpacus:
+    def test_make_private_turns_it_on(self) -> None:
+        from opacus import PrivacyEngine
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from fxgrad.opacus import make_private
+
+        for options in ({}, {"check_first_batch": False}):
+            plain, privacy = Net(centred), PrivacyEngine(accountant="rdp")
+            model, _, _ = make_private(
+                privacy,
+                module=plain,
+                optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+                data_loader=DataLoader(TensorDataset(torch.randn(16, 3)), 8),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                one_backward=True,
+                backend="eager",
+                **options,  # type: ignore[arg-type]
+            )
+            if options:
+                model(torch.randn(8, 3)).sum().backward()
+                continue
+            with pytest.raises(MixedSamples):
+                model(torch.randn(8, 3))
+            assert not privacy.accountant.history

@@ -92,7 +92,7 @@ def test_what_the_operations_do_to_a_right_step(mode: str) -> None:
             recovered(pair)
 
 
-@pytest.mark.parametrize("sequences", [25, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sequences", [10, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.timeout(7200)
 def test_two_processes_step_as_the_reference_or_raise_alike(sequences: int, tmp_path: Path) -> None:
     commands = [

@@ -16,7 +16,7 @@ from opacus.optimizers import (
     DPOptimizer,
     DPOptimizerFastGradientClipping,
 )
-from opacus.optimizers.optimizer import _check_processed_flag
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import nn
 
 from fxgrad.capture import Engine
@@ -48,6 +48,8 @@ class _Checked:
             _check_processed_flag(parameter.__dict__["summed_grad"])  # before anything is added to it
         self._check_sums()
         real = super().pre_step(closure)  # type: ignore[misc]
+        for parameter in self.params if real else ():  # Opacus marks those of the process that adds noise
+            _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
         return real
 
