@@ -241,8 +241,11 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
         setattr(View, name, _entrance(engine, name, getattr(original, name)))
     view = original.__new__(View) if original.__new__ is object.__new__ else object.__new__(View)
     object.__setattr__(view, "__dict__", model.__dict__)
-    if engine.store.guard is not None:
-        weakref.finalize(view, engine.store.guard.release).atexit = False
+    guard = engine.store.guard
+    if guard is not None:
+        guard.view = weakref.ref(view)
+        guard.modules[view] = ""
+        weakref.finalize(view, guard.release).atexit = False
     return view
 
 

@@ -61,16 +61,30 @@ def _node_of(output: Any) -> Any:
 
 
 def _is_leaf(node: Any) -> bool:
-    return hasattr(node, "variable")
+    return type(node).__name__ == "AccumulateGrad" and not _is_users(node)
+
+
+def _is_users(node: Any) -> bool:
+    """Whether a node is an autograd.Function's, which has any name and any attribute."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def is_nested() -> bool:
+    """Whether the running backward call was made inside of another one, as reentrant checkpoints do."""
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    return calls > 1
 
 
 def _op(node: Any) -> str:
     """The op that made a node: ``addmm`` for AddmmBackward0; of a user's autograd.Function its name, as it is."""
-    kind = type(node)
-    function = getattr(kind, "_forward_cls", None)
-    if function is not None:
-        return DELIVERED if getattr(function, DELIVERS, False) else f"autograd.Function {function.__name__}"
-    return kind.__name__.split("Backward")[0].lower()
+    if _is_users(node):
+        function = type(node)._forward_cls
+        return DELIVERED if DELIVERS in vars(function) else f"autograd.Function {function.__name__}"
+    return type(node).__name__.split("Backward")[0].lower()
 
 
 def _children(node: Any) -> list[Any]:
@@ -92,8 +106,10 @@ def _below(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_scaled(root: Any) -> bool:
-    """Whether a loss is a product with a number or with a tensor of one that needs no gradient."""
-    return _op(root) == "mul" and None in _children(root) and _is_number(root)
+    """Whether a loss is a product with a number or a tensor of one that needs no gradient, divided at the most."""
+    while _op(root) == "div" and _is_linear(root):
+        root = _children(root)[0]
+    return _op(root) == "mul" and _is_linear(root)
 
 
 def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -106,15 +122,13 @@ def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[s
 def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:
     """The ops through which a parameter gets gradients, DELIVERED among them."""
     accumulator = get_gradient_edge(parameter).node
-    found = []
-    for node in _below(roots):
-        if _op(node) == DELIVERED:
-            uses = any(child is accumulator for child, _ in node.next_functions)
-        else:
-            uses = any(child is accumulator for child in _children(node))
-        if uses:
-            found.append(_op(node))
-    return found
+    return [_op(node) for node in _below(roots) if any(child is accumulator for child, _ in node.next_functions)]
+
+
+def deliveries_to(roots: Sequence[Any], own: Collection[int]) -> list[Any]:
+    """The nodes through which fxgrad delivers to parameters; ``own`` are their ids."""
+    nodes = (node for node in _below(roots) if _op(node) == DELIVERED)
+    return [node for node in nodes if any(_is_leaf(c) and id(c.variable) in own for c, _ in node.next_functions)]
 
 
 # Note [Parameters alone]
@@ -122,17 +136,20 @@ def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:
 # A gradient by a parameter depends on parameters alone under two conditions: every node on its way is a known op, and
 # a node that is not linear has functions of parameters as its operands. A tensor that needs no gradient leaves no
 # edge, and may hold samples, so it is refused. The exception is a number, as in ``0.1 * penalty``: numbers count as
-# constants.
+# constants. So no op is known that takes single elements: with a number for each, any function could be written.
 
 _LINEAR = frozenset(
     """add sub rsub neg sum mean view reshapealias unsafeview clone t transpose permute expand squeeze unsqueeze
-    cat stack select slice diagonal trace tocopy copyslices asstrided split unbind""".split()
+    cat stack trace tocopy""".split()
 )
 _OTHERS = frozenset(
     """mul div pow sqrt rsqrt abs exp log log1p square norm linalgvectornorm linalgmatrixnorm dot mm mv bmm addmm
     max min amax amin relu clamp clampmin clampmax sigmoid tanh softplus reciprocal prod
     logsumexp foreachnorm""".split()
 )
+
+
+_WITH_NUMBERS = frozenset("mul div add sub rsub".split())
 
 
 def depends_on_parameters_alone(roots: Sequence[Any], own: Collection[int]) -> bool:
@@ -149,12 +166,13 @@ def depends_on_parameters_alone(roots: Sequence[Any], own: Collection[int]) -> b
             pure[node] = reaches[node] = id(node.variable) in own
             continue
         known = _op(node) in _LINEAR or _op(node) in _OTHERS
-        constants = None in children and not (_is_number(node) and _op(node) != "dot")
+        constants = None in children and not (_is_number(node) and _op(node) in _WITH_NUMBERS)
         given = [child for child in children if child is not None]
         pure[node] = known and not constants and all(pure[child] for child in given)
         reaches[node] = any(reaches[child] for child in given)
     way = [node for node in nodes if reaches[node] and not _is_leaf(node)]
-    return bool(roots) and all(pure[node] or _is_linear(node) for node in way)
+    scalars = all(_is_number(root) for root in roots)  # a root of several elements has a gradient of the user's
+    return bool(way) and scalars and all(pure[node] or _is_linear(node) for node in way)
 
 
 def _is_linear(node: Any) -> bool:

@@ -86,6 +86,7 @@ class Engine:
         forward = Forward(batch.size, parameters, weight, method)
         if self.store.guard is not None:
             self.store.guard.watch(every, self.model)
+            forward.view = self.store.guard.view and self.store.guard.view()
         elif not self.store.adds_to_grad(forward):
             check_hooks(parameters)
         self.store.check_clear(forward, forward.enclosing, "a forward")
@@ -105,7 +106,7 @@ class Engine:
         else:
             outputs = as_pytorch_packs(outputs, given)
             tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
-        watch(tensors, self.store, forward)
+        watch(tensors, self.store, forward)  # of an empty batch, and of what runs behind a graph break
         if not self.options.fullgraph:
             forward.outside = used_outside(tensors, self.names())
             for tensor in tensors:

@@ -67,9 +67,11 @@ class Captured:
     def check_leaves(self) -> None:
         """Refuse tensors whose gradients no tap sees: neither arguments of the call nor the model's parameters."""
         for node, example in zip(self.placeholders, self.examples, strict=True):
-            if not isinstance(example, Tensor) or not example.requires_grad or is_argument(node):
+            if not isinstance(example, Tensor) or not example.requires_grad:
                 continue
             where = source_line(next(iter(node.users), node))
+            if not isinstance(example, nn.Parameter) and is_argument(node):
+                continue
             if not isinstance(example, nn.Parameter):
                 raise OutsideGraph(
                     f"'{attribute_name(node)}' requires a gradient and is neither a parameter nor an argument: "
@@ -81,7 +83,8 @@ class Captured:
                 raise OutsideGraph(
                     f"'{attribute_name(node)}' is a Parameter that model.parameters() does not have",
                     where=where,
-                    advice="Register it: as an attribute, or in an nn.ParameterList or nn.ParameterDict.",
+                    advice="Register it: as an attribute, or in an nn.ParameterList or nn.ParameterDict. As an "
+                    "argument pass a tensor, such as p.detach().",
                 )
 
     def name(self, i: int) -> str:

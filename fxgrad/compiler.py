@@ -207,8 +207,7 @@ class Transformed:
         _with_roles(outputs, self.roles)
         if torch.is_grad_enabled():
             self.store.began(forward, ghosts[0].grad_fn)
-            if self.store.current.forward is None:
-                watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
+            watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
         return outputs
 
     def _own_forward(self, n: int, parameters: dict[str, Tensor]) -> Forward:

@@ -13,22 +13,27 @@ A parameter has one hook however many transformed models guard it, and it stands
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.modules.module as global_hooks
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fxgrad.autograd_graph import (
     DELIVERED,
     accumulates,
+    deliveries_to,
     depends_on_parameters_alone,
+    is_nested,
     ops_using,
     roots_of_backward,
 )
-from fxgrad.errors import OptionError, UnclippedGrad
+from fxgrad.errors import FxgradError, OptionError, UnclippedGrad
 from fxgrad.quantities import OUTSIDE, Outside, Quantity
 
 _STEP = 1 << 8  # between two stamps: more than the engine counts up in one backward
@@ -65,7 +70,7 @@ STAMPS = _Stamps()
 class Slot:
     """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
 
-    __slots__ = ("arrived", "before", "cdata", "guards", "handle", "kept", "of", "tasks", "version")
+    __slots__ = ("alone", "arrived", "before", "cdata", "count", "guards", "handle", "kept", "of", "tasks", "version")
     __torch_unserializable__ = True  # PyTorch: copies of the parameter go without this hook, and without a warning
 
     def __init__(self, parameter: Tensor) -> None:
@@ -73,7 +78,9 @@ class Slot:
         self.cdata = self.version = _NOTHING  # the gradient that may arrive
         self.tasks: tuple[int, ...] = ()  # the backward call that is noted here, and the one it runs in
         self.arrived = False  # whether p.grad has changed in it
+        self.alone = True  # whether the parameter has no hook of the user's
         self.before: Tensor | None = None  # p.grad before that backward, which the engine adds to in place
+        self.count = 0  # its version
         self.kept: Tensor | None = None  # its values
         self.guards: list[Guard] = []
         self.handle: Any = None
@@ -82,7 +89,7 @@ class Slot:
         if grad is None:  # a quantity that leaves nothing for p.grad
             return
         if grad._cdata != self.cdata or grad._version != self.version:
-            _refuse(self, grad)
+            _refuse(self)
         self.arrived = True
         if self.before is not None and self.kept is None:
             self.kept = self.before.clone()
@@ -104,13 +111,24 @@ class Slot:
         elif next(reversed(hooks)) != key:
             hooks[key] = hooks.pop(key)  # PyTorch calls them in the order of insertion, whatever `move_to_end` says
 
-    def expect(self, grad: Tensor, stamp: int) -> None:
+    def expect(self, parameter: Tensor, grad: Tensor, stamp: int) -> None:
         self.cdata, self.version = grad._cdata, stamp
+        # Where p.grad is None the engine keeps what it is given, unless somebody else does or its layout is not p's.
+        self.alone = len(parameter._backward_hooks or ()) == 1 and grad.stride() == parameter.stride()
+
+    def holds(self, grad: Tensor | None) -> bool:
+        """Whether p.grad is what the engine made of the delivery, at the end of the backward."""
+        if not self.arrived or self.version == _NOTHING or grad is None or grad._is_view():
+            return True  # None: sharding took it; a view: DistributedDataParallel's buckets
+        if self.before is not None:
+            return grad is self.before and grad._version == self.count + 1
+        return grad._version == self.version or not (self.alone or grad._version)
 
     def note(self, tasks: tuple[int, ...], before: Tensor | None) -> None:
         """Keep p.grad as it was when this backward call began."""
         if tasks != self.tasks:
             self.tasks, self.before, self.kept, self.arrived = tasks, before, None, False
+            self.count = 0 if before is None else before._version
 
     def forget(self) -> None:
         self.cdata = self.version = _NOTHING
@@ -126,6 +144,8 @@ class Guard:
         self.watched: dict[int, tuple[Tensor, str, Slot]] = {}  # by id(parameter)
         self.ids: list[int] = []
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.view: weakref.ref[nn.Module] | None = None  # what users assign to
+        self.delivering: Any = None  # the autograd node of the last delivery
         self.proved: tuple[int, bool] | None = None  # outside="allow": a backward call, and whether it may
 
     def watch(self, parameters: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
@@ -136,12 +156,16 @@ class Guard:
                 slot.stay(parameter)
             return
         for key in self.watched.keys() - set(ids):
-            self._leave(key)
+            if sys.getrefcount(self.watched[key][0]) <= 2:  # `functional_call` puts others in its place for a call
+                self._leave(key)
         for name, parameter in parameters.items():
             self.join(name, parameter)
         self.ids = ids
         if model is not None:
             self.modules = weakref.WeakKeyDictionary({part: name for name, part in model.named_modules()})
+            view = None if self.view is None else self.view()
+            if view is not None:
+                self.modules[view] = ""
         _GUARDS.add(self)
         _listen()
 
@@ -170,9 +194,9 @@ class Guard:
         self.ids = []
         _GUARDS.discard(self)
 
-    def deliver(self, grads: Iterable[tuple[Tensor, Tensor]], task: int) -> None:
-        """Note the gradients that are on their way to parameters: pairs of both."""
-        pairs = list(grads)
+    def deliver(self, grads: Iterable[tuple[Tensor, Tensor]], task: int, node: Any) -> None:
+        """Note the gradients that are on their way to parameters: pairs of both, from an autograd node."""
+        pairs, self.delivering = list(grads), node
         tasks = task, torch._C._current_graph_task_id()
         stamp = STAMPS.mark([grad for _, grad in pairs])
         for parameter, grad in pairs:
@@ -182,37 +206,55 @@ class Guard:
                 continue
             slot.stand_last(parameter)
             slot.note(tasks, parameter.grad)
-            slot.expect(grad, stamp)
+            slot.expect(parameter, grad, stamp)
 
     def arrived(self, parameter: Tensor) -> bool:
         """Whether p.grad has what was delivered; ``backward(inputs=..)`` leaves some out."""
         known = self.watched.get(id(parameter))
         return known is None or known[2].arrived
 
+    def check_held(self) -> None:
+        """Raise where p.grad was changed behind the comparison, by hooks of the engine's own nodes or after them."""
+        for parameter, name, slot in self.watched.values():
+            if self.outside == "error" and not slot.holds(parameter.grad):
+                raise UnclippedGrad(
+                    f"p.grad of parameter '{name}' was changed while it was delivered, by a hook: of "
+                    "register_post_accumulate_grad_hook, of its AccumulateGrad node, or registered meanwhile",
+                    advice="Change p.grad after backward() has returned, or remove the hook.",
+                )
+
     def ended(self) -> None:
         """The backward call is over: nothing has to be put back."""
+        self.delivering = None
         for _, _, slot in self.watched.values():
             slot.forget()
 
-    def put_back(self, task: int) -> None:
-        """Set every p.grad to what it was before this backward call."""
+    def put_back(self, task: int | None) -> None:
+        """Set every p.grad to what it was before this backward call; None: before all that run now."""
         with torch.no_grad():
             for parameter, _, slot in self.watched.values():
-                if not slot.arrived or task not in slot.tasks:
+                if not slot.arrived or (task is not None and task not in slot.tasks):
                     continue
                 if slot.before is not None and slot.kept is not None:
                     slot.before.copy_(slot.kept)
                 parameter.grad = slot.before
                 slot.forget()
 
-    def allows(self, slot: Slot, task: int) -> bool:
+    def allows(self, parameter: Tensor, task: int) -> bool:
         """Whether a gradient from outside of the model may arrive at a parameter."""
         if self.outside != "allow":
             return self.outside == "unchecked"
+        if len(parameter._backward_hooks or ()) > 1:  # what a hook returns is no penalty's
+            return False
         if self.proved is None or self.proved[0] != task:
-            own = {id(parameter) for parameter, _, _ in self.watched.values()}
-            self.proved = task, depends_on_parameters_alone(roots_of_backward(), own)
+            self.proved = task, self._proves()
         return self.proved[1]
+
+    def _proves(self) -> bool:
+        """Whether what this backward brings besides one delivery of ours depends on parameters alone."""
+        own, roots = {id(parameter) for parameter, _, _ in self.watched.values()}, roots_of_backward()
+        foreign = [node for node in deliveries_to(roots, own) if node is not self.delivering]
+        return not foreign and not is_nested() and depends_on_parameters_alone(roots, own)
 
 
 _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()  # those that guard something
@@ -243,6 +285,8 @@ def _slot_of(parameter: Tensor) -> Slot | None:
 
 
 def _can_have_grad(parameter: Tensor) -> bool:
+    if is_lazy(parameter):
+        return False
     return parameter.is_leaf and parameter.is_floating_point() and not parameter.is_inference()
 
 
@@ -259,20 +303,36 @@ def _register(parameter: Tensor, slot: Slot) -> Any:
 # What arrives that was not delivered
 
 
-def _refuse(slot: Slot, grad: Tensor) -> None:
+@contextlib.contextmanager
+def undone() -> Iterator[None]:
+    """Let every p.grad be as before the running backward call where fxgrad raises in it."""
+    try:
+        yield
+    except FxgradError:
+        put_back()
+        raise
+
+
+def put_back() -> None:
+    """Set every guarded p.grad to what it was before the running backward call, and those around it."""
+    task = None if is_nested() else torch._C._current_graph_task_id()
+    for guard in list(_GUARDS):
+        guard.put_back(task)
+
+
+def _refuse(slot: Slot) -> None:
     """Raise, unless every guard of the parameter lets it pass."""
     parameter, name, _ = next(known for known in slot.guards[0].watched.values() if known[2] is slot)
     task = torch._C._current_graph_task_id()
     if not accumulates(parameter):
         return  # autograd.grad(loss, parameters) leaves p.grad alone
-    if all(guard.allows(slot, task) for guard in slot.guards):
+    if all(guard.allows(parameter, task) for guard in slot.guards):
         if task not in slot.tasks:
             slot.note((task,), parameter.grad)
             torch.autograd.Variable._execution_engine.queue_callback(slot.forget)
         return
     error = _error(parameter, name, slot)
-    for guard in list(_GUARDS):
-        guard.put_back(task)
+    put_back()
     raise error
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fxgrad.autograd_graph import accumulates
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
 from fxgrad.grad_scaler import check_unscaled
-from fxgrad.guard import Guard
+from fxgrad.guard import Guard, undone
 from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
@@ -54,6 +54,7 @@ class Forward:
         self.checked: int | None = None
         self.delivered: int | None = None  # the backward call that its results came from
         self.sent: set[str] = set()  # the parameters whose p.grad that call adds to
+        self.view: Any = None  # the transformed model: with its guard it lives as long as this graph
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
         self.met = False  # whether it added to what another forward of the same call had set
@@ -169,6 +170,7 @@ class Store:
             self.asked[key] = Asked(found, every, frozenset(one.place for one in every) - {GRAD, RESULT})
         return self.asked[key]
 
+    @undone()
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
         if torch.is_grad_enabled():
@@ -231,10 +233,13 @@ class Store:
                     advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
                 )
 
+    @undone()
     def _end_backward(self, forward: Forward) -> None:
         """Zeros where no gradient reached."""
         task = forward.task()
         self.forwards.discard(forward)
+        if self.guard is not None:
+            self.guard.check_held()
         for place, deliveries in enumerate(self.asked_of(forward).by_quantity):
             missing = []
             reported = self._reported(place, task)
@@ -254,13 +259,15 @@ class Store:
                 self._report(place, missing, forward)
         for observer in self.observers:
             observer.ended(forward)
-        if self.guard is not None:
+        if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
+        forward.view = None  # autograd's nodes and a forward hold each other
 
+    @undone()
     def deliver(
-        self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str]
+        self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str], node: Any
     ) -> list[Tensor | None]:
-        """Store what one graph's backward returned; the gradients for p.grad are left to autograd."""
+        """Store what one graph's backward returned to a node; the gradients for p.grad are left to autograd."""
         parameters = {name: forward.parameters[name] for name in names}
         left = list(grads)
         by_name: dict[str, Tensor | None] = {}
@@ -285,11 +292,13 @@ class Store:
                     self.put(parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
             if results:
                 self._report(place, results, forward)
-        sent = {name: grad for name, grad in by_name.items() if grad is not None}
+        # Views share one version, by which the guard knows them: each gets its own.
+        sent = {name: grad.data if grad._is_view() else grad for name, grad in by_name.items() if grad is not None}
         forward.sent.update(sent)
         if self.guard is not None:
-            self.guard.deliver([(parameters[name], grad) for name, grad in sent.items()], forward.task())
-        return [by_name.get(name) for name in names]
+            pairs = [(parameters[name], grad) for name, grad in sent.items()]
+            self.guard.deliver(pairs, forward.task(), node)
+        return [sent.get(name) for name in names]
 
     def _reported(self, place: int, task: int) -> bool:
         return place in self.results and _task_of(self.results[place][0]) == task
@@ -350,7 +359,7 @@ class Ghosts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names))
+        return (None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names, ctx))
 
 
 class Unseen(torch.autograd.Function):
