@@ -30,6 +30,15 @@ def check_unscaled() -> None:
         )
 
 
+def check_no_scaler_steps() -> None:
+    """Raise where a GradScaler calls an optimizer's step: it has divided p.grad, which PyTorch does not count."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), GradScaler):
+            raise OptionError("a GradScaler calls step(): p.grad is not what was clipped any more", advice=RECIPE)
+        frame = frame.f_back
+
+
 def _scales(value: Any) -> bool:
     return isinstance(value, GradScaler) and getattr(value, "_scale", None) is not None  # it has scaled something
 
@@ -38,6 +47,8 @@ def _in_reach(frame: FrameType | None) -> Iterator[Any]:
     while frame is not None:
         own = frame.f_locals
         yield from list(own.values())
-        yield from list(getattr(own.get("self"), "__dict__", {}).values())
+        for value in list(getattr(own.get("self"), "__dict__", {}).values()):
+            yield value
+            yield from list(getattr(value, "__dict__", {}).values())  # trainer.accelerator.scaler
         yield from list(frame.f_globals.values())
         frame = frame.f_back

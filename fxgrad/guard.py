@@ -116,10 +116,13 @@ class Slot:
         # Where p.grad is None the engine keeps what it is given, unless somebody else does or its layout is not p's.
         self.alone = len(parameter._backward_hooks or ()) == 1 and grad.stride() == parameter.stride()
 
-    def holds(self, grad: Tensor | None) -> bool:
+    def holds(self, parameter: Tensor) -> bool:
         """Whether p.grad is what the engine made of the delivery, at the end of the backward."""
+        grad, hooks = parameter.grad, parameter._backward_hooks or {}
         if not self.arrived or self.version == _NOTHING or grad is None or grad._is_view():
             return True  # None: sharding took it; a view: DistributedDataParallel's buckets
+        if self.handle is None or next(reversed(hooks), None) != self.handle.id:
+            return False  # a hook was registered meanwhile
         if self.before is not None:
             return grad is self.before and grad._version == self.count + 1
         return grad._version == self.version or not (self.alone or grad._version)
@@ -216,7 +219,7 @@ class Guard:
     def check_held(self) -> None:
         """Raise where p.grad was changed behind the comparison, by hooks of the engine's own nodes or after them."""
         for parameter, name, slot in self.watched.values():
-            if self.outside == "error" and not slot.holds(parameter.grad):
+            if self.outside == "error" and not slot.holds(parameter):
                 raise UnclippedGrad(
                     f"p.grad of parameter '{name}' was changed while it was delivered, by a hook: of "
                     "register_post_accumulate_grad_hook, of its AccumulateGrad node, or registered meanwhile",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import fxgrad
 from fxgrad.errors import AlreadySet, FxgradError, OptionError, OutsideGraph, UnclippedGrad
@@ -572,3 +573,204 @@ def test_the_backend(way: str) -> None:
 
 def test_every_error_has_a_name() -> None:
     assert issubclass(UnclippedGrad, FxgradError)
+
+
+def node_of(parameter: Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def scaled(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(1000)
+
+
+def assigned(parameter: Tensor) -> None:
+    parameter.grad = torch.ones_like(parameter)
+
+
+BEHIND: dict[str, Callable[[Net], Any]] = {
+    "before AccumulateGrad": lambda model: node_of(model.body.weight).register_prehook(lambda g: (g[0] * 1000,)),
+    "before AccumulateGrad, in place": lambda model: node_of(model.body.weight).register_prehook(
+        lambda g: (g[0].mul_(1000),)
+    ),
+    "behind it": lambda model: model.body.weight.register_post_accumulate_grad_hook(scaled),
+    "assigned behind it": lambda model: model.body.weight.register_post_accumulate_grad_hook(assigned),
+    "registered in the backward": lambda model: [
+        p.register_hook(lambda g: [q.register_hook(lambda g: g * 1000) for q in model.parameters()] and None)
+        for p in [model.body.weight]
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "way, before",
+    [(way, "nothing") for way in BEHIND] + [(way, "a gradient") for way in BEHIND if "before" not in way],
+)
+def test_what_hooks_change_behind_the_comparison(way: str, before: str) -> None:
+    model = Net()
+    view = private(model)
+    if before == "a gradient":
+        view(inputs()).sum().backward()
+    left, node = grads(model), node_of(model.body.weight)  # the model's parameters do not hold their nodes
+    BEHIND[way](model)
+    with pytest.raises(UnclippedGrad, match=r"'\w+\.\w+' was changed while|'\w+\.\w+': a hook on it"):
+        view(inputs()).sum().backward()
+    assert equal(grads(model), left)
+    del node
+
+
+class TestNested:
+    """Reentrant checkpoints run a backward inside of a backward."""
+
+    @pytest.mark.parametrize("first", [0, 1])
+    @pytest.mark.parametrize("before", ["nothing", "a gradient"])
+    def test_p_grad_is_put_back(self, first: int, before: str) -> None:
+        model = Net()
+        view = private(model)
+        if before == "a gradient":
+            view(inputs()).sum().backward()
+        left = grads(model)
+        x = inputs().requires_grad_()
+        makers: list[Callable[[], Tensor]] = [
+            lambda: checkpoint(model.body, x, use_reentrant=True).sum(),
+            lambda: view(inputs()).sum(),
+        ]
+        parts = [makers[i]() for i in (first, 1 - first)]
+        with pytest.raises(UnclippedGrad):
+            (parts[0] + parts[1]).backward()
+        assert equal(grads(model), left)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_behind_a_checkpoint_around_the_transformed(self, first: int) -> None:
+        model = Net()
+        view = private(model)
+        x = inputs().requires_grad_()
+        makers: list[Callable[[], Tensor]] = [
+            lambda: checkpoint(view, x, use_reentrant=True).sum(),
+            lambda: model.body(inputs()).sum(),
+        ]
+        parts = [makers[i]() for i in (first, 1 - first)]
+        with pytest.raises(UnclippedGrad):
+            (parts[0] + parts[1]).backward()
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_alone_it_is_right(self) -> None:
+        model = Net()
+        view = private(model)
+        view(inputs()).sum().backward()
+        expected = grads(model)
+        model.zero_grad()
+        checkpoint(view, inputs().requires_grad_(), use_reentrant=True).sum().backward()
+        torch.testing.assert_close(grads(model), expected)
+
+
+ASSIGNED: dict[str, Callable[[Any, Any], Any]] = {
+    "a parameter": lambda view, model: setattr(view.body, "weight", nn.Parameter(torch.ones(4, 3))),
+    "a module of the view": lambda view, model: setattr(view, "body", nn.Linear(3, 4)),
+    "a state of the view": lambda view, model: view.load_state_dict(copy.deepcopy(model).state_dict(), assign=True),
+    "others for one call": lambda view, model: functional_call(
+        view, {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}, (inputs(),)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ASSIGNED)
+def test_what_is_assigned_through_the_view(way: str) -> None:
+    model = Net()
+    view = private(model)
+    ASSIGNED[way](view, model)
+    with pytest.raises(UnclippedGrad):
+        model.body(inputs()).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_swapped_tensors_are_guarded_from_the_next_call_on() -> None:
+    model = Net()
+    view, twin = private(model), Net()
+    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.utils.swap_tensors(own, other)
+    with pytest.raises(UnclippedGrad):
+        (view(inputs()).sum() + model(inputs()).sum()).backward()
+
+
+def test_a_view_that_is_gone_before_the_backward() -> None:
+    def loss(model: nn.Module) -> Tensor:
+        view = private(model)
+        return view(inputs()).sum() + model(inputs()).sum()
+
+    model = Net()
+    total = loss(model)
+    with pytest.raises(UnclippedGrad):
+        total.backward()
+
+
+def test_a_lazy_module() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    view = private(model)
+    with torch.no_grad():
+        model(inputs())
+    view(inputs()).sum().backward()
+    with pytest.raises(UnclippedGrad):
+        model(inputs()).sum().backward()
+
+
+class TestAllowAlone:
+    """outside="allow" lets penalties pass and nothing that merely stands beside them."""
+
+    @staticmethod
+    def made() -> tuple[Any, Any]:
+        model = Net()
+        return model, private(model, fxgrad.ClippedGrad(1.0, outside="allow"))
+
+    @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+    def test_hooks(self, hook: Any) -> None:
+        model, view = self.made()
+        model.body.weight.register_hook(hook)
+        with pytest.raises(UnclippedGrad):
+            (view(inputs()).sum() + model.body.weight.square().sum()).backward()
+
+    @pytest.mark.parametrize("quantity", [fxgrad.Grad(), fxgrad.ClippedGrad(1000.0, outside="allow")], ids=str)
+    @pytest.mark.parametrize("both", [True, False])
+    def test_other_views(self, quantity: Any, both: bool) -> None:
+        model, view = self.made()
+        other = private(model, quantity)
+        if isinstance(quantity, fxgrad.ClippedGrad) and not both:
+            return other(inputs()).sum().backward()  # it is clipped, by its own bound
+        with pytest.raises(UnclippedGrad):
+            (other(inputs()).sum() + (view(inputs()).sum() if both else 0)).backward()
+
+    @pytest.mark.parametrize("penalty", [
+        lambda w, x: (lambda t: (t[0].mul_(x[0]), t)[1])(w.clone()).sum(),
+        lambda w, x: (lambda t: (t.view(-1)[:3].masked_fill_(x[0] > 0, 0), t)[1])(w.clone()).sum(),
+        lambda w, x: sum(w[0][j] * x[0][j] for j in range(3)),
+        lambda w, x: w.sum().clamp(min=x.sum()),
+        lambda w, x: w.sum().abs().pow(x.sum().abs()),
+        lambda w, x: checkpoint(lambda a: a.square(), w, use_reentrant=True).sum(),
+    ], ids=range(6))
+    def test_samples_in_disguise(self, penalty: Any) -> None:
+        model, view = self.made()
+        with pytest.raises(UnclippedGrad):
+            (view(inputs()).sum() + penalty(model.body.weight, inputs())).backward()
+
+    def test_gradients_of_roots(self) -> None:
+        model, view = self.made()
+        with pytest.raises(UnclippedGrad):
+            torch.autograd.backward([view(inputs()).sum(), model.body.weight.sum(0)], [None, inputs()[0]])
+
+
+def test_a_loss_that_the_model_keeps() -> None:
+    class Keeps(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.loss = y.sum()
+            return y
+
+    model = Keeps()
+    view = private(model)
+    view(inputs())
+    model.loss.backward()
+    found = grads(model)
+    plain = private(twin := copy.deepcopy(Net()))
+    twin.load_state_dict(model.state_dict())
+    plain(inputs()).sum().backward()
+    torch.testing.assert_close(found, grads(twin))

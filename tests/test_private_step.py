@@ -484,3 +484,13 @@ def test_a_changed_norm_in_one_backward() -> None:
 
 def stop(_: Tensor) -> None:
     raise ZeroDivisionError
+
+
+def test_the_step_of_the_optimizer_inside() -> None:
+    run = Private(True)
+    run.loss().backward()
+    with pytest.raises(UnaccountedGrad, match="the optimizer that make_private was given steps by itself"):
+        run.optimizer.original_optimizer.step()
+    run.optimizer.step()
+    with pytest.raises(UnaccountedGrad, match="steps by itself"):
+        run.optimizer.original_optimizer.step()

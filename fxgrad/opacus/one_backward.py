@@ -22,6 +22,7 @@ from torch import nn
 from fxgrad.capture import Engine
 from fxgrad.errors import AlreadySet, OptionError, UnaccountedGrad
 from fxgrad.first_batch import FirstBatch
+from fxgrad.grad_scaler import check_no_scaler_steps
 from fxgrad.opacus.ledger import Ledger
 
 
@@ -35,10 +36,12 @@ class _Checked:
     _check_skip_next_step: Callable[..., bool]
     max_grad_norm: float
     _is_last_step_skipped: bool
+    stepping = False  # between the noise and the step of the optimizer inside
     _left: Any = None  # by virtual steps of this logical batch
     _broken = False  # they cannot be continued
 
     def pre_step(self, closure: Any = None) -> Any:
+        check_no_scaler_steps()
         if self.first_batch is not None and not self._check_skip_next_step(pop_next=False):
             settled = self.first_batch.settle(dist.group.WORLD, self.params[0].device)
             self.first_batch = None if settled else self.first_batch
@@ -51,10 +54,24 @@ class _Checked:
         for parameter in self.params if real else ():  # Opacus marks those of the process that adds noise
             _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
+        self.stepping = bool(real)
         return real
+
+    def check_original(self, *_: Any) -> None:
+        """Raise where somebody calls the step of the optimizer that `make_private` was given."""
+        if not self.stepping:
+            raise UnaccountedGrad(
+                "the optimizer that make_private was given steps by itself, without noise and without being counted",
+                advice="Step the optimizer that make_private returned.",
+            )
+        self.stepping = False
 
     def _check_sums(self) -> None:
         """The parts of a logical batch are sums over the same parameters, as this optimizer left them."""
+        if not self._is_last_step_skipped and any(p.__dict__["summed_grad"] is not None for p in self.params):
+            raise UnaccountedGrad(
+                "p.summed_grad holds something that no virtual step has left", advice="Call optimizer.zero_grad()."
+            )
         if self._is_last_step_skipped and self._sums() != self._left:
             self._broken = True
             raise UnaccountedGrad(
@@ -69,8 +86,8 @@ class _Checked:
         return str(getattr(self, "max_grad_norms", self.max_grad_norm)), states
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        if self._broken:
-            self._is_last_step_skipped = self._broken = False
+        if self._broken or self.ledger.running is not None or self.ledger.trouble:
+            self._is_last_step_skipped = self._broken = False  # what is left of this logical batch goes, too
         super().zero_grad(set_to_none)  # type: ignore[misc]
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in every:  # Opacus leaves those of frozen ones, which may be unfrozen
