@@ -86,8 +86,8 @@ class _Checked:
         return str(getattr(self, "max_grad_norms", self.max_grad_norm)), states
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        if self._broken or self.ledger.running is not None or self.ledger.trouble:
-            self._is_last_step_skipped = self._broken = False  # what is left of this logical batch goes, too
+        if self._broken:
+            self._is_last_step_skipped = self._broken = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in every:  # Opacus leaves those of frozen ones, which may be unfrozen
