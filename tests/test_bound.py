@@ -191,6 +191,11 @@ def test_a_batch_of_one(name: str, device: torch.device) -> None:
     for kind in ("large ends", "pairs", "plain"):
         x, g = (value[:1] for value in swamped(kind, device))
         weight, norms = weights(transformed, clipped, x, g), exact(model, x, g)
+        y = transformed(x)
+        (y * g.reshape(y.shape)).sum().backward()
+        length = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()
+        assert float(length) <= C * (1 + 1e-5), kind
+        fxgrad.zero_grad(transformed)
         assert bool((weight > 0).all())
         assert bool((weight * norms <= C * (1 + 1e-5)).all()), (kind, weight * norms / C)
     assert bool(((weight * (norms + 1e-6) / C - 1).abs() <= 1e-3).all()), weight * norms / C

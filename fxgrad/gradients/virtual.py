@@ -69,7 +69,10 @@ class Pullback:
         return torch.stack([rounding(part) for part in self.grads.parts]).sum(0)
 
     def weighted(self, slot: int, c: Tensor) -> Tensor:
-        """``Σ_n c_n D_n(w)``, from the finished sum."""
+        """``Σ_n c_n D_n(w)``, from the finished sum; of one sample it is there already, for its norm, in float64."""
+        if not self.keeps and isinstance(self.grads.n, int) and self.grads.n == 1:
+            row = self.rows(slot, True)[0]
+            return (row * c.to(row.dtype.to_real() if row.is_complex() else row.dtype)).to(self.grads.dtype)
         if id(c) not in self._sums:
             total = self.grads.weighted(c)
             found = self.back(total.unsqueeze(0))
