@@ -125,7 +125,7 @@ class Slot:
             return False  # a hook was registered meanwhile
         if self.before is not None:
             return grad is self.before and grad._version == self.count + 1
-        return grad._version == self.version or not (self.alone or grad._version)
+        return grad._version == self.version or (grad._version <= 1 and not self.alone)  # of a copy the engine made
 
     def note(self, tasks: tuple[int, ...], before: Tensor | None) -> None:
         """Keep p.grad as it was when this backward call began."""

@@ -619,6 +619,15 @@ def test_what_hooks_change_behind_the_comparison(way: str, before: str) -> None:
     del node
 
 
+def test_a_gradient_in_another_layout_than_its_parameter_s() -> None:
+    """The engine copies it: p.grad is another tensor than what was delivered."""
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    view = private(model)
+    for _ in range(2):
+        view(torch.randn(B, 2, 5, 5)).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+
 class TestNested:
     """Reentrant checkpoints run a backward inside of a backward."""
 
