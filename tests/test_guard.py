@@ -621,7 +621,7 @@ def test_what_hooks_change_behind_the_comparison(way: str, before: str) -> None:
 
 def test_a_gradient_in_another_layout_than_its_parameter_s() -> None:
     """The engine copies it: p.grad is another tensor than what was delivered."""
-    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    model: Any = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     view = private(model)
     for _ in range(2):
         view(torch.randn(B, 2, 5, 5)).sum().backward()
