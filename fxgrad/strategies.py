@@ -234,10 +234,12 @@ def _einsum_applies(use: Use, shapes: Sequence[Any]) -> bool:
 
 
 def _tensordot_applies(use: Use, shapes: Sequence[Any]) -> bool:
+    """Of tensors without a dimension of one, which PyTorch repeats."""
     sides = [use.arguments[name] for name in ("a", "b")]
-    return all(isinstance(side, Slot) for side in sides) and tensordot_applies(
-        use.arguments["dims"], *(len(shapes[side.position]) for side in sides)
-    )
+    if not all(isinstance(side, Slot) for side in sides):
+        return False
+    a, b = (shapes[side.position] for side in sides)
+    return 1 not in (*a, *b) and tensordot_applies(use.arguments["dims"], len(a), len(b))
 
 
 def _getitem_applies(use: Use, shapes: Sequence[Any]) -> bool:
@@ -263,6 +265,13 @@ def _gather_applies(use: Use, shapes: Sequence[Any]) -> bool:
     return isinstance(read, Slot) and use.layouts[read.position] is None and len(shapes[read.position]) > 0
 
 
+def _gather_of_its_rank(use: Use, shapes: Sequence[Any]) -> bool:
+    """An empty index may have any number of dims."""
+    index = use.arguments["index"]
+    own = isinstance(index, Slot) and _gather_applies(use, shapes)
+    return own and len(shapes[index.position]) == len(shapes[use.arguments["input"].position])
+
+
 def _windows_apply(use: Use, shapes: Sequence[Any]) -> bool:
     """A convolution's rule needs the images in a dimension of their own, which may be missing in a batch of one."""
     input, weight = use.arguments["input"], use.arguments["weight"]
@@ -282,7 +291,8 @@ _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
     **dict.fromkeys((f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)), _windows_apply),
     "getitem": _getitem_applies,
     "index": _index_applies,
-    **dict.fromkeys(("gather", "take_along_dim", "index_select"), _gather_applies),
+    "gather": _gather_of_its_rank,
+    **dict.fromkeys(("take_along_dim", "index_select"), _gather_applies),
 }
 
 
