@@ -70,7 +70,7 @@ STAMPS = _Stamps()
 class Slot:
     """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
 
-    __slots__ = ("alone", "arrived", "before", "cdata", "count", "guards", "handle", "kept", "of", "tasks", "version")
+    __slots__ = ("alone", "arrived", "before", "cdata", "count", "guards", "handle", "kept", "kept_count", "of", "tasks", "version")
     __torch_unserializable__ = True  # PyTorch: copies of the parameter go without this hook, and without a warning
 
     def __init__(self, parameter: Tensor) -> None:
@@ -81,7 +81,8 @@ class Slot:
         self.alone = True  # whether the parameter has no hook of the user's
         self.before: Tensor | None = None  # p.grad before that backward, which the engine adds to in place
         self.count = 0  # its version
-        self.kept: Tensor | None = None  # its values
+        self.kept: Tensor | None = None  # its values, and its version then
+        self.kept_count = 0
         self.guards: list[Guard] = []
         self.handle: Any = None
 
@@ -92,7 +93,7 @@ class Slot:
             _refuse(self)
         self.arrived = True
         if self.before is not None and self.kept is None:
-            self.kept = self.before.clone()
+            self.kept, self.kept_count = self.before.clone(), self.before._version
 
     def stay(self, parameter: Tensor) -> None:
         """Come back where the hook was taken away; `torch.utils.swap_tensors` leaves it behind with the old tensor."""
@@ -132,6 +133,14 @@ class Slot:
         if tasks != self.tasks:
             self.tasks, self.before, self.kept, self.arrived = tasks, before, None, False
             self.count = 0 if before is None else before._version
+
+    def restore(self) -> None:
+        """Undo what the engine added; the version goes back, too, unless other tensors share it."""
+        if self.before is None or self.kept is None:
+            return
+        self.before.copy_(self.kept)
+        if not self.before._is_view():
+            torch._C._autograd._unsafe_set_version_counter((self.before,), (self.kept_count,))
 
     def forget(self) -> None:
         self.cdata = self.version = _NOTHING
@@ -238,8 +247,7 @@ class Guard:
             for parameter, _, slot in self.watched.values():
                 if not slot.arrived or (task is not None and task not in slot.tasks):
                     continue
-                if slot.before is not None and slot.kept is not None:
-                    slot.before.copy_(slot.kept)
+                slot.restore()
                 parameter.grad = slot.before
                 slot.forget()
 

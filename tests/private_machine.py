@@ -258,7 +258,7 @@ class Pair:
         self.reference = Reference(shared.start, **shared.options, seed=seed)
         self.reference.owned = [name for name in shared.start if name != EXTRA]
         self.inputs = torch.Generator().manual_seed(seed + 1_000_000 * rank)
-        self.pending: tuple[Tensor, Part] | None = None  # a forward that waits for its backward
+        self.pending: tuple[Tensor, Part, nn.Parameter] | None = None  # a forward that waits for its backward
         self.outcomes: Counter[str] = Counter()
 
     def do(self, name: str, choice: int) -> None:
@@ -384,7 +384,7 @@ def backward_of_a_batch(pair: Pair, choice: int) -> None:
 
 @operation(2)
 def forward(pair: Pair, choice: int) -> None:
-    pair.pending = pair.forward(choice)
+    pair.pending = *pair.forward(choice), pair.model.last.weight
 
 
 @operation(2)
@@ -392,11 +392,12 @@ def backward(pair: Pair, choice: int) -> None:
     """Of a forward that may be long ago, once or twice."""
     if pair.pending is None:
         return
-    loss, part = pair.pending
+    loss, part, weight = pair.pending
     if choice % 3:
         pair.pending = None
     loss.backward(retain_graph=choice % 3 == 0)
-    pair.reference.delivered(part)
+    if weight is pair.model.last.weight:  # else its gradients lie at parameters that were replaced
+        pair.reference.delivered(part)
 
 
 @operation(4)
