@@ -225,10 +225,11 @@ class Guard:
         known = self.watched.get(id(parameter))
         return known is None or known[2].arrived
 
-    def check_held(self) -> None:
+    def check_held(self, task: int) -> None:
         """Raise where p.grad was changed behind the comparison, by hooks of the engine's own nodes or after them."""
         for parameter, name, slot in self.watched.values():
-            if self.outside == "error" and not slot.holds(parameter):
+            of_another = task not in slot.tasks  # a backward that raised, of a parameter that was replaced since
+            if self.outside == "error" and not of_another and not slot.holds(parameter):
                 raise UnclippedGrad(
                     f"p.grad of parameter '{name}' was changed while it was delivered, by a hook: of "
                     "register_post_accumulate_grad_hook, of its AccumulateGrad node, or registered meanwhile",

@@ -239,7 +239,7 @@ class Store:
         task = forward.task()
         self.forwards.discard(forward)
         if self.guard is not None:
-            self.guard.check_held()
+            self.guard.check_held(task)
         for place, deliveries in enumerate(self.asked_of(forward).by_quantity):
             missing = []
             reported = self._reported(place, task)

@@ -783,3 +783,34 @@ def test_a_loss_that_the_model_keeps() -> None:
     twin.load_state_dict(model.state_dict())
     plain(inputs()).sum().backward()
     torch.testing.assert_close(found, grads(twin))
+
+
+def test_put_back_is_put_back_whole() -> None:
+    """Its version, too: what counts p.grad's changes sees none."""
+    model = Net()
+    view = private(model)
+    view(inputs()).sum().backward()
+    before = [(p.grad, p.grad._version) for p in model.parameters() if p.grad is not None]
+    with pytest.raises(UnclippedGrad):
+        (view(inputs()).sum() + view.body(inputs()).sum()).backward()
+    after = [(p.grad, p.grad._version) for p in model.parameters() if p.grad is not None]
+    assert all(a is b and m == n for (a, m), (b, n) in zip(before, after, strict=True))
+
+
+def test_a_backward_that_raised_before_its_parameters_were_replaced() -> None:
+    model = Net()
+    view = private(model)
+    handle = model.body.weight.register_post_accumulate_grad_hook(_stop)
+    with pytest.raises(KeyError):
+        view(inputs()).sum().backward()
+    handle.remove()
+    old = list(model.parameters())
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for p in old:
+        p.grad = torch.zeros_like(p)
+    view(inputs()).sum().backward()
+    assert 0 < length(model) <= B * (1 + 1e-5)
+
+
+def _stop(_: Tensor) -> None:
+    raise KeyError
