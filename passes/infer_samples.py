@@ -12,12 +12,14 @@ from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
 from fxgrad.control_flow import ControlFlow, Crossed
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.samples.families import MOVEMENT, Family, family_of
+from fxgrad.samples.forms import reads_form_alone
 from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Mixes, Op, Operand, by_shape
 from fxgrad.samples.replay import SHAPED_AS, Replay
 from fxgrad.samples.symbols import expression
-from fxgrad.samples.tracking import track
-from fxgrad.samples.writes import after_write
+from fxgrad.samples.tracking import counts_tokens, track
+from fxgrad.samples.writes import after_write, written
 from fxgrad.user_functions import UserFunction
 
 ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
@@ -38,6 +40,13 @@ _LINEAR = frozenset("add sub sum mean nansum neg mul div clone to float double h
 # returned and nothing else.
 
 
+# Note [Returned mixtures]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# A loss outside may be any function of what the model returns. Of ``h.mean(0)`` each sample's share is still defined:
+# what the gradient by its own values is, the others held. Rows of that may be of use. A norm, or a clipped gradient,
+# says something about one sample alone, which such a share does not; `Quantity.alone` marks the quantities that do.
+
+
 def infer_samples(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: nodes have ``fake`` and ``call``. After: every tensor value has ``samples``.
 
@@ -47,6 +56,7 @@ def infer_samples(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     for node in gm.graph.nodes:
         inference.visit(node)
     inference.check_decided(gm.graph)
+    inference.check_returned(gm.graph)
     return gm
 
 
@@ -58,17 +68,24 @@ class _Inference:
         self.symbols = ctx.symbols
         self.replay = Replay(ctx.symbols, lambda node: node.meta["samples"])
         self.by_memory: dict[int | None, list[fx.Node]] = {}
+        self.numbers = Numbers(ctx.symbols)
+        self.clips = any(quantity.guards_grad for quantity in ctx.quantities)
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "output":
             return
-        node.meta["samples"] = self._samples(node)
+        self.numbers.read(node)
+        node.meta["samples"] = self.numbers.corrected(node, self._samples(node))
         fake = node.meta["fake"]
         if isinstance(fake, Tensor):
             self.by_memory.setdefault(memory_of(fake), []).append(node)
         call: Call | None = node.meta.get("call")
-        if call is not None and call.inplace:
-            self._mutate(node, call)
+        if call is None:
+            return
+        if call.op == "setitem":
+            self._check_assigned(node, call)
+        for base, new in written(node, call):
+            self._mutate(base, new)
 
     def _samples(self, node: fx.Node) -> Any:
         fake = node.meta["fake"]
@@ -79,14 +96,17 @@ class _Inference:
         call: Call = node.meta["call"]
         if call.op == "setitem":
             return None
-        outputs = tensors_of(fake)
-        if not outputs:
-            return None
+        if not tensors_of(fake):
+            if "c10d" in call.op:
+                raise self._collective(node, call)
+            return self.numbers.samples(call, self._operands(node, call))
         source = node.args[0] if node.args else None
         if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(source.meta["samples"], list):
             index = node.args[1]
             assert isinstance(index, int)
             return source.meta["samples"][index]
+        if "c10d" in call.op:
+            raise self._collective(node, call)
         answers = self._call(node, call)
         return answers if isinstance(fake, tuple | list) else answers[0]
 
@@ -111,7 +131,9 @@ class _Inference:
         operands = self._decided(node, call, self._operands(node, call))
         if call.op in SHAPED_AS and _constant(call.get("input")):
             return [self._constant(outputs[0])]
-        if family is Family.FACTORY or not operands:
+        if family is Family.FACTORY:
+            return [self._made(out, operands) for out in outputs]
+        if not operands:
             return [self._constant(out) for out in outputs]
         kinds = {operand.samples.kind for operand in operands}
         if family is Family.PACKED:
@@ -137,6 +159,7 @@ class _Inference:
         ]
 
     def _operands(self, node: fx.Node, call: Call) -> list[Operand]:
+        """What a call reads the values of: tensors, and numbers that are made of samples."""
         found = []
 
         def visit(name: str, arg: Any) -> None:
@@ -144,6 +167,8 @@ class _Inference:
                 fake, samples = arg.meta["fake"], arg.meta["samples"]
                 if isinstance(fake, Tensor):
                     found.append(Operand(name, arg, fake, samples))
+                elif isinstance(samples, Samples):
+                    found.append(Operand(name, arg, self.numbers.scalar, samples))
                 elif isinstance(samples, list):
                     found.extend(
                         Operand(name, arg, f, s) for f, s in zip(fake, samples, strict=True) if s is not None
@@ -156,7 +181,8 @@ class _Inference:
                     visit(name, item)
 
         for name, arg in call.arguments.items():
-            visit(name, arg)
+            if not reads_form_alone(call.op, name):
+                visit(name, arg)
         return found
 
     def _decided(self, node: fx.Node, call: Call, operands: list[Operand]) -> list[Operand]:
@@ -197,6 +223,21 @@ class _Inference:
     def _dims(self, fake: Tensor) -> list[int]:
         return self.symbols.batch_dims(fake.shape)
 
+    def check_returned(self, graph: fx.Graph) -> None:
+        """See Note [Returned mixtures]."""
+        if self.ctx.mixing == "allow" or not any(quantity.alone for quantity in self.ctx.quantities):
+            return
+        for node in graph.output_node().all_input_nodes:
+            samples, fake = node.meta["samples"], node.meta["fake"]
+            if isinstance(samples, Samples) and samples.kind is Kind.MIXED and samples.traced and fake.dim():
+                raise MixedSamples(
+                    f"the model returns values of shape {self.ctx.symbols.show_shape(fake.shape)} in which samples "
+                    "have met, and what a loss outside does with them cannot be followed",
+                    where=source_line(node),
+                    path=path_to(node, self.ctx),
+                    advice="Return each sample's own values, or a loss without dimensions.",
+                )
+
     def check_decided(self, graph: fx.Graph) -> None:
         """No copies are left whose order nothing decided."""
         for node in graph.nodes:
@@ -236,6 +277,8 @@ class _Inference:
             return None
         if isinstance(answer, Layout):
             return Samples(Kind.BATCHED, answer, flow)
+        if flow and self.clips and answer.linear and counts_tokens(call, operands):
+            raise self._divided(node)
         if not flow or answer.linear:
             return Samples(Kind.MIXED, traced=flow)
         output = node.meta["fake"]
@@ -262,6 +305,14 @@ class _Inference:
         advice = "Use GroupNorm, or put the layer in eval mode." if call.op == "batch_norm" else ADVICE
         return MixedSamples(sentence, where=source_line(node), path=path_to(node, self.ctx), advice=advice)
 
+    def _collective(self, node: fx.Node, call: Call) -> MixedSamples:
+        return MixedSamples(
+            f"{call.op.split('::')[-1]} brings in other processes' samples",
+            where=source_line(node),
+            path=path_to(node, self.ctx),
+            advice="Leave collectives out of the model: DistributedDataParallel goes around the transformed model.",
+        )
+
     def _unknown(self, node: fx.Node, call: Call) -> UnknownOp:
         return UnknownOp(
             f"nobody has said whether {call.op} treats samples alone",
@@ -272,6 +323,11 @@ class _Inference:
 
     def _constant(self, output: Any) -> Samples | None:
         return Samples(Kind.CONSTANT) if isinstance(output, Tensor) else None
+
+    def _made(self, output: Any, operands: list[Operand]) -> Samples | None:
+        """A new tensor; of values that hold samples nobody says where they are."""
+        of_samples = any(operand.samples.kind in (Kind.BATCHED, Kind.MIXED) for operand in operands)
+        return Samples(Kind.MIXED) if of_samples and isinstance(output, Tensor) else self._constant(output)
 
     def _shared(
         self, node: fx.Node, call: Call, operands: list[Operand], output: Any, flow: bool
@@ -318,6 +374,8 @@ class _Inference:
             if any(flows) and (meets_others or nonlinear or divides or batched):
                 reason = "a value that depends on several samples may only be summed, scaled and returned"
                 raise self._refusal(node, call, reason)
+            if any(flows):
+                self._check_factors(node, call, operands)
         results: list[Samples | None] = []
         for out, flow in zip(outputs, flows, strict=True):
             if not isinstance(out, Tensor):
@@ -327,6 +385,29 @@ class _Inference:
             else:
                 results.append(Samples(Kind.MIXED, traced=flow))
         return results
+
+    def _check_factors(self, node: fx.Node, call: Call, operands: list[Operand]) -> None:
+        """What scales a sum over samples may hold none of their data, with or without a gradient, but a count."""
+        factors = [o for o in operands if o.samples.kind is Kind.MIXED and not o.samples.traced]
+        if call.op in ("add", "sub"):
+            factors = [o for o in factors if o.name not in ("input", "other")]
+        if not factors:
+            return
+        if call.op == "div" and all(o.name == "other" and _is_count(o.node) for o in factors):
+            if self.clips:
+                raise self._divided(node)
+            return
+        raise self._refusal(node, call, "one sample's data scale another's gradient, detached or not")
+
+    def _divided(self, node: fx.Node) -> MixedSamples:
+        return MixedSamples(
+            "the number of tokens in the whole batch divides every sample's loss, so that each sample's clipped "
+            "gradient depends on the others",
+            where=source_line(node),
+            path=path_to(node, self.ctx),
+            advice='Take the sum (reduction="sum"), or a mean over each sample\'s own tokens: '
+            "fxgrad.losses.token_mean(logits, labels).",
+        )
 
     def _function(
         self, node: fx.Node, call: Call, operands: list[Operand], outputs: Sequence[Any], flows: list[bool]
@@ -395,15 +476,9 @@ class _Inference:
         """``x @ x.T``: a product of one sample's values with another's, nothing linear."""
         return len(self.symbols.batch_dims(operand.fake.shape)) > 1
 
-    def _mutate(self, node: fx.Node, call: Call) -> None:
-        """An in-place op changes what earlier nodes of the same memory hold."""
-        base = node.args[0]
-        if not isinstance(base, fx.Node) or not isinstance(base.meta["fake"], Tensor):
-            return
-        if call.op == "setitem":
-            return self._check_assigned(node, call)
-        new = node.meta["samples"]
-        if new == base.meta["samples"]:
+    def _mutate(self, base: fx.Node, new: Samples) -> None:
+        """What is written changes what earlier nodes of the same memory hold."""
+        if new == base.meta["samples"] and new.kind is not Kind.MIXED:  # other samples may have met in it
             return
         views = self.by_memory[memory_of(base.meta["fake"])]
         for view, samples in after_write(views, base, new, self.replay).items():
@@ -434,6 +509,20 @@ def _batched(samples: Any) -> bool:
 
 def _constant(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and arg.meta["samples"] == Samples(Kind.CONSTANT)
+
+
+def _is_count(node: fx.Node) -> bool:
+    """Whether nothing but integer and bool inputs of the model is in a value: a number of tokens, not their data."""
+    stack, seen = [node], {node}
+    while stack:
+        one = stack.pop()
+        holds = isinstance(one.meta["samples"], Samples) and one.meta["samples"].kind is not Kind.CONSTANT
+        if one.op == "placeholder" and holds and one.meta["fake"].dtype.is_floating_point:
+            return False
+        fresh = [source for source in one.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return True
 
 
 def _undecided(samples: Any) -> bool:

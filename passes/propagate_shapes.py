@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from fxgrad.calls import op_name
+from fxgrad.calls import bind, op_name
 from fxgrad.context import Context, source_line
 from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
 
@@ -20,6 +20,9 @@ def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
+_UNROLLING = frozenset("unbind split unsafe_split".split())
+
+
 class _Propagate(fx.Interpreter):
     """fx's interpreter on fake values, naming the user's line where an op fails."""
 
@@ -29,6 +32,8 @@ class _Propagate(fx.Interpreter):
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("call_function", "call_method") and self._unrolls(n):
+            raise self._fixed(n)
         try:
             value = super().run_node(n)
         except FxgradError:
@@ -40,17 +45,37 @@ class _Propagate(fx.Interpreter):
                 advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
             ) from error
         if self.ctx.symbols.specialised():
-            raise BatchSizeError(
-                f"{op_name(n.target)} fixes the batch size: it works for one number of samples only",
-                where=source_line(n),
-                advice="Write sizes in terms of x.shape[0], or use -1; where they are, PyTorch's own shape "
-                "rule for the op fixes it: write it with another op (gather for take_along_dim).",
-            )
+            raise self._fixed(n)
         if op_name(n.target) == "fxgrad::pack":
             self.ctx.symbols.count_rows(value[0].shape[0])
         n.meta["fake"] = value
         n.meta["traced"] = traced(value)  # see Note [In place without gradients]
         return value
+
+    def _unrolls(self, n: fx.Node) -> bool:
+        """Whether an op makes a value of each sample: PyTorch would make one for each of a stand-in's thousands."""
+        if op_name(n.target) not in _UNROLLING:
+            return False
+        call = bind(n)
+        source, dim = call.get("input"), call.get("dim", 0)
+        if not isinstance(source, fx.Node) or not isinstance(dim, int):
+            return False
+        shape = source.meta["fake"].shape
+        sizes = call.get("split_size", call.get("split_size_or_sections", 1))
+        return isinstance(sizes, int) and self.ctx.symbols.holds_batch(shape[dim])
+
+    def _fixed(self, n: fx.Node) -> BatchSizeError:
+        advice = (
+            "Write sizes in terms of x.shape[0], or use -1; where they are, PyTorch's own shape rule for the op fixes "
+            "it: write it with another op (gather for take_along_dim)."
+        )
+        if op_name(n.target) in _UNROLLING:
+            advice = "Work on all samples at once, or use torch.vmap, instead of going through them one by one."
+        return BatchSizeError(
+            f"{op_name(n.target)} fixes the batch size: it works for one number of samples only",
+            where=source_line(n),
+            advice=advice,
+        )
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)

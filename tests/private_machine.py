@@ -258,7 +258,7 @@ class Pair:
         self.reference = Reference(shared.start, **shared.options, seed=seed)
         self.reference.owned = [name for name in shared.start if name != EXTRA]
         self.inputs = torch.Generator().manual_seed(seed + 1_000_000 * rank)
-        self.pending: tuple[Tensor, Part, nn.Parameter] | None = None  # a forward that waits for its backward
+        self.pending: tuple[Tensor, Part, Tensor] | None = None  # a forward that waits for its backward
         self.outcomes: Counter[str] = Counter()
 
     def do(self, name: str, choice: int) -> None:

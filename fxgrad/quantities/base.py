@@ -58,6 +58,7 @@ class Quantity(ABC):
     adds: ClassVar[bool] = False  # whether the results of several forwards of one backward may be added
     dense: ClassVar[bool] = False  # whether it multiplies every gradient out: then that is done use by use
     guards_grad: ClassVar[bool] = False  # whether nothing but what it delivers may be added to p.grad
+    alone: ClassVar[bool] = False  # whether it speaks of one sample alone: no value in which samples met is returned
     sums: ClassVar[bool] = True  # whether it may ask for a weighted sum, which the cost model then counts
 
     def units(self, n: Any) -> Any:

@@ -80,6 +80,7 @@ class ClippedGrad(Quantity):
     outside: Outside = "error"
 
     guards_grad: ClassVar[bool] = True
+    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         given = self.max_grad_norm

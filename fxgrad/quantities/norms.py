@@ -30,6 +30,7 @@ class NormSample(Quantity):
     """
 
     sums: ClassVar[bool] = False
+    alone: ClassVar[bool] = True
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         found = [

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from fxgrad.samples.ids import sample_ids
 from fxgrad.samples.layouts import Kind, Layout
 from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
-from fxgrad.samples.replay import BATCHES
 
 _FOREIGN = Mixes("it writes one sample's values into another's places")
 _ADDED = frozenset({"index_add", "index_copy", "scatter_add"})
@@ -90,11 +89,14 @@ def _indices(op: Op) -> list[fx.Node]:
 
 def _replayed(op: Op, output: Tensor, held: Layout | None, values: Operand) -> Layout | None:
     """Where the result holds samples, if what is written to holds them so, or none; None where they meet."""
+    batches = op.replay.every.sizes(op.node)
+    if batches is None:
+        return None
     try:
-        runs = [_written(op, output, held, values, batch) for batch in BATCHES]
+        runs = [_written(op, output, held, values, batch) for batch in batches]
     except (RuntimeError, IndexError):  # no such place at two or three samples
         return None
-    return None if any(run is None for run in runs) else op.replay.read(runs, output)
+    return None if any(run is None for run in runs) else op.replay.read(runs, output, batches=batches)
 
 
 def _written(op: Op, output: Tensor, held: Layout | None, values: Operand, batch: int) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 A movement op (view, permute, chunk, index, cat, ...) copies values without looking at them. So it is run
 on small integers that name samples, at two batch sizes, and the layout is read off the result. The ids
-are 1..B; 0 stands for a value of no sample (a constant, padding).
+are 1..B; 0 stands for a value of no sample (a constant, padding). `every_batch` chooses the two sizes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_map
 
 from fxgrad.calls import op_name
 from fxgrad.context import memory_of
+from fxgrad.samples.every_batch import BATCHES, Batches, EveryBatch
 from fxgrad.samples.families import RANDOM
 from fxgrad.samples.ids import read_copies, read_layout, sample_ids
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
 
 SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that ask another tensor for its shape alone
-BATCHES = (2, 3)  # the batch sizes of the two replays
 
 
 class Replay:
@@ -32,6 +32,7 @@ class Replay:
     def __init__(self, symbols: Symbols, samples: Callable[[fx.Node], Any]) -> None:
         self.symbols = symbols
         self.samples = samples  # what is known of a node's value
+        self.every = EveryBatch(symbols, samples)
         self.constants: dict[tuple[fx.Node, int], Any] = {}
         self.written: dict[fx.Graph, set[int | None]] = {}  # the memory that a graph's ops write over
 
@@ -47,20 +48,23 @@ class Replay:
             return [None] * len(outputs) if isinstance(outputs, tuple | list) else None
 
     def _layouts(self, node: fx.Node, outputs: Any, lined_up: Mapping[fx.Node, Layout]) -> Any:
+        batches = self.every.sizes(node)
+        if batches is None:
+            return [None] * len(outputs) if isinstance(outputs, tuple | list) else None
         packed = [arg for arg in node.all_input_nodes if self._rows(arg)]
         if packed:
             several = isinstance(outputs, tuple | list)
             found = [self._packed(node, packed, i) for i in range(len(outputs) if several else 1)]
             return found if several else found[0]
         if op_name(node.target) in _INDEXING:
-            return self._indexed(node, outputs)
-        runs = [self._run(node, batch, known=self._rows_of(lined_up, batch)) for batch in BATCHES]
+            return self._indexed(node, outputs, batches)
+        runs = [self._run(node, batch, known=self._rows_of(lined_up, batch)) for batch in batches]
         if isinstance(outputs, Tensor):
-            return self.read(runs, outputs)
+            return self.read(runs, outputs, batches=batches)
         if not all(isinstance(run, tuple | list) and len(run) == len(outputs) for run in runs):
             return [None] * len(outputs)
         columns = zip(*runs, strict=True)
-        return [self.read(list(column), out) for column, out in zip(columns, outputs, strict=True)]
+        return [self.read(list(column), out, batches=batches) for column, out in zip(columns, outputs, strict=True)]
 
     def _rows_of(self, lined_up: Mapping[fx.Node, Layout], batch: int) -> dict[fx.Node, Tensor]:
         shapes = {node: [self.symbols.evaluate(size, batch) for size in node.meta["fake"].shape] for node in lined_up}
@@ -84,7 +88,7 @@ class Replay:
         agreed = batched == packed and all(other is not None and other.at(0) == layout.at(0) for other in layouts)
         return layout.at(found[0]) if agreed and found is not None and found[1:] == (1, 1) else None
 
-    def _indexed(self, node: fx.Node, output: Tensor) -> Layout | None:
+    def _indexed(self, node: fx.Node, output: Tensor, batches: Batches) -> Layout | None:
         """``x[ids]``: where x's samples end up, and every batched index's; they have to agree."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -92,9 +96,10 @@ class Replay:
         batched = [arg for arg in indices if self.samples(arg).kind is Kind.BATCHED]
         found = []
         if self.samples(source).kind is Kind.BATCHED:
-            found.append(self.read([self._run(node, batch) for batch in BATCHES], output))
+            found.append(self.read([self._run(node, batch) for batch in batches], output, batches=batches))
         for index in batched:
-            found.append(self.read([self._probe(node, index, batch) for batch in BATCHES], output))
+            runs = [self._probe(node, index, batch) for batch in batches]
+            found.append(self.read(runs, output, batches=batches))
         return found[0] if found and all(layout == found[0] for layout in found) else None
 
     def read_back(self, node: fx.Node) -> tuple[Layout | None, int]:
@@ -125,29 +130,33 @@ class Replay:
 
     def copies(self, node: fx.Node, output: Tensor, dim: int) -> Layout | None:
         """The layout of a parameter's value that a movement op copied to every sample."""
-        runs = [self._run(node, batch, elements=True) for batch in BATCHES]
-        found = [read_copies(run, dim, batch) for run, batch in zip(runs, BATCHES, strict=True)]
+        batches = self.every.sizes(node)
+        if batches is None:
+            return None
+        found = [read_copies(self._run(node, batch, elements=True), dim, batch) for batch in batches]
         return self._agreed(found, output)
 
     def keeps_rows(self, node: fx.Node, rows: fx.Node) -> bool:
         """Whether a movement op leaves what this operand holds along its dim of samples in its order."""
         (dim,) = self.symbols.batch_dims(rows.meta["fake"].shape)
-        for batch in BATCHES:
+        for batch in self.every.sizes(node) or ():
             shape = [self.symbols.evaluate(size, batch) for size in rows.meta["fake"].shape]
             moved = self._run(node, batch, known={rows: sample_ids(Layout(dim), shape, shape[dim])})
             found = read_layout(moved, shape[dim])
             if found is None or found[1:] != (1, 1):
                 return False
-        return True
+        return self.every.sizes(node) is not None
 
-    def read(self, runs: list[Any], output: Any, reader: Any = read_layout) -> Layout | None:
+    def read(
+        self, runs: list[Any], output: Any, reader: Any = read_layout, batches: Batches = BATCHES
+    ) -> Layout | None:
         """The layout that results of two replays show; None where they show none, or two."""
         if not isinstance(output, Tensor):
             return None
-        shapes = [tuple(self.symbols.evaluate(s, b) for s in output.shape) for b in BATCHES]
+        shapes = [tuple(self.symbols.evaluate(s, b) for s in output.shape) for b in batches]
         if [tuple(run.shape) for run in runs] != shapes:
             return None
-        found = [reader(run, batch) for run, batch in zip(runs, BATCHES, strict=True)]
+        found = [reader(run, batch) for run, batch in zip(runs, batches, strict=True)]
         return self._agreed(found, output)
 
     def _agreed(self, found: list[Any], output: Tensor) -> Layout | None:

@@ -91,3 +91,7 @@ class Symbols:
             return str(size)
         names = {symbol: sympy.Symbol(name) for symbol, name in self.names.items()}
         return str(expression(size).subs(names))
+
+    def show_shape(self, shape: Any) -> str:
+        """A shape as text: ``[B, 7]``."""
+        return f"[{', '.join(map(self.show, shape))}]"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxgrad.calls import Call
 from fxgrad.samples.families import Family
 from fxgrad.samples.layouts import Kind, Layout
 from fxgrad.samples.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
@@ -254,6 +255,17 @@ def loss(op: Op, output: Tensor) -> Answer:
     if op.call.op in OVER_LAST:
         return over_dims(op, output)
     return by_shape(op, output) if op.call.op in _OF_CLASSES else elementwise(op, output)
+
+
+def counts_tokens(call: Call, operands: Sequence[Operand]) -> bool:
+    """Whether a mean divides by a number that the labels decide: class weights, labels to ignore among tokens."""
+    if call.op not in _OF_CLASSES or call.get("reduction", "mean") not in ("mean", 1):
+        return False
+    target = next((operand for operand in operands if operand.name == "target"), None)
+    if target is None or target.fake.is_floating_point():
+        return False
+    tokens = target.fake.dim() > 1 or (target.layout is not None and target.layout.merged)
+    return tokens or call.get("weight") is not None or "ignore_index" in call.given
 
 
 _OF_CLASSES = frozenset({"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})

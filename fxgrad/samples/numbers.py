@@ -1,0 +1,77 @@
+"""Numbers that are made of samples: ``x.max().item()``, ``x[x > 0].shape[0]``.
+
+The graph holds such a number as a symbol that no input's size gives ("unbacked"). It depends on whatever the op read
+that made it, and so does every number, and every tensor's size, in which the symbol occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxgrad.calls import Call
+from fxgrad.samples.forms import QUERIES
+from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.operands import Operand
+from fxgrad.samples.symbols import Symbols
+
+
+class Numbers:
+    """Which symbols are made of samples, as one walk over a graph meets them."""
+
+    def __init__(self, symbols: Symbols) -> None:
+        self.symbols = symbols
+        self.seen: set[sympy.Symbol] = set()
+        self.of_samples: set[sympy.Symbol] = set()
+        with symbols.mode:
+            self.scalar = torch.empty(())  # in place of a number where an op takes tensors
+
+    def read(self, node: fx.Node) -> None:
+        """Enter the symbols that a node is the first to have."""
+        new = _unbacked(node.meta["fake"]) - self.seen
+        self.seen |= new
+        if any(_holds_samples(operand.meta["samples"]) for operand in node.all_input_nodes):
+            self.of_samples |= new
+
+    def samples(self, call: Call, operands: Sequence[Operand]) -> Samples | None:
+        """Of a call that gives no tensor: None for what all calls share."""
+        read = call.op not in QUERIES and any(_holds_samples(operand.samples) for operand in operands)
+        return Samples(Kind.MIXED) if read else None
+
+    def corrected(self, node: fx.Node, samples: Any) -> Any:
+        """A value in whose size samples are counted depends on them, whatever it holds."""
+        fake = node.meta["fake"]
+        if isinstance(fake, tuple | list) and isinstance(samples, list):
+            return [self._corrected(one, known) for one, known in zip(fake, samples, strict=True)]
+        return self._corrected(fake, samples)
+
+    def _corrected(self, fake: Any, samples: Any) -> Any:
+        if not _unbacked(fake) & self.of_samples - self.symbols.rows:
+            return samples
+        if isinstance(samples, Samples) and samples.kind is Kind.BATCHED:
+            return samples
+        return Samples(Kind.MIXED, traced=isinstance(samples, Samples) and samples.traced)
+
+
+def _holds_samples(samples: Any) -> bool:
+    several = samples if isinstance(samples, list) else [samples]
+    return any(isinstance(one, Samples) and one.kind in (Kind.BATCHED, Kind.MIXED) for one in several)
+
+
+def _unbacked(fake: Any) -> set[sympy.Symbol]:
+    return {symbol for part in _symbolic(fake) for symbol in free_unbacked_symbols(part)}
+
+
+def _symbolic(fake: Any) -> Iterator[Any]:
+    if isinstance(fake, Tensor):
+        yield from (size for size in fake.shape if isinstance(size, torch.SymInt))
+    elif isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
+        yield fake
+    elif isinstance(fake, tuple | list):
+        for item in fake:
+            yield from _symbolic(item)
