@@ -7,7 +7,7 @@
 torch.Size([8, 2, 3])
 """
 
-from fxgrad import errors, testing
+from fxgrad import errors, losses, testing
 from fxgrad.api import empty_cache, release, result, transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import FxgradError
@@ -61,6 +61,7 @@ __all__ = [
     "errors",
     "explain",
     "implements_per_sample_grads",
+    "losses",
     "register_op",
     "release",
     "result",
