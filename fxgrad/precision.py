@@ -33,3 +33,12 @@ def computable(value: Tensor) -> Tensor:
 def cast(value: Tensor, dtypes: Mapping[torch.dtype, torch.dtype]) -> Tensor:
     """A value of some dtypes in others."""
     return value.to(dtypes[value.dtype]) if value.dtype in dtypes else value
+
+
+def at_most(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights rounded towards zero: near the smallest numbers of a dtype rounding is no small matter."""
+    if torch.promote_types(weight.dtype, dtype) == dtype:
+        return weight.to(dtype)
+    rounded = weight.to(dtype)
+    larger = rounded.to(weight.dtype).abs() > weight.abs()
+    return torch.where(larger, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)

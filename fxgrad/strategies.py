@@ -67,6 +67,11 @@ class Strategy:
             return False
         return self.name != "rule" or isinstance(part, Tensor)
 
+    def at_hand(self, values: list[Any], g: Tensor) -> list[Any]:
+        """The values as the op computed with them. An elementwise one rounds none to the dtype of what it returns,
+        which a wide number without dimensions, or a wide value that is added in place, does not change."""
+        return matched(values, g, narrow=self.name != "elementwise")
+
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         use = self.use.widened() if self.native and g.dtype in WIDE.values() else self.use
         if use.output is not None:
@@ -376,8 +381,11 @@ def _by_vmap_of(use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contrib
     return list(zip(use.wrt, found, strict=True))
 
 
-def matched(values: list[Any], g: Tensor) -> list[Any]:
-    """Floating values in g's dtype, as native backwards have them under autocast; complex ones in that precision."""
+def matched(values: list[Any], g: Tensor, narrow: bool = True) -> list[Any]:
+    """Floating values in g's dtype, as native backwards have them under autocast; complex ones in that precision.
+
+    Without ``narrow`` wider ones stay as they are.
+    """
     if not (g.is_floating_point() or g.is_complex()):
         return values
     real = g.dtype.to_real()
@@ -386,6 +394,7 @@ def matched(values: list[Any], g: Tensor) -> list[Any]:
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         wanted = real.to_complex() if value.is_complex() else real
+        wanted = wanted if narrow else torch.promote_types(wanted, value.dtype)
         return value if value.dtype == wanted else value.to(wanted)
 
     return [cast(value) for value in values]

@@ -47,7 +47,7 @@ class Tap(torch.autograd.Function):
         if g is not None:
             ctx.tape.begin()
             with torch.autocast(g.device.type, enabled=False), torch.no_grad():
-                values = matched(_kept(ctx), g)
+                values = ctx.strategy.at_hand(_kept(ctx), g)
                 ctx.tape.record(ctx.strategy, ctx.tape.scaled(g.detach(), ctx.n), values, ctx.n)
         return (None, None, None, None, g, *[None] * (ctx.inputs - 5))
 

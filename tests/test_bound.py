@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxgrad
 from fxgrad.gradients.rounding import rounding_of_term
 from fxgrad.operators.norms import gamma
-from fxgrad.operators.tables import _by_sorting
+from fxgrad.operators.tables import _by_sorting, rounding_of_rows, row_norms
 from fxgrad.terms import OneHot, Term
 from tests.programs import quick_dynamo
 
@@ -382,3 +382,116 @@ def test_no_factor_is_rounded_for_the_loss(name: str, reduction: Any, device: to
     weight, norms = weights(transformed, clipped, x, g), exact(model, x, g) * scale
     assert bool((weight * norms <= C * (1 + 1e-5)).all()), weight * norms / C
     assert bool((weight * norms >= C * (1 - 1e-2)).all()), weight * norms / C
+
+
+def pairs_apart(k: int, device: torch.device, scale: float = 1e6) -> tuple[Tensor, Tensor]:
+    """Inputs and output gradients whose products take each other back exactly, but not in the order of a sum."""
+    x, g = torch.randn(3, k // 2, D, device=device), torch.randn(3, k // 2, D, device=device) * scale
+    order = torch.randperm(k, device=device)
+    return torch.cat([x, x], 1)[:, order], torch.cat([g, -g], 1)[:, order]
+
+
+def left_alone(transformed: nn.Module, x: Tensor, g: Tensor) -> float:
+    """The longest p.grad, over C, where one sample of the batch has a gradient and the others have none."""
+    lengths = []
+    for i in range(len(g)):
+        only = torch.zeros_like(g)
+        only[i] = g[i]
+        y = transformed(x)
+        (y * only.reshape(y.shape)).sum().backward()
+        grads = [p.grad.double().norm() for p in transformed.parameters() if p.grad is not None]
+        lengths.append(float(torch.stack(grads).norm()) / C)
+        fxgrad.zero_grad(transformed)
+    return max(lengths)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+
+
+THROUGH: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
+    "a scaled weight": (lambda x, w: F.linear(x, 2 * w), [(D, D)]),
+    "exp": (lambda x, w: F.linear(x, w.exp()), [(D, D)]),
+    "a product of two": (lambda x, w, v: x @ (w * v), [(D, D), (D, D)]),
+    "a square": (lambda x, w: x @ (w @ w.t()), [(D, D)]),
+    "cumsum": (lambda x, w: x @ w.cumsum(0), [(D, D)]),
+    "transposed before and after": (lambda x, w: x @ (w.t() * 2).t(), [(D, D)]),
+    "also by itself": (lambda x, w: x @ w.exp() + x @ w, [(D, D)]),
+    "a scaled table": (lambda x, w: x + (2 * w)[_zeros(x)], [(5, D)]),
+    "gather of copies": (lambda x, w: w.expand(len(x), 5, D).gather(
+        1, _zeros(x).unsqueeze(2).expand_as(x)) + x, [(5, D)]),
+    "a scaled kernel": (lambda x, w: F.conv1d(x.mT, 2 * w).mT, [(D, D, 1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [64, 1024])
+@pytest.mark.parametrize("name", THROUGH)
+def test_what_is_pulled_back_leaves_no_more_than_its_norm_says(name: str, k: int, device: torch.device) -> None:
+    """A sum that float32 rounds is no part of a norm that float64 found to be nothing."""
+    torch.manual_seed(0)
+    function, shapes = THROUGH[name]
+    clipped = fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(Of(function, *shapes).to(device), quantity=clipped, backend="eager")
+    assert left_alone(transformed, *pairs_apart(k, device)) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["gram", "recompute", "materialise"])
+@pytest.mark.parametrize("scale", [1e6, 1e20])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_a_norm_found_in_float64_bounds_a_sum_in_float32(
+    kind: str, scale: float, strategy: str, device: torch.device
+) -> None:
+    """Squares that float32 could not hold are computed again, and what is delivered is rounded as before."""
+    torch.manual_seed(0)
+    function: Function = (lambda x, w: F.linear(x, w)) if kind == "linear" else (lambda x, w: F.conv1d(x.mT, w).mT)
+    model = Of(function, (D, D) if kind == "linear" else (D, D, 1)).to(device)
+    given = {"weights.0": strategy}
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), strategy=given, backend="eager")
+    assert left_alone(transformed, *pairs_apart(64, device, scale)) <= 1 + 1e-5
+
+
+def test_a_table_measured_again_in_float64(device: torch.device) -> None:
+    ids, g = torch.zeros(3, 64, dtype=torch.long, device=device), pairs_apart(64, device, 1e30)[1]
+    found = row_norms(ids, g, 3, -1)
+    assert bool((found[1] >= rounding_of_rows(ids, g, 3, -1)).all())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_derivative_of_a_function_makes_nan_of_no_sample(size: int, device: torch.device) -> None:
+    """√w at 0: every sample's gradient is infinite, and weighs 0."""
+    model, clipped = Of(lambda x, w: F.linear(x, (w - w).sqrt()), (D, D)).to(device), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    transformed(torch.ones(size, D, device=device)).sum().backward()
+    assert fxgrad.result(transformed, clipped).nonfinite == size
+    assert [bool(p.grad.any()) for p in model.parameters() if p.grad is not None] == [False]
+
+
+def test_weights_of_a_wider_dtype_are_rounded_down(device: torch.device) -> None:
+    """The first parameter is float64, the second takes a weight of 0.8 times float32's smallest number."""
+    model = nn.Module()
+    model.wide = nn.Parameter(torch.ones(1, dtype=torch.float64, device=device))
+    model.narrow = nn.Parameter(torch.ones(D, device=device))
+    model.forward = lambda x: x * model.narrow + (x * 0).double().mul(model.wide).float()
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e-10), backend="eager")
+    g = torch.zeros(2, D, device=device)
+    g[0, 0] = 1.25e35
+    transformed(torch.ones(2, D, device=device)).backward(g)
+    assert float(torch.linalg.vector_norm(model.narrow.grad, dtype=torch.float64)) <= 1e-10 * (1 + 1e-5)
+
+
+WIDE_VALUES: dict[str, Function] = {
+    "copies times a number": lambda x, w: x + w.expand(len(x), D) * torch.full((), 1.0039, device=x.device),
+    "addcmul": lambda x, w: torch.addcmul(x, w, torch.full((), 1.0039, device=x.device)),
+    "added in place": lambda x, w: torch.zeros_like(x).addcmul_(torch.full_like(x, 1.0039, dtype=torch.float32), w),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_VALUES)
+def test_values_wider_than_what_an_op_returns(name: str, device: torch.device) -> None:
+    """1.0039 is 1 in bfloat16, and no such thing happens to it in an op that returns bfloat16."""
+    torch.manual_seed(0)
+    model, clipped = Of(WIDE_VALUES[name], (D,)).to(device, torch.bfloat16), fxgrad.ClippedGrad(C)
+    transformed = fxgrad.transform(model, quantity=clipped, backend="eager")
+    x, g = torch.ones(3, D, dtype=torch.bfloat16, device=device), torch.randn(3, D, device=device).bfloat16()
+    weight = weights(transformed, clipped, x, g)
+    assert bool((weight * g.double().norm(dim=1) * 1.0039 <= C * (1 + 1e-5)).all())

@@ -22,7 +22,7 @@ from fxgrad.operators.gram import window_gram
 from fxgrad.operators.products import product_norms
 from fxgrad.operators.tables import row_norms
 from fxgrad.operators.windows import window_norms
-from fxgrad.quantities.clipping import at_most
+from fxgrad.precision import at_most
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
 from tests.programs import quick_dynamo

@@ -142,6 +142,7 @@ def contributions(
         delivered = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         fxgrad.zero_grad(transformed)
         assert all(bool(grad.isfinite().all()) for grad in delivered), kind
+        assert alone(transformed, given, g) <= 1 + 1e-5 + torch.finfo(dtype).eps, kind
         grads = exact(model, given, g)
         norms = torch.stack([torch.stack([p.norm() for p in one]).norm() for one in grads])
         if kind == "plain":
@@ -152,6 +153,16 @@ def contributions(
         lengths = torch.where(weight == 0, 0, weight * norms)
         found[kind] = max(lengths.tolist(), key=lambda v: math.inf if math.isnan(v) else v) / C
     return found
+
+
+def alone(transformed: nn.Module, given: Sequence[Tensor], g: Tensor) -> float:
+    """The length of what one sample leaves in p.grad, over C, where no other sample has a gradient."""
+    only = torch.zeros_like(g)
+    only[-1] = g[-1]
+    (transformed(*given) * only).sum().backward()
+    grads = [p.grad.double().norm() for p in transformed.parameters() if p.grad is not None]
+    fxgrad.zero_grad(transformed)
+    return float(torch.stack(grads).norm()) / C
 
 
 def check(case: Case, size: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:

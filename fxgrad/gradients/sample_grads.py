@@ -30,6 +30,7 @@ from fxgrad.gradients.parts import (
     multiplied_out,
     rounding,
     summed,
+    term_as,
 )
 from fxgrad.operators.norms import Norms, as_vectors, bounded, frobenius, gamma
 from fxgrad.operators.products import product_norms, rank_one_norms
@@ -46,7 +47,7 @@ from fxgrad.operators.sums import (
 )
 from fxgrad.operators.tables import kernels_pay, row_norms, table_sum, without
 from fxgrad.operators.windows import window_norms
-from fxgrad.precision import accumulating
+from fxgrad.precision import WIDE, accumulating, at_most
 from fxgrad.samples.symbols import hint
 from fxgrad.terms import Term
 
@@ -110,16 +111,20 @@ class SampleGrads:
         off = [rounding(part) for part in parts if not (isinstance(part, Virtual) or is_factored(part))]
         return bounded(rows, sum(off, rows.new_zeros(self.n, dtype=torch.float64)))
 
-    def weighted(self, c: Tensor) -> Tensor:
-        """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype."""
+    def weighted(self, c: Tensor, wide: bool = False) -> Tensor:
+        """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype; ``wide``: in float64, on its way to one."""
+        dtype = WIDE.get(self.dtype, self.dtype) if wide else self.dtype
+        bent = any(isinstance(part, Virtual) and not part.of.keeps for part in self.parts)
         total: Tensor | None = None
-        c = self._scaled(c.to(self.accumulating))
+        c = self._scaled(at_most(c, self.accumulating))
         for part in merged(self.parts):
-            found = _weighted(part, c, self.name, self.ways).reshape(self.shape)
+            found = _weighted(part, c, wide or bent, self.ways).reshape(self.shape)
             total = found if total is None else total + found
         if total is None:
-            return self.like.new_zeros(self.shape, dtype=self.dtype)
-        return total.to(self.dtype)
+            return self.like.new_zeros(self.shape, dtype=dtype)
+        if bent and not wide:  # of a derivative that is infinite no weight of 0 makes 0
+            total = torch.where((c == 0).all(), 0, total)
+        return total.to(dtype)
 
     def dot(self, vector: Tensor) -> Tensor:
         """``<D_n, vector>`` of a tensor ``[*shape]``: ``[n]``."""
@@ -231,14 +236,17 @@ def _norms_of_tied(table: Term, product: Term, name: str, ways: Ways) -> Norms:
     return square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)
 
 
-def _weighted(part: Part, c: Tensor, name: str, ways: Ways) -> Tensor:
+def _weighted(part: Part, c: Tensor, wide: bool, ways: Ways) -> Tensor:
+    """``Σ_n c_n`` part_n, which rounds no more than the part's norm takes into account."""
     if isinstance(part, Virtual):
-        return part.of.weighted(part.slot, c)
+        return part.of.weighted(part.slot, c, wide)
     if not isinstance(part, Term):
-        return _dense_sum(dense_of(part), c)
+        return _dense_sum(dense_of(part, wide), c)
+    part = term_as(part, WIDE) if wide else part
     product, table, windows = part.product(), part.rows(), part.windows()
     if product is None and has_complex(part):
         return _dense_sum(part.dense(), c)
+    c = at_most(c, part.dtype().to_real())
     if product is not None:
         g, x = product
         if _is_small_sum(g, x, ways.machine):

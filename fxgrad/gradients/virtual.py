@@ -3,7 +3,7 @@
     f moves elements (w.t(), w.view(..))    a term of u is a term of w: the same factors, and the same norms
     any other f                             D_n(w) = Jᵀ D_n(u), multiplied out where each D_n(w) itself is asked for,
                                             and in float64 for a norm; but Σ_n c_n D_n(w) = Jᵀ Σ_n c_n D_n(u):
-                                            the sum is finished at u, and pulled back once
+                                            the sum is finished at u, and pulled back once, in float64, too
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Pullback:
     def __init__(self, grads: SampleGrads, back: Back, keeps: bool) -> None:
         self.grads, self.back, self.keeps = grads, back, keeps
         self._rows: dict[bool, dict[int, Tensor]] = {}
-        self._sums: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
+        self._sums: dict[tuple[int, bool], tuple[Tensor, dict[int, Tensor]]] = {}
         self._grouped: dict[int, Pullback] = {}
 
     def rows(self, slot: int, wide: bool) -> Tensor:
@@ -68,16 +68,20 @@ class Pullback:
             return frobenius(self.rows(slot, True) - self.rows(slot, False))
         return torch.stack([rounding(part) for part in self.grads.parts]).sum(0)
 
-    def weighted(self, slot: int, c: Tensor) -> Tensor:
-        """``Σ_n c_n D_n(w)``, from the finished sum; of one sample it is there already, for its norm, in float64."""
+    def weighted(self, slot: int, c: Tensor, wide: bool) -> Tensor:
+        """``Σ_n c_n D_n(w)``, from the finished sum; of one sample it is there already, for its norm.
+
+        In float64 where norms are: what rounding adds to the sum, no norm has.
+        """
         if not self.keeps and isinstance(self.grads.n, int) and self.grads.n == 1:
             row = self.rows(slot, True)[0]
-            return (row * c.to(row.dtype.to_real() if row.is_complex() else row.dtype)).to(self.grads.dtype)
-        if id(c) not in self._sums:
-            total = self.grads.weighted(c)
+            return row * c.to(row.dtype.to_real() if row.is_complex() else row.dtype)
+        key = id(c), wide or not self.keeps
+        if key not in self._sums:
+            total = self.grads.weighted(c, key[1])
             found = self.back(total.unsqueeze(0))
-            self._sums[id(c)] = c, {own: grad.squeeze(0) for own, grad in found.items()}
-        return self._sums[id(c)][1][slot]
+            self._sums[key] = c, {own: grad.squeeze(0) for own, grad in found.items()}
+        return self._sums[key][1][slot]
 
     def dot(self, slot: int, vector: Tensor) -> Tensor:
         """``<D_n(w), vector>``; where f moves elements, the vector is moved to u."""

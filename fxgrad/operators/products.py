@@ -35,11 +35,14 @@ from fxgrad.precision import computable
 Norm = Callable[[Tensor], Tensor]
 
 
-def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius) -> Tensor:
-    """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖."""
+def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius, dtype: torch.dtype | None = None) -> Tensor:
+    """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖.
+
+    Of sums in ``dtype``, or in g's own.
+    """
     n, k = g.shape[:2]
     lengths = (norm(g.flatten(0, 1)) * norm(x.flatten(0, 1))).view(n, k)
-    return 1.001 * gamma(k, g.dtype) * lengths.sum(1)
+    return 1.001 * gamma(k, dtype or g.dtype) * lengths.sum(1)
 
 
 def rank_one_norms(g: Tensor, x: Tensor) -> Norms:
@@ -75,14 +78,16 @@ def _(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     return g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
-def _norms_of_rows(g: Tensor, x: Tensor) -> Tensor:
-    return measured(g.mT @ x, product_rounding(g, x, quick_frobenius))
+def _norms_of_rows(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return measured(g.mT @ x, product_rounding(g, x, quick_frobenius, dtype))
 
 
 def _carefully(g: Tensor, x: Tensor) -> Tensor:
-    """One sample in float64; what is finite in g's dtype has a finite norm here."""
-    g, x = g.double(), x.double()
-    return _norms_of_rows(g.unsqueeze(0), x.unsqueeze(0))
+    """One sample in float64; what is finite in g's dtype has a finite norm here.
+
+    The bound is for g's dtype all the same: that is what the weighted sum is multiplied out in.
+    """
+    return _norms_of_rows(g.double().unsqueeze(0), x.double().unsqueeze(0), g.dtype)
 
 
 @torch.library.custom_op("fxgrad::product_rows", mutates_args=(), tags=ANY_LAYOUT)

@@ -109,7 +109,7 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     _call(kernels.row_squares, ids, g, padding_idx, found.data_ptr())
     found, doubtful = _measured(found, g.dtype)
     if bool(doubtful.any()):
-        found[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx)
+        found[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx, g.dtype)
     return found
 
 
@@ -159,7 +159,10 @@ def _measured(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return found, ~found[1].isfinite() | (norms < SMALL)
 
 
-def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+def _by_sorting(
+    ids: Tensor, g: Tensor, classes: int, padding_idx: int, delivered: torch.dtype | None = None
+) -> Tensor:
+    """``[2, n]``: norms, and bounds for rows that are added up in the dtype ``delivered``, or in g's own."""
     n = len(ids)
     g = without(padding_idx, ids, g)
     sample = torch.arange(n, device=ids.device).unsqueeze(1)
@@ -172,7 +175,7 @@ def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
     counts.index_add_(0, places.flatten(), torch.ones_like(each))
     owners = torch.div(keys, classes, rounding_mode="floor")
     norms = _by_owner(quick_frobenius(sums), owners, n, g.dtype)
-    rounding = 1.001 * _by_owner(rounding_of_sums(counts, lengths, g.dtype), owners, n, g.dtype)
+    rounding = 1.001 * _by_owner(rounding_of_sums(counts, lengths, delivered or g.dtype), owners, n, g.dtype)
     return torch.stack([norms, norms * (1 + gamma(CHAIN, g.dtype)) + rounding])
 
 

@@ -70,9 +70,12 @@ def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -
     return g.new_empty(g.shape[0], *kernel), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
-def _norms_of_windows(grads: Tensor, g: Tensor, input: Tensor, settings: Settings) -> Tensor:
+def _norms_of_windows(
+    grads: Tensor, g: Tensor, input: Tensor, settings: Settings, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Norms, and bounds for gradients that are added up in ``dtype``, or in g's own."""
     terms = _terms_of_windows(g, input, grads.shape[1:], settings)
-    return measured(grads, window_rounding(quick_frobenius(g), quick_frobenius(input), *terms, g.dtype))
+    return measured(grads, window_rounding(quick_frobenius(g), quick_frobenius(input), *terms, dtype or g.dtype))
 
 
 def _by_kernel(
@@ -97,12 +100,12 @@ def _terms_of_windows(
 def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
     """The norms of a convolution's per-sample weight gradients, and their bounds."""
     g, input = computable(g), computable(input)
-    settings = Settings.of(numbers)
+    settings, delivered = Settings.of(numbers), g.dtype
 
     def of(g: Tensor, input: Tensor) -> Tensor:
         grads = g.new_empty(len(g), *kernel)
         conv_rows(g, input, kernel, settings, grads)
-        return _norms_of_windows(grads, g, input, settings)
+        return _norms_of_windows(grads, g, input, settings, delivered)
 
     def carefully(row: int) -> Tensor:
         return of(g[row : row + 1].double(), input[row : row + 1].double())

@@ -15,7 +15,7 @@ from fxgrad.errors import NonFinite, OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.operators.memory import stored
 from fxgrad.operators.norms import is_wide, root_sum_squares
-from fxgrad.precision import accumulating
+from fxgrad.precision import accumulating, at_most
 from fxgrad.quantities.base import GRAD, OUTSIDE, RESULT, Delivery, Outside, Quantity, first
 
 Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
@@ -38,8 +38,12 @@ class ClippedGrad(Quantity):
     n_i is the norm of sample i's gradient over all parameters. The norms, the weights and the number of samples
     whose gradient or weight was Inf or NaN, which weigh 0, are `fxgrad.result(model, quantity)`, a `Clipping`. In
     floating point c_i is taken from an upper bound of n_i, so that ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in exact
-    arithmetic, whatever cancels. Assumed is that activations, a norm layer's normalised input and the gradients between
-    ops are as the model computed them in its own dtype, and that ops that are not PyTorch's own lose nothing inside.
+    arithmetic, whatever cancels, and what the sample adds to p.grad is no longer, up to the rounding of p.grad itself.
+    Assumed is that activations, a norm layer's normalised input and the gradients between ops are as the model computed
+    them in its own dtype (where one decides the next, as in ``sin(1e18 * w)``, float64 may give another gradient
+    altogether); that float64 loses nothing in ops without a rule and on the way through functions of parameters, such
+    as ``2 * w`` (of numbers of 1e17 it loses ones); and that ops that are not PyTorch's own, and bodies of control flow
+    that name a dtype, lose nothing inside.
 
     Args:
         max_grad_norm: C, or one number for each group, in their order; of "per_parameter" that of
@@ -220,13 +224,6 @@ class ClippedGrad(Quantity):
 
     def __str__(self) -> str:
         return f"ClippedGrad({self.max_grad_norm})"
-
-
-def at_most(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights rounded towards zero: near the smallest numbers of a dtype rounding is no small matter."""
-    rounded = weight.to(dtype)
-    larger = rounded.to(weight.dtype).abs() > weight.abs()
-    return torch.where(larger, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
 
 
 def is_positive(value: Any) -> bool:
