@@ -159,8 +159,10 @@ _OF_A_PLACE = ("stack_trace", "nn_module_stack", *OF_A_CHECKPOINT)
 
 
 def memory_of(fake: Any) -> int | None:
-    """What tells a value's memory from other memory; None for a value that has none."""
-    return fake.untyped_storage()._cdata if isinstance(fake, Tensor) else None
+    """What tells a value's memory from other memory; None for a value that has none, as inside of ``torch.vmap``."""
+    if not isinstance(fake, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(fake):
+        return None
+    return fake.untyped_storage()._cdata
 
 
 def without_gradients(graph: fx.Graph) -> set[fx.Node]:

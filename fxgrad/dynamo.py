@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,6 +109,7 @@ class CapturedCall:
             self.told.enter_context(called_with(self.args, self.kwargs))
             self.told.enter_context(sizes_unseen())
             self.told.enter_context(recurrent_modules())
+            self.told.enter_context(messages_ignored())
 
 
 def _begin(_: Any) -> None:
@@ -183,3 +186,16 @@ def sizes_unseen() -> Iterator[None]:
         yield
     finally:
         shapes_config.use_duck_shape, opt_einsum.enabled, torch._guards.log.disabled = duck, einsum, silent
+
+
+@contextlib.contextmanager
+def messages_ignored() -> Iterator[None]:
+    """What a model prints, logs or warns of in its forward does nothing in a graph, and is no reason to break it."""
+    named = [value for name, value in vars(logging.Logger).items() if name in _LOGS or name.endswith("_once")]
+    with torch._dynamo.config.patch(
+        ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, print, warnings.warn, *named}
+    ):
+        yield
+
+
+_LOGS = frozenset("debug info warning warn error exception critical fatal log warning_advice".split())

@@ -232,7 +232,8 @@ class _Routing:
             size = rank + (call.op == "unsqueeze")
             return first and isinstance(dim, int) and dim % size != 0
         if family is Family.NORMALISED:
-            return first and len(call.get("normalized_shape", ())) < rank
+            shape = call.get("normalized_shape", ())
+            return first and isinstance(shape, tuple | list) and len(shape) < rank
         return False
 
     def _lines_up(self, arg: fx.Node, kinds: dict[fx.Node, str], rank: int) -> bool:

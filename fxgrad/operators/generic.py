@@ -112,7 +112,7 @@ def per_sample_vjp(
     after = _random_states(grads[0])
     if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
         raise RuntimeError(f"an op that uses a parameter draws random numbers, which no backward can repeat: {key}")
-    return [grad.clone(memory_format=torch.contiguous_format) for grad in found]
+    return [grad.to_dense().clone(memory_format=torch.contiguous_format) for grad in found]
 
 
 @per_sample_vjp.register_fake

@@ -155,6 +155,7 @@ def zip_einsum(op: Op, left: str) -> Iterator[tuple[Operand, Layout, str]]:
 
 def normalised(op: Op, output: Tensor) -> Answer:
     shape = op.call.get("normalized_shape", ())
+    shape = shape.meta["fake"] if isinstance(shape, fx.Node) else shape  # h.shape[1:]
     mixes = refuse_dims(
         op,
         lambda operand: range(operand.fake.dim() - len(shape), operand.fake.dim()),
