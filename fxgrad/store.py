@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -57,6 +57,8 @@ class Forward:
         self.view: Any = None  # the transformed model: with its guard it lives as long as this graph
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
+        # What averages p.grad at the end of a backward: its own callback comes after ours.
+        self.averaged = nn.parallel.DistributedDataParallel._active_ddp_module is not None
         self.met = False  # whether it added to what another forward of the same call had set
 
     def task(self) -> int:
@@ -199,8 +201,7 @@ class Store:
         for observer in self.observers:
             observer.began(forward)
         self.forwards.add(forward)  # again, where an earlier backward retained the graph
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._end_backward(forward))
+        _at_the_end(lambda: self._end_at_last(forward))
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
@@ -233,13 +234,20 @@ class Store:
                     advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
                 )
 
+    def _end_at_last(self, forward: Forward) -> None:
+        """Behind callbacks that hooks have queued in this backward: they may change p.grad."""
+        if forward.averaged or forward.enclosing != -1:
+            self._end_backward(forward)
+        else:
+            _at_the_end(lambda: self._end_backward(forward))
+
     @undone()
     def _end_backward(self, forward: Forward) -> None:
         """Zeros where no gradient reached."""
         task = forward.task()
         self.forwards.discard(forward)
         if self.guard is not None:
-            self.guard.check_held(task)
+            self.guard.check_held(task, forward.averaged)
         for place, deliveries in enumerate(self.asked_of(forward).by_quantity):
             missing = []
             reported = self._reported(place, task)
@@ -331,6 +339,11 @@ class Store:
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    """Call this when the running backward call has done all else."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _task_of(found: Any) -> int | None:
