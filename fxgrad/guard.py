@@ -102,7 +102,7 @@ class Slot:
             self.kept, self.kept_count = self.before.clone(), self.before._version
         if self.copies is None or self.before is not None or not delivered:
             return None
-        made = torch.empty_like(self.copies).copy_(grad)
+        made = torch.empty_like(self.copies, dtype=grad.dtype).copy_(grad)
         self.version = STAMPS.mark([made])
         return made
 

@@ -676,6 +676,22 @@ def test_gradients_in_the_buckets_of_distributed_data_parallel() -> None:
     torch.testing.assert_close(grads(model), grads(other))
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_p_grad_of_another_dtype(kept: bool) -> None:
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    for p in model.parameters():
+        p.grad_dtype = torch.float64
+    views = [private(model), private(other)]
+    for _ in range(1 + kept):
+        for view in views:
+            view(inputs()).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())
+    torch.testing.assert_close(grads(model), grads(other), check_dtype=False)
+    with pytest.raises(UnclippedGrad):
+        (views[0](inputs()).sum() + model(inputs()).sum()).backward()
+
+
 def test_a_complex_parameter_that_is_unfrozen() -> None:
     model: Any = Net()
     model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
@@ -730,6 +746,18 @@ class TestNested:
         with pytest.raises(UnclippedGrad):
             (parts[0] + parts[1]).backward()
         assert all(p.grad is None for p in model.parameters())
+
+    def test_two_checkpoints_around_the_transformed(self) -> None:
+        """Each runs its forward when the other's has been delivered, in one and the same backward."""
+        model = Net()
+        view = private(model)
+        x = inputs().requires_grad_()
+        parts = [checkpoint(view, x, use_reentrant=True).sum() for _ in range(2)]
+        with pytest.raises(AlreadySet, match="two forwards of the model meet in one backward"):
+            (parts[0] + parts[1]).backward()
+        assert all(p.grad is None for p in model.parameters())
+        for part in [checkpoint(view, x, use_reentrant=True).sum() for _ in range(2)]:
+            part.backward()
 
     def test_alone_it_is_right(self) -> None:
         model = Net()
