@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -663,10 +664,10 @@ def test_gradients_that_are_parts_of_one_tensor() -> None:
     assert all(p.grad is not None and p.grad._is_view() for p in model.parameters())
 
 
-def test_gradients_in_the_buckets_of_distributed_data_parallel() -> None:
+def test_gradients_in_the_buckets_of_distributed_data_parallel(tmp_path: Path) -> None:
     model, other = Net(), Net()
     other.load_state_dict(model.state_dict())
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     try:
         around = nn.parallel.DistributedDataParallel(private(model), gradient_as_bucket_view=True)
         around(inputs()).sum().backward()
