@@ -234,9 +234,9 @@ class Guard:
             slot.expect(parameter, grad, stamp)
 
     def arrived(self, parameter: Tensor) -> bool:
-        """Whether p.grad has what was delivered; ``backward(inputs=..)`` leaves some out."""
+        """Whether p.grad has what was delivered, and is guarded; ``backward(inputs=..)`` leaves some out."""
         known = self.watched.get(id(parameter))
-        return known is None or known[2].arrived
+        return known is not None and known[2].arrived
 
     def check_held(self, task: int, averaged: bool) -> None:
         """Raise where p.grad was changed behind the comparison, by hooks of the engine's own nodes or after them.

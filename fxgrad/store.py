@@ -242,6 +242,13 @@ class Store:
                     advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
                 )
 
+    def _unused(self, forward: Forward) -> set[str]:
+        """The parameters that no graph uses, where an optimizer adds noise to all, and the backward is for all."""
+        used = {name for ghost in forward.ghosts for name in getattr(ghost, "names", forward.parameters)}
+        if not self.observers or not all(accumulates(forward.parameters[name]) for name in used):
+            return set()
+        return forward.parameters.keys() - used
+
     def _end_at_last(self, forward: Forward) -> None:
         """Behind callbacks that hooks have queued in this backward: they may change p.grad."""
         if forward.averaged or forward.enclosing != -1:
@@ -256,6 +263,7 @@ class Store:
         self.forwards.discard(forward)
         if self.guard is not None:
             self.guard.check_held(task, forward.averaged)
+        unused: set[str] | None = None
         for place, deliveries in enumerate(self.asked_of(forward).by_quantity):
             missing = []
             reported = self._reported(place, task)
@@ -266,7 +274,10 @@ class Store:
                     continue
                 parameter = forward.parameters[delivery.parameter or ""]
                 if delivery.place == GRAD:
-                    if parameter.grad is None and delivery.parameter not in forward.sent and accumulates(parameter):
+                    missed = parameter.grad is None and delivery.parameter not in forward.sent
+                    if missed and unused is None:
+                        unused = self._unused(forward)
+                    if missed and (accumulates(parameter) or delivery.parameter in (unused or ())):
                         parameter.grad = _as_kept(parameter, torch.zeros_like(parameter))
                 elif _task_of(getattr(parameter, delivery.place, None)) != task:
                     zeros = torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)

@@ -632,3 +632,30 @@ def test_a_step_hook_beside_the_accountant_s(one_backward: bool) -> None:
     run.before = run.values()
     run.loss().backward()
     run.refuses(UnaccountedGrad, r"p.grad was changed between the noise and the step, .*attach_step_hook")
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_a_parameter_that_the_model_does_not_use(one_backward: bool) -> None:
+    def prepared(model: Any) -> list[nn.Parameter]:
+        model.idle = nn.Linear(2, 2)
+        return list(model.parameters())
+
+    run = Private(one_backward, prepared)
+    for _ in range(2):
+        run.steps_right()
+    if one_backward:
+        run.optimizer.zero_grad(set_to_none=True)
+        run.before = run.values()
+        run.loss().backward(inputs=[run.model.body.weight])
+        assert run.model.idle.weight.grad is None
+        run.refuses(UnaccountedGrad, "did not get its part of the last backward")
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_guard_that_is_released_between_forward_and_backward(foreign: bool) -> None:
+    run = Private()
+    loss = run.loss()
+    fxgrad.release(run.view)
+    (loss + run.model(X).square().sum() if foreign else loss).backward()
+    run.refuses(UnaccountedGrad, "did not get its part of the last backward, .*after fxgrad.release")
+    run.steps_right()
