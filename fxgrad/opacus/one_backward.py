@@ -58,7 +58,6 @@ class _Checked:
             _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
         if real:
-            self._check_unchanged(self._noised or [], "attach_step_hook")
             self.original_optimizer._optimizer_step_pre_hooks.move_to_end(self._hook.id)
         return real
 
@@ -79,6 +78,7 @@ class _Checked:
 
     def reduce_gradients(self) -> None:
         """The same in several: the sum over all of them."""
+        self._check_unchanged(self._noised or [])
         super().reduce_gradients()  # type: ignore[misc]
         self._noised = self._grads()
 
@@ -102,15 +102,16 @@ class _Checked:
                 "the optimizer that make_private was given steps by itself, without noise and without being counted",
                 advice="Step the optimizer that make_private returned last.",
             )
-        self._check_unchanged(noised, "register_step_pre_hook, or register_optimizer_step_pre_hook for all optimizers")
+        self._check_unchanged(noised)
 
-    def _check_unchanged(self, noised: list[tuple[Tensor | None, int]], by: str) -> None:
+    def _check_unchanged(self, noised: list[tuple[Tensor | None, int]]) -> None:
         found = self._grads()
         if len(found) == len(noised) and all(a is b and n == m for (a, n), (b, m) in zip(found, noised, strict=True)):
             return
         self._noised = None
         raise UnaccountedGrad(
-            f"p.grad was changed between the noise and the step, by a hook of the optimizer ({by})",
+            "p.grad was changed between the noise and the step, by a hook of the optimizer (register_step_pre_hook, "
+            "attach_step_hook) or of all (register_optimizer_step_pre_hook)",
             advice=f"Remove the hook: what it writes has no noise, and nobody counts it. {CLEAR}",
         )
 
