@@ -71,7 +71,7 @@ class Slot:
     """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
 
     __slots__ = tuple(
-        "alone arrived before cdata count guards handle kept kept_count of tasks version".split()
+        "arrived before cdata copies count guards handle kept kept_count of tasks version".split()
     )
     __torch_unserializable__ = True  # PyTorch: copies of the parameter go without this hook, and without a warning
 
@@ -80,7 +80,9 @@ class Slot:
         self.cdata = self.version = _NOTHING  # the gradient that may arrive
         self.tasks: tuple[int, ...] = ()  # the backward call that is noted here, and the one it runs in
         self.arrived = False  # whether p.grad has changed in it
-        self.alone = True  # whether the parameter has no hook of the user's
+        # The parameter, where the engine would copy what it is given instead of keeping it: the copy is then made here,
+        # and its version is known.
+        self.copies: Tensor | None = None
         self.before: Tensor | None = None  # p.grad before that backward, which the engine adds to in place
         self.count = 0  # its version
         self.kept: Tensor | None = None  # its values, and its version then
@@ -88,14 +90,20 @@ class Slot:
         self.guards: list[Guard] = []
         self.handle: Any = None
 
-    def __call__(self, grad: Tensor | None) -> None:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:  # a quantity that leaves nothing for p.grad
-            return
-        if grad._cdata != self.cdata or grad._version != self.version:
+            return None
+        delivered = grad._cdata == self.cdata and grad._version == self.version
+        if not delivered:
             _refuse(self)
         self.arrived = True
         if self.before is not None and self.kept is None:
             self.kept, self.kept_count = self.before.clone(), self.before._version
+        if self.copies is None or self.before is not None or not delivered:
+            return None
+        made = torch.empty_like(self.copies, dtype=grad.dtype).copy_(grad)
+        self.version = STAMPS.mark([made])
+        return made
 
     def stay(self, parameter: Tensor) -> None:
         """Come back where the hook was taken away; `torch.utils.swap_tensors` leaves it behind with the old tensor."""
@@ -116,19 +124,21 @@ class Slot:
 
     def expect(self, parameter: Tensor, grad: Tensor, stamp: int) -> None:
         self.cdata, self.version = grad._cdata, stamp
-        # Where p.grad is None the engine keeps what it is given, unless somebody else does or its layout is not p's.
-        self.alone = len(parameter._backward_hooks or ()) == 1 and grad.stride() == parameter.stride()
+        kept = len(parameter._backward_hooks or ()) == 1 and grad.stride() == parameter.stride()
+        self.copies = None if kept else parameter  # other hooks may keep it, and the layout has to be p's
 
-    def holds(self, parameter: Tensor) -> bool:
+    def holds(self, parameter: Tensor, averaged: bool) -> bool:
         """Whether p.grad is what the engine made of the delivery, at the end of the backward."""
         grad, hooks = parameter.grad, parameter._backward_hooks or {}
-        if not self.arrived or self.version == _NOTHING or grad is None or grad._is_view():
-            return True  # None: sharding took it; a view: DistributedDataParallel's buckets
+        if not self.arrived or self.version == _NOTHING or grad is None:
+            return True  # None: sharding took it
+        if grad._is_view() and (averaged or grad is self.before):
+            return True  # of DistributedDataParallel's buckets, or of a tensor whose version counts all of its views
         if self.handle is None or next(reversed(hooks), None) != self.handle.id:
             return False  # a hook was registered meanwhile
         if self.before is not None:
             return grad is self.before and grad._version == self.count + 1
-        return grad._version == self.version or (grad._version <= 1 and not self.alone)  # of a copy the engine made
+        return grad._version == self.version
 
     def note(self, tasks: tuple[int, ...], before: Tensor | None) -> None:
         """Keep p.grad as it was when this backward call began."""
@@ -146,7 +156,7 @@ class Slot:
 
     def forget(self) -> None:
         self.cdata = self.version = _NOTHING
-        self.before = self.kept = None
+        self.before = self.kept = self.copies = None
         self.tasks, self.arrived = (), False
 
 
@@ -223,18 +233,22 @@ class Guard:
             slot.expect(parameter, grad, stamp)
 
     def arrived(self, parameter: Tensor) -> bool:
-        """Whether p.grad has what was delivered; ``backward(inputs=..)`` leaves some out."""
+        """Whether p.grad has what was delivered, and is guarded; ``backward(inputs=..)`` leaves some out."""
         known = self.watched.get(id(parameter))
-        return known is None or known[2].arrived
+        return known is not None and known[2].arrived
 
-    def check_held(self, task: int) -> None:
-        """Raise where p.grad was changed behind the comparison, by hooks of the engine's own nodes or after them."""
+    def check_held(self, task: int, averaged: bool) -> None:
+        """Raise where p.grad was changed behind the comparison, by hooks of the engine's own nodes or after them.
+
+        ``averaged``: the forward ran in DistributedDataParallel, which may put p.grad into its buckets.
+        """
         for parameter, name, slot in self.watched.values():
             of_another = task not in slot.tasks  # a backward that raised, of a parameter that was replaced since
-            if self.outside == "error" and not of_another and not slot.holds(parameter):
+            if self.outside == "error" and not of_another and not slot.holds(parameter, averaged):
                 raise UnclippedGrad(
                     f"p.grad of parameter '{name}' was changed while it was delivered, by a hook: of "
-                    "register_post_accumulate_grad_hook, of its AccumulateGrad node, or registered meanwhile",
+                    "register_post_accumulate_grad_hook, of its AccumulateGrad node, or registered meanwhile; or by a "
+                    "callback at the end of the backward",
                     advice="Change p.grad after backward() has returned, or remove the hook.",
                 )
 
@@ -301,7 +315,8 @@ def _slot_of(parameter: Tensor) -> Slot | None:
 def _can_have_grad(parameter: Tensor) -> bool:
     if is_lazy(parameter):
         return False
-    return parameter.is_leaf and parameter.is_floating_point() and not parameter.is_inference()
+    has_kind = parameter.is_floating_point() or parameter.is_complex()
+    return has_kind and parameter.is_leaf and not parameter.is_inference()
 
 
 def _register(parameter: Tensor, slot: Slot) -> Any:

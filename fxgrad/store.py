@@ -7,9 +7,10 @@ the compiled region, over all parameters, stores them: on the parameters, in p.g
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,9 @@ class Asked(NamedTuple):
     attributes: frozenset[str]  # of parameters, that are set
 
 
+_NUMBERS = itertools.count()
+
+
 class Forward:
     """One forward with gradients: its samples, its trainable parameters, and the ghosts its graphs left."""
 
@@ -45,6 +49,7 @@ class Forward:
         method: str = "forward",
     ) -> None:
         self.size, self.parameters, self.sample_weight, self.method = size, parameters, sample_weight, method
+        self.number = next(_NUMBERS)
         self.ghosts: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
         self.asked: dict[tuple[str, ...] | None, Asked] = {}  # of all parameters, or of a graph's
@@ -57,6 +62,8 @@ class Forward:
         self.view: Any = None  # the transformed model: with its guard it lives as long as this graph
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
+        # What averages p.grad at the end of a backward: its own callback comes after ours.
+        self.averaged = nn.parallel.DistributedDataParallel._active_ddp_module is not None
         self.met = False  # whether it added to what another forward of the same call had set
 
     def task(self) -> int:
@@ -97,6 +104,7 @@ class Store:
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
         self.asked: dict[Any, Asked] = {}
         self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
 
     def enter(self, forward: Forward) -> Forward | None:
         """Graphs that run from here on belong to this forward; returns the one around it, for `leave`."""
@@ -199,12 +207,13 @@ class Store:
         for observer in self.observers:
             observer.began(forward)
         self.forwards.add(forward)  # again, where an earlier backward retained the graph
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._end_backward(forward))
+        _at_the_end(lambda: self._end_at_last(forward))
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
-        if len(self.forwards) == 1 and forward in self.forwards:
+        # A reentrant checkpoint's forward runs when another one's backward may have ended in the same call.
+        met = self.last is not None and self.last[0] == forward.task() and self.last[1] != forward.number
+        if len(self.forwards) == 1 and forward in self.forwards and not met:
             return
         if self.alone is None:
             return
@@ -213,7 +222,7 @@ class Store:
             for other in self.forwards
             if other is not forward and (other.delivered == forward.task() or other.delivers())
         ]
-        if others:
+        if others or met:
             raise AlreadySet(
                 f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
                 advice="Run both inputs through one call, or call backward() for each.",
@@ -233,13 +242,28 @@ class Store:
                     advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
                 )
 
+    def _unused(self, forward: Forward) -> set[str]:
+        """The parameters that no graph uses, where an optimizer adds noise to all, and the backward is for all."""
+        used = {name for ghost in forward.ghosts for name in getattr(ghost, "names", forward.parameters)}
+        if not self.observers or not all(accumulates(forward.parameters[name]) for name in used):
+            return set()
+        return forward.parameters.keys() - used
+
+    def _end_at_last(self, forward: Forward) -> None:
+        """Behind callbacks that hooks have queued in this backward: they may change p.grad."""
+        if forward.averaged or forward.enclosing != -1:
+            self._end_backward(forward)
+        else:
+            _at_the_end(lambda: self._end_backward(forward))
+
     @undone()
     def _end_backward(self, forward: Forward) -> None:
         """Zeros where no gradient reached."""
         task = forward.task()
         self.forwards.discard(forward)
         if self.guard is not None:
-            self.guard.check_held(task)
+            self.guard.check_held(task, forward.averaged)
+        unused: set[str] | None = None
         for place, deliveries in enumerate(self.asked_of(forward).by_quantity):
             missing = []
             reported = self._reported(place, task)
@@ -250,8 +274,11 @@ class Store:
                     continue
                 parameter = forward.parameters[delivery.parameter or ""]
                 if delivery.place == GRAD:
-                    if parameter.grad is None and delivery.parameter not in forward.sent and accumulates(parameter):
-                        parameter.grad = torch.zeros_like(parameter)
+                    missed = parameter.grad is None and delivery.parameter not in forward.sent
+                    if missed and unused is None:
+                        unused = self._unused(forward)
+                    if missed and (accumulates(parameter) or delivery.parameter in (unused or ())):
+                        parameter.grad = _as_kept(parameter, torch.zeros_like(parameter))
                 elif _task_of(getattr(parameter, delivery.place, None)) != task:
                     zeros = torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
                     self.put(parameter, delivery.place, zeros, forward)
@@ -272,6 +299,7 @@ class Store:
         left = list(grads)
         by_name: dict[str, Tensor | None] = {}
         forward.delivered = forward.task()
+        self.last = forward.delivered, forward.number
         stored: list[tuple[int, Quantity, list[Delivery], list[Tensor | None]]] = []
         asked = self.asked_of(forward, parameters)
         for place, (quantity, deliveries) in enumerate(zip(self.quantities, asked.by_quantity, strict=True)):
@@ -293,7 +321,11 @@ class Store:
             if results:
                 self._report(place, results, forward)
         # Views share one version, by which the guard knows them: each gets its own.
-        sent = {name: grad.data if grad._is_view() else grad for name, grad in by_name.items() if grad is not None}
+        sent = {
+            name: _as_kept(parameters[name], grad.data if grad._is_view() else grad)
+            for name, grad in by_name.items()
+            if grad is not None
+        }
         forward.sent.update(sent)
         if self.guard is not None:
             pairs = [(parameters[name], grad) for name, grad in sent.items()]
@@ -331,6 +363,17 @@ class Store:
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
+
+
+def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
+    """A gradient in the dtype of p.grad; the engine would convert it on its way past the guard."""
+    dtype = getattr(parameter, "grad_dtype", grad.dtype)
+    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    """Call this when the running backward call has done all else."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _task_of(found: Any) -> int | None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -588,6 +589,22 @@ def assigned(parameter: Tensor) -> None:
     parameter.grad = torch.ones_like(parameter)
 
 
+def assigned_as_view(parameter: Tensor) -> None:
+    parameter.grad = torch.ones_like(parameter).view_as(parameter)
+
+
+def looked_at_and_assigned(model: Net) -> None:
+    """With a hook that looks the engine may keep a copy, which is as new as what was assigned."""
+    model.body.weight.register_hook(lambda g: None)
+    model.body.weight.register_post_accumulate_grad_hook(assigned)
+
+
+def late(model: Net) -> None:
+    """As hand-written data parallelism does: at the very end of the backward."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    model.body.bias.register_hook(lambda g: engine.queue_callback(lambda: scaled(model.body.weight)))
+
+
 BEHIND: dict[str, Callable[[Net], Any]] = {
     "before AccumulateGrad": lambda model: node_of(model.body.weight).register_prehook(lambda g: (g[0] * 1000,)),
     "before AccumulateGrad, in place": lambda model: node_of(model.body.weight).register_prehook(
@@ -595,6 +612,13 @@ BEHIND: dict[str, Callable[[Net], Any]] = {
     ),
     "behind it": lambda model: model.body.weight.register_post_accumulate_grad_hook(scaled),
     "assigned behind it": lambda model: model.body.weight.register_post_accumulate_grad_hook(assigned),
+    "a view assigned behind it": lambda model: model.body.weight.register_post_accumulate_grad_hook(assigned_as_view),
+    "assigned behind it, and looked at": looked_at_and_assigned,
+    "of its node, and looked at": lambda model: [
+        model.body.weight.register_hook(lambda g: None),
+        node_of(model.body.weight).register_hook(lambda *_: assigned(model.body.weight)),
+    ],
+    "by a callback": late,
     "registered in the backward": lambda model: [
         p.register_hook(lambda g: [q.register_hook(lambda g: g * 1000) for q in model.parameters()] and None)
         for p in [model.body.weight]
@@ -617,6 +641,67 @@ def test_what_hooks_change_behind_the_comparison(way: str, before: str) -> None:
         view(inputs()).sum().backward()
     assert equal(grads(model), left)
     del node
+
+
+def test_what_a_hook_assigns_in_place_of_a_gradient_in_another_layout() -> None:
+    model: Any = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    view = private(model)
+    model.weight.register_post_accumulate_grad_hook(assigned)
+    with pytest.raises(UnclippedGrad, match="'weight' was changed while it was delivered"):
+        view(torch.randn(B, 2, 5, 5)).sum().backward()
+    assert model.weight.grad is None and model.bias.grad is None
+
+
+def test_gradients_that_are_parts_of_one_tensor() -> None:
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    sizes = [p.numel() for p in model.parameters()]
+    for p, part in zip(model.parameters(), torch.zeros(sum(sizes)).split(sizes), strict=True):
+        p.grad = part.view_as(p)
+    for one in (model, other):
+        private(one)(inputs()).sum().backward()
+    torch.testing.assert_close(grads(model), grads(other))
+    assert all(p.grad is not None and p.grad._is_view() for p in model.parameters())
+
+
+def test_gradients_in_the_buckets_of_distributed_data_parallel(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        around = nn.parallel.DistributedDataParallel(private(model), gradient_as_bucket_view=True)
+        around(inputs()).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    private(other)(inputs()).sum().backward()
+    torch.testing.assert_close(grads(model), grads(other))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_p_grad_of_another_dtype(kept: bool) -> None:
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    for p in model.parameters():
+        p.grad_dtype = torch.float64
+    views = [private(model), private(other)]
+    for _ in range(1 + kept):
+        for view in views:
+            view(inputs()).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())
+    torch.testing.assert_close(grads(model), grads(other), check_dtype=False)
+    with pytest.raises(UnclippedGrad):
+        (views[0](inputs()).sum() + model(inputs()).sum()).backward()
+
+
+def test_a_complex_parameter_that_is_unfrozen() -> None:
+    model: Any = Net()
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+    view = private(model)
+    view(inputs()).sum().backward()
+    model.phase.requires_grad_()
+    with pytest.raises(UnclippedGrad, match="'phase'"):
+        model.phase.abs().sum().backward()
+    assert model.phase.grad is None
 
 
 def test_a_gradient_in_another_layout_than_its_parameter_s() -> None:
@@ -662,6 +747,18 @@ class TestNested:
         with pytest.raises(UnclippedGrad):
             (parts[0] + parts[1]).backward()
         assert all(p.grad is None for p in model.parameters())
+
+    def test_two_checkpoints_around_the_transformed(self) -> None:
+        """Each runs its forward when the other's has been delivered, in one and the same backward."""
+        model = Net()
+        view = private(model)
+        x = inputs().requires_grad_()
+        parts = [checkpoint(view, x, use_reentrant=True).sum() for _ in range(2)]
+        with pytest.raises(AlreadySet, match="two forwards of the model meet in one backward"):
+            (parts[0] + parts[1]).backward()
+        assert all(p.grad is None for p in model.parameters())
+        for part in [checkpoint(view, x, use_reentrant=True).sum() for _ in range(2)]:
+            part.backward()
 
     def test_alone_it_is_right(self) -> None:
         model = Net()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxgrad
 import fxgrad.opacus as private
 from fxgrad.errors import AlreadySet, MixedSamples, OptionError, UnclippedGrad, UnknownArgument
+from fxgrad.opacus.one_backward import _Checked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
@@ -234,7 +236,7 @@ def test_the_optimizers_are_opacus_own(clipping: type) -> None:
     model: Any = words()
     made, optimizer, _ = make(model, **kinds.get(clipping, {}))
     assert isinstance(optimizer, clipping)
-    step: Any = optimizer.step  # type: ignore[attr-defined]
+    step: Any = super(_Checked, optimizer).step  # type: ignore[misc]
     assert step.__func__ is vars(DPOptimizer)["step"]
     assert isinstance(made, Words) and made.first is model.first
     made(torch.randn(7, 5, 3)).sum().backward()
@@ -646,6 +648,17 @@ class TestSeveralProcesses:
         made, optimizer, _ = make(words(), one_backward=one_backward, independent=True)
         made(torch.randn(7, 5, 3)).mean().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("one_backward", [False, True])
+def test_a_static_graph_of_distributed_data_parallel(one_backward: bool, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(words(), static_graph=True)
+        with pytest.raises(OptionError, match=r"static_graph=True\) averages in every backward"):
+            make(wrapped, one_backward=one_backward)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class TestValidator:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from opacus import PrivacyEngine
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxgrad
@@ -146,8 +147,9 @@ class Private:
         self.model: Any = Net()
         given = prepared(self.model) if prepared is not None else None
         own = [p for p in self.model.parameters() if p.requires_grad] if given is None else given
+        self.engine = PrivacyEngine(accountant="rdp")
         self.view, self.optimizer, _ = fxgrad.opacus.make_private(
-            PrivacyEngine(accountant="rdp"),
+            self.engine,
             module=self.model,
             optimizer=torch.optim.SGD(own, lr=1.0),
             data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
@@ -494,3 +496,166 @@ def test_the_step_of_the_optimizer_inside() -> None:
     run.optimizer.step()
     with pytest.raises(UnaccountedGrad, match="steps by itself"):
         run.optimizer.original_optimizer.step()
+
+
+def scaled(model: nn.Module) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(100)
+
+    return hook
+
+
+def replaced(model: nn.Module) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+
+    return hook
+
+
+def of_the_inner(run: Private, hook: Callable[..., None]) -> Any:
+    return run.optimizer.original_optimizer.register_step_pre_hook(hook)
+
+
+def of_the_private(run: Private, hook: Callable[..., None]) -> Any:
+    return run.optimizer.register_step_pre_hook(hook)
+
+
+def of_all(run: Private, hook: Callable[..., None]) -> Any:
+    return register_optimizer_step_pre_hook(hook)
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+@pytest.mark.parametrize("changes", [scaled, replaced])
+@pytest.mark.parametrize("register", [of_the_inner, of_the_private, of_all])
+def test_a_hook_of_the_optimizer_that_changes_p_grad(register: Any, changes: Any, one_backward: bool) -> None:
+    """It runs behind the noise: what it writes has none."""
+    run = Private(one_backward)
+    handle = register(run, changes(run.model))
+    run.loss().backward()
+    run.refuses(UnaccountedGrad, "p.grad was changed between the noise and the step")
+    handle.remove()
+    run.steps_right()
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_hooks_of_the_optimizer_that_look(one_backward: bool) -> None:
+    run = Private(one_backward, poisson_sampling=False)
+    calls: list[str] = []
+    run.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    run.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    run.steps_right()
+    assert calls == ["before", "after"]
+    run.optimizer.signal_skip_step(True)
+    run.optimizer.zero_grad()
+    run.loss().backward()
+    run.optimizer.step()
+    assert calls == ["before", "after"]  # a virtual step is none
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+@pytest.mark.parametrize("given", ["what it returned", "what it was given"])
+def test_made_private_again(given: str, one_backward: bool) -> None:
+    """As when a cell of a notebook runs twice."""
+    run = Private(one_backward)
+    again = given == "what it returned"
+    engine = PrivacyEngine(accountant="rdp")
+    old = run.optimizer
+    run.view, run.optimizer, _ = fxgrad.opacus.make_private(
+        engine,
+        module=run.view if again else run.model,
+        optimizer=old if again else old.original_optimizer,
+        data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        loss_reduction="sum",
+        one_backward=one_backward,
+        backend="eager",
+    )
+    run.steps_right()
+    assert len(engine.accountant) == 1
+    run.optimizer.zero_grad()
+    run.before = run.values()
+    run.loss().backward()
+    with pytest.raises(UnaccountedGrad):
+        old.original_optimizer.step()
+    assert run.unmoved()
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_a_compiled_step(one_backward: bool) -> None:
+    run = Private(one_backward)
+    step = torch.compile(lambda: run.optimizer.step(), backend="eager")
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        run.before, expected = run.values(), clipped(run.model)
+        run.loss().backward()
+        step()
+        for old, new, moved in zip(run.before, run.values(), expected, strict=True):
+            torch.testing.assert_close(old - new, moved, rtol=1e-4, atol=1e-5)
+    run.optimizer.zero_grad()
+    run.before = run.values()
+    run.loss().backward()
+    p = run.model.head.bias
+    (p.grad if one_backward else p.grad_sample).mul_(3)
+    with pytest.raises(UnaccountedGrad, match=r"'head.bias' is not what the last backward"):
+        step()
+    assert run.unmoved()
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself() -> None:
+    model = Net()
+    with pytest.raises(OptionError, match=r"LBFGS.step\(\) needs a closure"):
+        fxgrad.opacus.make_private(
+            PrivacyEngine(accountant="rdp"),
+            module=model,
+            optimizer=torch.optim.LBFGS(model.parameters()),
+            data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+        )
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_a_step_hook_beside_the_accountant_s(one_backward: bool) -> None:
+    """Opacus's attach_step_hook puts one in the accountant's place: steps would not be counted."""
+    run = Private(one_backward, poisson_sampling=False)
+    calls: list[Any] = []
+    counted = run.engine.accountant
+    run.optimizer.attach_step_hook(calls.append)
+    run.steps_right()
+    assert len(counted) == len(calls) == 1
+    run.optimizer.attach_step_hook(lambda optimizer: scaled(run.model)())
+    run.optimizer.zero_grad()
+    run.before = run.values()
+    run.loss().backward()
+    run.refuses(UnaccountedGrad, r"p.grad was changed between the noise and the step, .*attach_step_hook")
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_a_parameter_that_the_model_does_not_use(one_backward: bool) -> None:
+    def prepared(model: Any) -> list[nn.Parameter]:
+        model.idle = nn.Linear(2, 2)
+        return list(model.parameters())
+
+    run = Private(one_backward, prepared)
+    for _ in range(2):
+        run.steps_right()
+    if one_backward:
+        run.optimizer.zero_grad(set_to_none=True)
+        run.before = run.values()
+        run.loss().backward(inputs=[run.model.body.weight])
+        assert run.model.idle.weight.grad is None
+        run.refuses(UnaccountedGrad, "did not get its part of the last backward")
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_guard_that_is_released_between_forward_and_backward(foreign: bool) -> None:
+    run = Private()
+    loss = run.loss()
+    fxgrad.release(run.view)
+    (loss + run.model(X).square().sum() if foreign else loss).backward()
+    run.refuses(UnaccountedGrad, "did not get its part of the last backward, .*after fxgrad.release")
+    run.steps_right()

@@ -68,6 +68,7 @@ def check_values(
     """Raise where noise, bounds and clipping do not fit each other, or bound nothing."""
     if clipping not in CLIPPINGS:
         raise OptionError(f"clipping has to be 'flat', 'per_layer' or 'adaptive', not {clipping!r}")
+    _check_takes_one_gradient(optimizer)
     check_number("noise_multiplier", noise_multiplier, zero=True)
     _check_bounds(optimizer, max_grad_norm, clipping)
     _check_adaptive(noise_multiplier, clipping, arguments)
@@ -76,6 +77,16 @@ def check_values(
             "batch_first=False is not an argument of Opacus's mode for gradients that are computed elsewhere",
             advice="Pass a model that fxgrad.transform made with it (batch_first=False, or in_dims=), and let the "
             "loader's batches have their samples first.",
+        )
+
+
+def _check_takes_one_gradient(optimizer: optim.Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise OptionError(
+            f"{type(optimizer).__name__}.step() needs a closure: it evaluates the loss as often as it likes, and a "
+            "private step has one gradient",
+            advice="Use an optimizer that takes one gradient for each step, such as SGD or Adam.",
         )
 
 

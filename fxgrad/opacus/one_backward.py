@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from opacus.optimizers import (
     DistributedDPOptimizer,
@@ -17,13 +18,13 @@ from opacus.optimizers import (
     DPOptimizerFastGradientClipping,
 )
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
-from torch import nn
+from torch import Tensor, nn
 
 from fxgrad.capture import Engine
 from fxgrad.errors import AlreadySet, OptionError, UnaccountedGrad
 from fxgrad.first_batch import FirstBatch
 from fxgrad.grad_scaler import check_no_scaler_steps
-from fxgrad.opacus.ledger import Ledger
+from fxgrad.opacus.ledger import CLEAR, Ledger
 
 
 class _Checked:
@@ -35,8 +36,10 @@ class _Checked:
     first_batch: FirstBatch | None = None  # what the processes have still to agree on
     _check_skip_next_step: Callable[..., bool]
     max_grad_norm: float
+    step_hook: Any
     _is_last_step_skipped: bool
-    stepping = False  # between the noise and the step of the optimizer inside
+    original_optimizer: Any
+    _noised: list[tuple[Tensor | None, int]] | None = None  # p.grad between the noise and the step inside
     _left: Any = None  # by virtual steps of this logical batch
     _broken = False  # they cannot be continued
 
@@ -54,17 +57,67 @@ class _Checked:
         for parameter in self.params if real else ():  # Opacus marks those of the process that adds noise
             _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
-        self.stepping = bool(real)
+        if real:
+            self.original_optimizer._optimizer_step_pre_hooks.move_to_end(self._hook.id)
         return real
 
-    def check_original(self, *_: Any) -> None:
-        """Raise where somebody calls the step of the optimizer that `make_private` was given."""
-        if not self.stepping:
+    def attach_step_hook(self, fn: Callable[..., Any]) -> None:
+        """One hook more: that of the accountant stays."""
+        counts: Any = self.step_hook
+
+        def both(optimizer: Any) -> None:
+            counts(optimizer)
+            fn(optimizer)
+
+        self.step_hook = fn if counts is None else both
+
+    def scale_grad(self) -> None:
+        """What Opacus does last before the step, in one process."""
+        super().scale_grad()  # type: ignore[misc]
+        self._noised = self._grads()
+
+    def reduce_gradients(self) -> None:
+        """The same in several: the sum over all of them."""
+        self._check_unchanged(self._noised or [])
+        super().reduce_gradients()  # type: ignore[misc]
+        self._noised = self._grads()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)  # type: ignore[misc]
+
+    def stand_before_original(self) -> None:
+        """Check each step of the optimizer inside, behind its other hooks."""
+        hooks = self.original_optimizer._optimizer_step_pre_hooks
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), _Checked):  # of an earlier make_private
+                del hooks[key]
+        self._hook = self.original_optimizer.register_step_pre_hook(self._check_original)
+
+    def _check_original(self, *_: Any) -> None:
+        """Raise where somebody calls the step of the optimizer inside, or changed what it is to step with."""
+        noised, self._noised = self._noised, None
+        if noised is None:
             raise UnaccountedGrad(
                 "the optimizer that make_private was given steps by itself, without noise and without being counted",
-                advice="Step the optimizer that make_private returned.",
+                advice="Step the optimizer that make_private returned last.",
             )
-        self.stepping = False
+        self._check_unchanged(noised)
+
+    def _check_unchanged(self, noised: list[tuple[Tensor | None, int]]) -> None:
+        found = self._grads()
+        if len(found) == len(noised) and all(a is b and n == m for (a, n), (b, m) in zip(found, noised, strict=True)):
+            return
+        self._noised = None
+        raise UnaccountedGrad(
+            "p.grad was changed between the noise and the step, by a hook of the optimizer (register_step_pre_hook, "
+            "attach_step_hook) or of all (register_optimizer_step_pre_hook)",
+            advice=f"Remove the hook: what it writes has no noise, and nobody counts it. {CLEAR}",
+        )
+
+    def _grads(self) -> list[tuple[Tensor | None, int]]:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        return [(grad, 0 if grad is None else grad._version) for grad in grads]
 
     def _check_sums(self) -> None:
         """The parts of a logical batch are sums over the same parameters, as this optimizer left them."""
@@ -96,6 +149,21 @@ class _Checked:
                 if not self._is_last_step_skipped:
                     parameter.summed_grad = None
         self.ledger.cleared(every)
+
+
+def _of_the_inner(name: str) -> Any:
+    """Opacus's optimizers have places for hooks of their own, and call none of them."""
+
+    def register(self: _Checked, *args: Any, **arguments: Any) -> Any:
+        return getattr(self.original_optimizer, name)(*args, **arguments)
+
+    register.__name__ = name
+    return register
+
+
+for _of in ("step", "state_dict", "load_state_dict"):
+    for _when in ("pre", "post"):
+        setattr(_Checked, f"register_{_of}_{_when}_hook", _of_the_inner(f"register_{_of}_{_when}_hook"))
 
 
 class _OneBackward(_Checked):

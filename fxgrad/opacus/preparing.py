@@ -166,7 +166,7 @@ def make_private(
         private = adaptive(private) if clipping == "adaptive" else private
         private = checked(private, transformed)
     refuse_copies(private)
-    private.original_optimizer.register_step_pre_hook(private.check_original)
+    private.stand_before_original()
     if wrapper is None:
         if not independent:
             checked_in_each_step(private)

@@ -47,6 +47,12 @@ def check_processes(wrapper: nn.Module | None, independent: bool, clipping: str)
             f"clipping={clipping!r}, and the model is in {type(wrapper).__name__}: Opacus has that for one process",
             advice="Pass clipping='flat', or train in one process.",
         )
+    if getattr(wrapper, "static_graph", False):
+        raise OptionError(
+            "DistributedDataParallel(static_graph=True) averages in every backward, and a private step adds up the "
+            "parts of all processes itself",
+            advice="Leave out static_graph=True.",
+        )
     size = wrapper.process_group.size() if isinstance(wrapper, DistributedDataParallel) else processes()
     if size != processes():
         raise OptionError(
@@ -75,7 +81,7 @@ def checked_in_each_step(optimizer: DPOptimizer) -> None:
         _check_one()
         count(optimizer)
 
-    optimizer.attach_step_hook(hook)
+    optimizer.step_hook = hook  # attach_step_hook adds one
 
 
 def communicate_in_steps(wrapper: nn.Module, loader: DataLoader[Any]) -> None:
