@@ -8,6 +8,7 @@ import torch
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 
 from fxgrad.opacus.arguments import ADAPTIVE
+from fxgrad.opacus.remaking import remade
 
 
 class AdaptiveOptimizer(AdaClipDPOptimizer):  # type: ignore[misc]
@@ -35,15 +36,4 @@ class AdaptiveOptimizer(AdaClipDPOptimizer):  # type: ignore[misc]
 
 def adaptive(made: AdaClipDPOptimizer) -> AdaptiveOptimizer:
     """The optimizer Opacus made, with its accountant's hook."""
-    optimizer = AdaptiveOptimizer(
-        made.original_optimizer,
-        noise_multiplier=made.noise_multiplier,
-        max_grad_norm=made.max_grad_norm,
-        expected_batch_size=made.expected_batch_size,
-        loss_reduction=made.loss_reduction,
-        generator=made.generator,
-        secure_mode=made.secure_mode,
-        **{name: getattr(made, name) for name in ADAPTIVE},
-    )
-    optimizer.attach_step_hook(made.step_hook)
-    return optimizer
+    return remade(made, AdaptiveOptimizer, **{name: getattr(made, name) for name in ADAPTIVE})

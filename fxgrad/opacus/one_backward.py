@@ -25,6 +25,7 @@ from fxgrad.errors import AlreadySet, OptionError, UnaccountedGrad
 from fxgrad.first_batch import FirstBatch
 from fxgrad.grad_scaler import check_no_scaler_steps
 from fxgrad.opacus.ledger import CLEAR, Ledger
+from fxgrad.opacus.remaking import remade
 
 
 class _Checked:
@@ -227,19 +228,7 @@ class DistributedOneBackwardOptimizer(_OneBackward, DistributedDPOptimizerFastGr
 def one_backward(made: DPOptimizer, engine: Engine, poisson_sampling: bool) -> DPOptimizer:
     """The optimizer Opacus made for grad_sample as one for clipped gradients, with its accountant's hook."""
     kinds = {DPOptimizer: OneBackwardOptimizer, DistributedDPOptimizer: DistributedOneBackwardOptimizer}
-    optimizer = kinds[type(made)](
-        made.original_optimizer,
-        noise_multiplier=made.noise_multiplier,
-        max_grad_norm=made.max_grad_norm,
-        expected_batch_size=made.expected_batch_size,
-        loss_reduction=made.loss_reduction,
-        generator=made.generator,
-        secure_mode=made.secure_mode,
-        ledger=Ledger(engine, "grad"),
-        poisson_sampling=poisson_sampling,
-    )
-    optimizer.attach_step_hook(made.step_hook)
-    return optimizer
+    return remade(made, kinds[type(made)], ledger=Ledger(engine, "grad"), poisson_sampling=poisson_sampling)
 
 
 def checked(made: DPOptimizer, engine: Engine) -> DPOptimizer:
