@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -113,3 +115,29 @@ def test_one_by_one_is_refused_at_once() -> None:
     with pytest.raises(fxgrad.errors.FxgradError, match="unbind fixes the batch size") as raised:
         view(torch.randn(6, 3))
     assert "torch.vmap" in str(raised.value)
+
+
+def summed_over_processes(m: Any, x: Tensor) -> Tensor:
+    return m(x) / functional.all_reduce(x.abs().sum(), "sum", dist.group.WORLD)
+
+
+def written_over_processes(m: Any, x: Tensor) -> Tensor:
+    total = x.abs().sum()
+    dist.all_reduce(total)
+    return m(x) / total
+
+
+def gathered(m: Any, x: Tensor) -> Tensor:
+    return functional.all_gather_tensor(m(x), 0, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("mixing", ["error", "allow"])
+@pytest.mark.parametrize("program", [summed_over_processes, written_over_processes, gathered])
+def test_collectives_in_the_model_are_refused(program: Any, mixing: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        view = fxgrad.transform(Model(program), backend="eager", mixing=mixing)
+        with pytest.raises(fxgrad.errors.FxgradError, match="brings in other processes' samples|other processes"):
+            view(torch.randn(4, 3))
+    finally:
+        dist.destroy_process_group()

@@ -26,7 +26,7 @@ WORLD, LENGTH = 2, 12
 DRAWN = """
     train train train train backward_of_a_batch backward_of_a_batch step step step virtual_step logical_batch
     optimizer_zero_grad optimizer_zero_grad private_zero_grad original_zero_grad fxgrad_zero_grad zero_grad_of_a_part
-    evaluate forward_alone change_noise change_bound load_state assigned_grad scaled_grad foreign_group
+    evaluate forward_alone change_noise change_bound load_state assigned_grad foreign_group
     original_backward both_backward failing_backward two_forwards scaled_loss copied_optimizer copied_model
 """.split()
 
@@ -47,7 +47,7 @@ def run(shared: Shared, seed: int, rank: int) -> Counter[str]:
     draw = random.Random(seed)
     pair = Pair(shared, seed, rank, DistributedDataParallel, summed)
     # one process may have rows to change where the other has none
-    names = [name for name in DRAWN if pair.one_backward or name not in ("scaled_grad", "assigned_grad")]
+    names = [name for name in DRAWN if pair.one_backward or name != "assigned_grad"]
     trace: list[Any] = []
     try:
         for each in KNOWN.get(seed, [None] * LENGTH):
