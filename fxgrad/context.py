@@ -162,7 +162,8 @@ def memory_of(fake: Any) -> int | None:
     """What tells a value's memory from other memory; None for a value that has none, as inside of ``torch.vmap``."""
     if not isinstance(fake, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(fake):
         return None
-    return fake.untyped_storage()._cdata
+    memory: int = fake.untyped_storage()._cdata
+    return memory
 
 
 def without_gradients(graph: fx.Graph) -> set[fx.Node]:

@@ -36,4 +36,5 @@ class AdaptiveOptimizer(AdaClipDPOptimizer):  # type: ignore[misc]
 
 def adaptive(made: AdaClipDPOptimizer) -> AdaptiveOptimizer:
     """The optimizer Opacus made, with its accountant's hook."""
-    return remade(made, AdaptiveOptimizer, **{name: getattr(made, name) for name in ADAPTIVE})
+    optimizer: AdaptiveOptimizer = remade(made, AdaptiveOptimizer, **{name: getattr(made, name) for name in ADAPTIVE})
+    return optimizer

@@ -7,12 +7,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.attacks import doors, factories, indices, losses, numbers, writes
+from tests.attacks import (
+    doors,
+    factories,
+    functions,
+    indices,
+    lookups,
+    losses,
+    numbers,
+    views,
+    writes,
+)
 from tests.attacks.model import Attack
 from tests.attacks.oracle import REFUSED, RIGHT, outcome
 from tests.programs import quick_dynamo
 
-TABLES = (numbers, writes, indices, factories, losses, doors)
+TABLES = (numbers, writes, indices, factories, views, lookups, functions, losses, doors)
 ATTACKS = [attack for table in TABLES for attack in table.ATTACKS]
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,114 @@
+"""Tables, masks, positions and losses by ids: whose row is looked up, and by whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.attacks.model import attacks
+
+
+def ids(x: Tensor) -> Tensor:
+    return x.argmax(1)
+
+
+def memory(m: Any, x: Tensor) -> Tensor:
+    """A table of the batch's own means by class: prototypes."""
+    classes = F.one_hot(ids(x), 3).to(x.dtype)
+    means = (classes.t() @ x) / classes.sum(0).clamp(min=1)[:, None]
+    return m(x) @ means.t()
+
+
+def routed(m: Any, x: Tensor) -> Tensor:
+    """Capacity: a sample is dropped when others came before it."""
+    place = F.one_hot(ids(x), 3).cumsum(0).gather(1, ids(x)[:, None])
+    return m(x) * (place <= 2)
+
+
+def sorted_by_length(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return m(x[order])
+
+
+def sorted_and_back(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return m(x[order])[order.argsort()]
+
+
+def teacher(m: Any, x: Tensor) -> Tensor:
+    return F.kl_div(m(x).log_softmax(1), m(x.flip(0)).detach().softmax(1), reduction="none")
+
+
+def mixup(m: Any, x: Tensor) -> Tensor:
+    return m(0.7 * x + 0.3 * x.flip(0))
+
+
+def cutmix(m: Any, x: Tensor) -> Tensor:
+    return m(torch.where(torch.arange(3) > 1, x, x.roll(1, 0)))
+
+
+def hardest_negative(m: Any, x: Tensor) -> Tensor:
+    far = torch.cdist(x, x).argmax(1)
+    return m(x[far])
+
+
+def nearest(m: Any, x: Tensor) -> Tensor:
+    near = (torch.cdist(x, x) + 100 * torch.eye(x.shape[0])).argmin(1)
+    return m(x) + m(x)[near]
+
+
+ATTACKS = attacks(
+    "lookups",
+    right={
+        "an embedding of ids": lambda m, x: F.embedding(ids(x), m.weight),
+        "a row by id": lambda m, x: m.weight[ids(x)],
+        "a product with one-hot": lambda m, x: F.one_hot(ids(x), 3).to(x.dtype) @ m.weight,
+        "a loss by id": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="none"),
+        "a gather by id": lambda m, x: m(x).gather(1, ids(x)[:, None]),
+        "a mask by id": lambda m, x: m(x) * (ids(x) > 0)[:, None],
+        "where by id": lambda m, x: torch.where((ids(x) > 0)[:, None], m(x), 0.0),
+        "positions of features": lambda m, x: m(x) + F.embedding(torch.arange(3) % 3, m.weight).sum(0),
+        "a bag of ids": lambda m, x: F.embedding_bag(x.argsort(1), m.weight, mode="sum"),
+        "index_select by id": lambda m, x: m.weight.index_select(0, ids(x)),
+        "margin of a class": lambda m, x: F.multi_margin_loss(m(x), ids(x), reduction="none"),
+        "a sum of losses": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum"),
+        "smoothed labels": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum", label_smoothing=0.1),
+    },
+    refused={
+        "take_along_dim, whose shapes fix the batch": lambda m, x: torch.take_along_dim(m(x), x.argsort(1), 1),
+        "prototypes": memory,
+        "capacity": routed,
+        "sorted by a feature": sorted_by_length,
+        "sorted by a feature, and back": sorted_and_back,
+        "a teacher on other samples": teacher,
+        "mixup": mixup,
+        "cutmix": cutmix,
+        "the hardest negative": hardest_negative,
+        "the nearest neighbour": nearest,
+        "rows by ids of the batch": lambda m, x: m(x)[ids(x)],
+        "samples by ids": lambda m, x: m(x[ids(x)]),
+        "an embedding of the batch": lambda m, x: F.embedding(ids(x), x) @ m.weight,
+        "the first sample's class": lambda m, x: F.cross_entropy(m(x), ids(x)[:1].expand(x.shape[0]), reduction="none"),
+        "the next sample's class": lambda m, x: F.cross_entropy(m(x), ids(x).roll(1, 0), reduction="none"),
+        "scaled by frequency": lambda m, x: F.embedding(ids(x), m.weight, scale_grad_by_freq=True),
+        "weights by frequency": lambda m, x: m(x) * F.one_hot(ids(x), 3).sum(0),
+        "a mask of duplicates": lambda m, x: m(x) * (ids(x)[:, None] == ids(x)[None]).sum(1)[:, None],
+        "the previous class": lambda m, x: m(x) + F.embedding(F.pad(ids(x)[:-1], (1, 0)), m.weight),
+        "a running count": lambda m, x: m(x) * ids(x).cumsum(0)[:, None],
+        "the most frequent class": lambda m, x: m(x) + F.embedding(ids(x).mode().values, m.weight),
+        "the largest id": lambda m, x: m(x) * (ids(x) == ids(x).max())[:, None],
+        "an id's rank": lambda m, x: m(x) * ids(x).argsort()[:, None],
+        "weights of classes in the batch": lambda m, x: F.cross_entropy(
+            m(x), ids(x), F.one_hot(ids(x), 3).sum(0).to(x.dtype), reduction="none"
+        ),
+        "a loss of pairs": lambda m, x: F.cosine_embedding_loss(
+            m(x), x.flip(0), torch.ones(x.shape[0]), reduction="none"
+        ),
+        "a margin of pairs": lambda m, x: F.margin_ranking_loss(
+            m(x), m(x).flip(0), torch.ones_like(x), reduction="none"
+        ),
+    },
+)
