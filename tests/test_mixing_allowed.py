@@ -50,3 +50,20 @@ def test_every_sample_has_its_own_copy(mix: Mix, backend: str) -> None:
     fxgrad.transform(model, backend=backend, mixing="allow")(x).sin().sum().backward()
     found = {name: p.grad_sample for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     assert relative_error(found, own_copies(model, x)) <= 1e-10
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4), (5, 3, 2, 4)], ids=str)
+@pytest.mark.parametrize("quantity", [fxgrad.GradSample(), fxgrad.Grad()], ids=str)
+def test_batch_norm_in_training(quantity: fxgrad.Quantity, shape: tuple[int, ...], statistics: bool) -> None:
+    kind = (nn.BatchNorm1d, nn.BatchNorm2d)[len(shape) == 4]
+    model = nn.Sequential(kind(3, track_running_stats=statistics), nn.Tanh()).double()
+    assert isinstance(model[0].weight, Tensor)
+    nn.init.normal_(model[0].weight)
+    x = torch.randn(shape, dtype=torch.float64) * 3 + 1
+    expected = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
+    view = fxgrad.transform(model, quantity=quantity, mixing="allow", backend="eager")
+    view(x).sin().sum().backward()
+    for p, whole in zip(model.parameters(), expected, strict=True):
+        found = p.grad if isinstance(quantity, fxgrad.Grad) else p.grad_sample.sum(0)  # type: ignore[attr-defined]
+        torch.testing.assert_close(found, whole)

@@ -87,14 +87,13 @@ def instance_norm(
     F.batch_norm,
     of=("weight", "bias"),
     batched=("input",),
-    ignore={
-        "training": "only eval mode comes this far",
-        "momentum": "it moves the buffers in the forward",
-        "cudnn_enabled": "it chooses a kernel",
-    },
+    ignore={"momentum": "it moves the buffers in the forward", "cudnn_enabled": "it chooses a kernel"},
 )
-def batch_norm(g, input, running_mean=None, running_var=None, weight=None, bias=None, eps=1e-5):
-    """y = (x - μ) / sqrt(σ² + ε) ⊙ w + b with the running μ and σ² (eval mode)"""
+def batch_norm(g, input, running_mean=None, running_var=None, weight=None, bias=None, training=False, eps=1e-5):
+    """y = (x - μ) / sqrt(σ² + ε) ⊙ w + b with the running μ and σ², or the batch's (mixing="allow")"""
+    if training or running_mean is None:
+        dims = [dim for dim in range(input.dim()) if dim != 2]
+        running_var, running_mean = torch.var_mean(computable(input), dims, correction=0)
     return _per_channel(g, _standardised(input, running_mean, running_var, eps))
 
 

@@ -40,6 +40,7 @@ class Family(Enum):
     PACKED = "packed"  # packs and pads sequences
     INDEX_PUT = "index_put"  # writes at places that tensors name
     PER_INDEX = "per_index"  # gather, scatter: alone over all dims but `dim`
+    SOUGHT = "sought"  # elementwise, between boundaries
     OVER_DIMS = "over_dims"  # over matrices, or dims that it names: alone over the others (worked_dims.py)
 
 
@@ -159,6 +160,7 @@ _TABLE: tuple[tuple[frozenset[str], Family], ...] = (
     (OVER_DIMS, Family.OVER_DIMS),
     (PER_INDEX, Family.PER_INDEX),
     (frozenset({"index_put"}), Family.INDEX_PUT),
+    (frozenset({"bucketize", "searchsorted"}), Family.SOUGHT),
     (frozenset({"embedding"}), Family.LOOKUP),
     (frozenset({"fxgrad::recurrence"}), Family.RECURRENT),
     (PACKING, Family.PACKED),

@@ -32,6 +32,14 @@ def elementwise(op: Op, output: Tensor) -> Answer:
     return answer
 
 
+def sought(op: Op, output: Tensor) -> Answer:
+    """bucketize, searchsorted: each value alone, between boundaries that all samples share."""
+    for operand in op.operands:
+        if operand.name in ("boundaries", "sorted_sequence", "sorter") and (operand.layout or operand.fake.dim() != 1):
+            return Mixes("its boundaries are not the same for all samples")
+    return elementwise(op, output)
+
+
 def along(op: Op, output: Tensor) -> Answer:
     """softmax, cumsum, sort, sum, ...: alone over every dim that is not named."""
     linear = op.call.op in ("sum", "mean", "nansum")
@@ -346,6 +354,7 @@ HANDLERS: dict[Family, Handler] = {
     Family.INDEX_PUT: index_put,
     Family.ALONE: by_shape,
     Family.OVER_DIMS: over_dims,
+    Family.SOUGHT: sought,
 }
 
 

@@ -75,6 +75,8 @@ ATTACKS = attacks(
         "index_select by id": lambda m, x: m.weight.index_select(0, ids(x)),
         "margin of a class": lambda m, x: F.multi_margin_loss(m(x), ids(x), reduction="none"),
         "a sum of losses": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum"),
+        "buckets": lambda m, x: m(x) * torch.bucketize(x, torch.arange(3.0)),
+        "places in a sequence": lambda m, x: m(x) * torch.searchsorted(torch.arange(3.0), x),
         "smoothed labels": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum", label_smoothing=0.1),
     },
     refused={
@@ -99,6 +101,10 @@ ATTACKS = attacks(
         "the previous class": lambda m, x: m(x) + F.embedding(F.pad(ids(x)[:-1], (1, 0)), m.weight),
         "a running count": lambda m, x: m(x) * ids(x).cumsum(0)[:, None],
         "the most frequent class": lambda m, x: m(x) + F.embedding(ids(x).mode().values, m.weight),
+        "buckets of the batch": lambda m, x: m(x) * torch.bucketize(x[:, :1], x[:, 0].sort().values),
+        "buckets of unsorted samples": lambda m, x: m(x) * torch.bucketize(x[:, 0], x[:, 1])[:, None],
+        "places among the means": lambda m, x: m(x) * torch.searchsorted(x.mean(0).sort().values, x),
+        "places in each other": lambda m, x: m(x) * torch.searchsorted(x.sort(1).values, x.flip(0)),
         "the largest id": lambda m, x: m(x) * (ids(x) == ids(x).max())[:, None],
         "an id's rank": lambda m, x: m(x) * ids(x).argsort()[:, None],
         "weights of classes in the batch": lambda m, x: F.cross_entropy(
