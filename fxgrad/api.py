@@ -66,7 +66,8 @@ def transform(
             "overwrite".
         mixing: "error" refuses ops that let samples influence each other; "allow" computes dL/dW(i).
         backend: the compiler behind: "inductor", "aot_eager", "eager" or a callable.
-        fullgraph: whether the model has to be one graph.
+        fullgraph: whether the model has to be one graph. Between two graphs fxgrad does not see Python numbers, or
+            branches, that are made of samples.
         strategy: how gradients are contracted where they are not asked for themselves (norms, clipped sums). None: the
             cost model chooses, use by use, for this machine; `fxgrad.explain` says what, and why. Or one of "rank_one"
             (one position per sample), "gram", "recompute" (multiplied out a few samples at a time, twice),

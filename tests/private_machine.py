@@ -40,6 +40,7 @@ PYTORCH = (
     "backward through the graph a second time",
     "Expected to have finished reduction in the prior iteration",  # of DistributedDataParallel
     "haven't been cleared",
+    "Expected to mark a variable ready only once",
 )
 Values = dict[str, Tensor]
 
