@@ -39,8 +39,8 @@ PYTORCH = (
     "has been modified inplace",
     "backward through the graph a second time",
     "Expected to have finished reduction in the prior iteration",  # of DistributedDataParallel
+    "Expected to mark a variable ready only once",  # the same
     "haven't been cleared",
-    "Expected to mark a variable ready only once",
 )
 Values = dict[str, Tensor]
 
