@@ -22,6 +22,7 @@ import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 from torch._dynamo import exc
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.convert_frame import compile_lock
 from torch.backends import opt_einsum
 
 from fxgrad.batch import PACKED_SIZES, Batch, dynamic_dim
@@ -105,6 +106,7 @@ class CapturedCall:
         """What Dynamo has to know, from now to the end of the call."""
         if self.told is None:
             self.told = contextlib.ExitStack()
+            self.told.enter_context(compile_lock)  # the marks, and the settings, are every thread's
             self.told.enter_context(marked(self.batch, self.every_size))
             self.told.enter_context(called_with(self.args, self.kwargs))
             self.told.enter_context(sizes_unseen())
