@@ -232,6 +232,13 @@ def _product_applies(*pairs: tuple[str, str]) -> Callable[[Use, Sequence[Any]], 
     return applies
 
 
+def _bags_apply(use: Use, shapes: Sequence[Any]) -> bool:
+    """Bags are rows of ids, and their weights, where there are any, are the samples' own."""
+    weights = use.arguments.get("per_sample_weights")
+    held = weights is None or (isinstance(weights, Slot) and use.layouts[weights.position] is not None)
+    return held and use.arguments.get("offsets") is None
+
+
 def _einsum_applies(use: Use, shapes: Sequence[Any]) -> bool:
     slots = use.arguments["operands"]
     equation = use.arguments["equation"]
@@ -294,6 +301,7 @@ _APPLIES: dict[str, Callable[[Use, Sequence[Any]], bool]] = {
     "einsum": _einsum_applies,
     "tensordot": _tensordot_applies,
     **dict.fromkeys((f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)), _windows_apply),
+    "embedding_bag": _bags_apply,
     "getitem": _getitem_applies,
     "index": _index_applies,
     "gather": _gather_of_its_rank,

@@ -288,6 +288,18 @@ LOOKUPS = [
     case("embedding of two tables", lambda i, j, v, w: F.embedding(i, v) * F.embedding(j, w), ids(7, ...), ids(4, ...),
          w(7, 3), w(4, 3)),
     case("embedding tied to the head", lambda i, w: F.linear(F.embedding(i, w), w), ids(7, ...), w(7, 3)),
+    *[
+        case(f"embedding_bag, {mode}", with_(F.embedding_bag, mode=mode), ids(7, 5), w(7, 3))
+        for mode in ("sum", "mean", "max")
+    ],
+    *[
+        case(f"embedding_bag with padding, {mode}", with_(F.embedding_bag, mode=mode, padding_idx=-6), ids(3, 5), w(7, 3))
+        for mode in ("sum", "mean", "max")
+    ],
+    case("embedding_bag with weights", lambda i, s, v: F.embedding_bag(i, v, mode="sum", per_sample_weights=s), ids(7, 5),
+         x(5), w(7, 3)),
+    case("embedding_bag with weights of its own", lambda i, v, s: F.embedding_bag(
+        i, v, mode="sum", per_sample_weights=s.expand(i.shape)), ids(7, 5), w(7, 3), w(5)),
     layer("embedding sparse", lambda: nn.Embedding(7, 3, padding_idx=1, sparse=True), ids(7, ...)),
     case("getitem", lambda i, w: w[i], ids(7, ...), w(7, 3)),
     case("getitem counted from the end", lambda i, w: w[i - 7], ids(7, ...), w(7, 3)),

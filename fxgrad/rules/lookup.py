@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxgrad.precision import computable
 from fxgrad.rules.registry import rule
 from fxgrad.terms import OneHot, Term, is_one
 from fxgrad.uses import Slot
@@ -28,6 +29,41 @@ def embedding(g, input, weight, padding_idx=None):
     """y = W[ids]        dW_n[v] = Σ_{k: ids_nk = v} g_nk"""
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
+    return {"weight": Term("n...v,n...d->nvd", OneHot(input, weight.shape[0], padding_idx), g)}
+
+
+@rule(
+    F.embedding_bag,
+    of=("weight",),
+    batched=("input",),
+    refuse={
+        "max_norm": "it renormalises the weight in the forward, for all samples at once",
+        "scale_grad_by_freq": "it counts an id over the whole batch, so samples influence each other",
+    },
+    ignore={
+        "norm_type": "it is max_norm's",
+        "sparse": "grad_sample is dense",
+        "include_last_offset": "it is the offsets', with which the rule does not apply",
+    },
+)
+def embedding_bag(g, input, weight, mode="mean", per_sample_weights=None, padding_idx=None):
+    """y = Σ_l s_l W[ids_l]        dW_n[v] = Σ_{k, l: ids_nkl = v} s_nkl g_nk,   s = 1 / L for a mean
+
+    Of a largest value each feature takes its own row: s is 1 there.
+    """
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    counted = torch.ones_like(input, dtype=torch.bool) if padding_idx is None else input != padding_idx
+    if mode == "max":
+        rows = weight[input].masked_fill(~counted[..., None], -torch.inf)
+        input = input.gather(-1, rows.argmax(-2))  # [n, k, features]
+        g = g.diag_embed()
+    else:
+        g = computable(g)[..., None, :]
+        if mode == "mean":
+            g = g / counted.sum(-1)[..., None, None].clamp(min=1)
+        g = g * per_sample_weights[..., None] if per_sample_weights is not None else g
+        g = g.expand(*input.shape, g.shape[-1])
     return {"weight": Term("n...v,n...d->nvd", OneHot(input, weight.shape[0], padding_idx), g)}
 
 
