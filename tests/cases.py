@@ -293,11 +293,12 @@ LOOKUPS = [
         for mode in ("sum", "mean", "max")
     ],
     *[
-        case(f"embedding_bag with padding, {mode}", with_(F.embedding_bag, mode=mode, padding_idx=-6), ids(3, 5), w(7, 3))
+        case(f"embedding_bag with padding, {mode}", with_(F.embedding_bag, mode=mode, padding_idx=-6), ids(3, 5),
+             w(7, 3))
         for mode in ("sum", "mean", "max")
     ],
-    case("embedding_bag with weights", lambda i, s, v: F.embedding_bag(i, v, mode="sum", per_sample_weights=s), ids(7, 5),
-         x(5), w(7, 3)),
+    case("embedding_bag with weights", lambda i, s, v: F.embedding_bag(i, v, mode="sum", per_sample_weights=s),
+         ids(7, 5), x(5), w(7, 3)),
     case("embedding_bag with weights of its own", lambda i, v, s: F.embedding_bag(
         i, v, mode="sum", per_sample_weights=s.expand(i.shape)), ids(7, 5), w(7, 3), w(5)),
     layer("embedding sparse", lambda: nn.Embedding(7, 3, padding_idx=1, sparse=True), ids(7, ...)),
