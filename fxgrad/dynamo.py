@@ -194,10 +194,13 @@ def sizes_unseen() -> Iterator[None]:
 def messages_ignored() -> Iterator[None]:
     """What a model prints, logs or warns of in its forward does nothing in a graph, and is no reason to break it."""
     named = [value for name, value in vars(logging.Logger).items() if name in _LOGS or name.endswith("_once")]
-    with torch._dynamo.config.patch(
-        ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, print, warnings.warn, *named}
-    ):
+    ignored = {*getattr(torch._dynamo.config, _IGNORED), print, warnings.warn, *named}
+    with torch._dynamo.config.patch({_IGNORED: ignored}):
         yield
 
 
+# Before it had the first name it knew methods of loggers alone.
+_IGNORED = next(
+    name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(torch._dynamo.config, name)
+)
 _LOGS = frozenset("debug info warning warn error exception critical fatal log warning_advice".split())

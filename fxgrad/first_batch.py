@@ -36,6 +36,7 @@ from fxgrad.oracle import TOLERANCE
 from fxgrad.precision import accumulating
 from fxgrad.quantities import RESULT, Delivery, Quantity
 from fxgrad.samples.layouts import Layout, Samples
+from fxgrad.samples.written import written_to
 
 if TYPE_CHECKING:
     from fxgrad.compiler import Transformed
@@ -68,9 +69,10 @@ def facts_of(gm: fx.GraphModule, packed: Mapping[int, tuple[int, int] | None]) -
     known = [node.meta.get("samples") if isinstance(node, fx.Node) else None for node in outputs]
     batched = {i: one.layout for i, one in enumerate(known) if isinstance(one, Samples) and one.layout is not None}
     memories = {
-        memory_of(node.args[0].meta.get("fake"))
+        memory_of(place.meta["fake"])
         for node in nodes
-        if "call" in node.meta and node.meta["call"].inplace and isinstance(node.args[0], fx.Node)
+        if "call" in node.meta
+        for place in written_to(node, node.meta["call"])
     }
     inputs = enumerate(node for node in nodes if node.op == "placeholder")
     written = [i for i, node in inputs if memory_of(node.meta.get("fake")) in memories - {None}]

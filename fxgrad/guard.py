@@ -70,9 +70,7 @@ STAMPS = _Stamps()
 class Slot:
     """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
 
-    __slots__ = tuple(
-        "arrived before cdata copies count guards handle kept kept_count of tasks version".split()
-    )
+    __slots__ = tuple("arrived before cdata copies count guards handle kept kept_count of tasks version".split())
     __torch_unserializable__ = True  # PyTorch: copies of the parameter go without this hook, and without a warning
 
     def __init__(self, parameter: Tensor) -> None:

@@ -127,8 +127,7 @@ class _Printer:
 
     def _type(self, fake: Any) -> str:
         if isinstance(fake, Tensor):
-            sizes = ", ".join(self.ctx.symbols.show(size) for size in fake.shape)
-            return f"{dtype_name(fake.dtype)}[{sizes}]"
+            return dtype_name(fake.dtype) + self.ctx.symbols.show_shape(fake.shape)
         if isinstance(fake, tuple | list):
             return f"({', '.join(self._type(item) for item in fake)})"
         return "" if fake is None else type(fake).__name__

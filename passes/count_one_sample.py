@@ -10,6 +10,7 @@ from fxgrad.calls import Call
 from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
 from fxgrad.errors import MixedSamples
 from fxgrad.samples.layouts import WHOLE, Kind, Samples
+from fxgrad.samples.written import written_to
 
 _ORDER = (Kind.CONSTANT, Kind.UNIFORM, Kind.BATCHED)
 Kinds = dict[Any, Kind]
@@ -46,9 +47,9 @@ def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
         kinds += [written[memory] for memory in _memories(node) if memory in written]
         found[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
         call: Call | None = node.meta.get("call")
-        base = node.args[0] if node.args and call is not None and (call.inplace or call.op == "setitem") else None
-        if isinstance(base, fx.Node) and base.name not in ctx.by_node:
-            for memory in _memories(base):
+        for base in written_to(node, call) if call is not None else ():
+            if base.name not in ctx.by_node:
+                memory = memory_of(base.meta["fake"])
                 written[memory] = max(written.get(memory, Kind.CONSTANT), found[node], key=_ORDER.index)
     return found
 

@@ -96,17 +96,15 @@ class _Inference:
         call: Call = node.meta["call"]
         if call.op == "setitem":
             return None
+        if "c10d" in call.op:
+            raise self._collective(node, call)
         if not tensors_of(fake):
-            if "c10d" in call.op:
-                raise self._collective(node, call)
             return self.numbers.samples(call, self._operands(node, call))
         source = node.args[0] if node.args else None
         if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(source.meta["samples"], list):
             index = node.args[1]
             assert isinstance(index, int)
             return source.meta["samples"][index]
-        if "c10d" in call.op:
-            raise self._collective(node, call)
         answers = self._call(node, call)
         return answers if isinstance(fake, tuple | list) else answers[0]
 
@@ -230,12 +228,11 @@ class _Inference:
         for node in graph.output_node().all_input_nodes:
             samples, fake = node.meta["samples"], node.meta["fake"]
             if isinstance(samples, Samples) and samples.kind is Kind.MIXED and samples.traced and fake.dim():
-                raise MixedSamples(
-                    f"the model returns values of shape {self.ctx.symbols.show_shape(fake.shape)} in which samples "
-                    "have met, and what a loss outside does with them cannot be followed",
-                    where=source_line(node),
-                    path=path_to(node, self.ctx),
-                    advice="Return each sample's own values, or a loss without dimensions.",
+                raise self._met(
+                    node,
+                    f"the model returns values of shape {self.symbols.show_shape(fake.shape)} in which samples have "
+                    "met, and what a loss outside does with them cannot be followed",
+                    "Return each sample's own values, or a loss without dimensions.",
                 )
 
     def check_decided(self, graph: fx.Graph) -> None:
@@ -303,15 +300,17 @@ class _Inference:
         whole = reason.startswith((name, MIXING_FUNCTION))
         sentence = reason if whole else f"{name} lets samples influence each other: {reason}"
         advice = "Use GroupNorm, or put the layer in eval mode." if call.op == "batch_norm" else ADVICE
-        return MixedSamples(sentence, where=source_line(node), path=path_to(node, self.ctx), advice=advice)
+        return self._met(node, sentence, advice)
 
     def _collective(self, node: fx.Node, call: Call) -> MixedSamples:
-        return MixedSamples(
+        return self._met(
+            node,
             f"{call.op.split('::')[-1]} brings in other processes' samples",
-            where=source_line(node),
-            path=path_to(node, self.ctx),
-            advice="Leave collectives out of the model: DistributedDataParallel goes around the transformed model.",
+            "Leave collectives out of the model: DistributedDataParallel goes around the transformed model.",
         )
+
+    def _met(self, node: fx.Node, sentence: str, advice: str) -> MixedSamples:
+        return MixedSamples(sentence, where=source_line(node), path=path_to(node, self.ctx), advice=advice)
 
     def _unknown(self, node: fx.Node, call: Call) -> UnknownOp:
         return UnknownOp(
@@ -393,19 +392,36 @@ class _Inference:
             factors = [o for o in factors if o.name not in ("input", "other")]
         if not factors:
             return
-        if call.op == "div" and all(o.name == "other" and _is_count(o.node) for o in factors):
+        if call.op == "div" and all(o.name == "other" and self._is_count(o.node) for o in factors):
             if self.clips:
                 raise self._divided(node)
             return
         raise self._refusal(node, call, "one sample's data scale another's gradient, detached or not")
 
+    def _is_count(self, node: fx.Node) -> bool:
+        """Whether nothing but integer and bool inputs of the model is in a value: a number of tokens, not their data.
+
+        What was written over, or drawn, is more than the operands of its node say.
+        """
+        stack, seen = [node], {node}
+        while stack:
+            one = stack.pop()
+            samples, fake = one.meta["samples"], one.meta["fake"]
+            if isinstance(samples, Samples) and samples.kind is not Kind.CONSTANT:
+                floats = one.op == "placeholder" and fake.dtype.is_floating_point
+                if floats or (one.op != "placeholder" and self.replay.changes(one)):
+                    return False
+            fresh = [source for source in one.all_input_nodes if source not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+        return True
+
     def _divided(self, node: fx.Node) -> MixedSamples:
-        return MixedSamples(
+        return self._met(
+            node,
             "the number of tokens in the whole batch divides every sample's loss, so that each sample's clipped "
             "gradient depends on the others",
-            where=source_line(node),
-            path=path_to(node, self.ctx),
-            advice='Take the sum (reduction="sum"), or a mean over each sample\'s own tokens: '
+            'Take the sum (reduction="sum"), or a mean over each sample\'s own tokens: '
             "fxgrad.losses.token_mean(logits, labels).",
         )
 
@@ -509,20 +525,6 @@ def _batched(samples: Any) -> bool:
 
 def _constant(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and arg.meta["samples"] == Samples(Kind.CONSTANT)
-
-
-def _is_count(node: fx.Node) -> bool:
-    """Whether nothing but integer and bool inputs of the model is in a value: a number of tokens, not their data."""
-    stack, seen = [node], {node}
-    while stack:
-        one = stack.pop()
-        holds = isinstance(one.meta["samples"], Samples) and one.meta["samples"].kind is not Kind.CONSTANT
-        if one.op == "placeholder" and holds and one.meta["fake"].dtype.is_floating_point:
-            return False
-        fresh = [source for source in one.all_input_nodes if source not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
-    return True
 
 
 def _undecided(samples: Any) -> bool:

@@ -279,5 +279,5 @@ class _Explainer:
     def type_of(self, node: fx.Node) -> str:
         """A value's dtype and shape: ``f32[B, 4]``."""
         values = tensors_of(node.meta.get("fake"))
-        shapes = [f"{dtype_name(v.dtype)}[{', '.join(map(self.ctx.symbols.show, v.shape))}]" for v in values]
+        shapes = [dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in values]
         return ", ".join(shapes)

@@ -14,15 +14,17 @@ from fxgrad.rules.registry import rule
 from fxgrad.terms import OneHot, Term, is_one
 from fxgrad.uses import Slot
 
+OVER_THE_BATCH = {
+    "max_norm": "it renormalises the weight in the forward, for all samples at once",
+    "scale_grad_by_freq": "it counts an id over the whole batch, so samples influence each other",
+}
+
 
 @rule(
     F.embedding,
     of=("weight",),
     batched=("input",),
-    refuse={
-        "max_norm": "it renormalises the weight in the forward, for all samples at once",
-        "scale_grad_by_freq": "it counts an id over the whole batch, so samples influence each other",
-    },
+    refuse=OVER_THE_BATCH,
     ignore={"norm_type": "it is max_norm's", "sparse": "grad_sample is dense"},
 )
 def embedding(g, input, weight, padding_idx=None):
@@ -36,10 +38,7 @@ def embedding(g, input, weight, padding_idx=None):
     F.embedding_bag,
     of=("weight",),
     batched=("input",),
-    refuse={
-        "max_norm": "it renormalises the weight in the forward, for all samples at once",
-        "scale_grad_by_freq": "it counts an id over the whole batch, so samples influence each other",
-    },
+    refuse=OVER_THE_BATCH,
     ignore={
         "norm_type": "it is max_norm's",
         "sparse": "grad_sample is dense",

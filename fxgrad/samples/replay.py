@@ -22,6 +22,7 @@ from fxgrad.samples.families import RANDOM
 from fxgrad.samples.ids import read_copies, read_layout, sample_ids
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
+from fxgrad.samples.written import written_to
 
 SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that ask another tensor for its shape alone
 
@@ -139,13 +140,16 @@ class Replay:
     def keeps_rows(self, node: fx.Node, rows: fx.Node) -> bool:
         """Whether a movement op leaves what this operand holds along its dim of samples in its order."""
         (dim,) = self.symbols.batch_dims(rows.meta["fake"].shape)
-        for batch in self.every.sizes(node) or ():
+        batches = self.every.sizes(node)
+        if batches is None:
+            return False
+        for batch in batches:
             shape = [self.symbols.evaluate(size, batch) for size in rows.meta["fake"].shape]
             moved = self._run(node, batch, known={rows: sample_ids(Layout(dim), shape, shape[dim])})
             found = read_layout(moved, shape[dim])
             if found is None or found[1:] != (1, 1):
                 return False
-        return self.every.sizes(node) is not None
+        return True
 
     def read(
         self, runs: list[Any], output: Any, reader: Any = read_layout, batches: Batches = BATCHES
@@ -216,7 +220,7 @@ class Replay:
     def _compute(self, node: fx.Node, batch: int) -> Tensor:
         fake = node.meta["fake"]
         shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
-        computed = node.op in ("call_function", "call_method") and not self._changes(node)
+        computed = node.op in ("call_function", "call_method") and not self.changes(node)
         if computed and self.samples(node).kind is Kind.CONSTANT:
             try:
                 return self._compute_call(node, batch)
@@ -231,7 +235,7 @@ class Replay:
                 return tree_map(lambda size: self.symbols.evaluate(size, batch), fake)
             if op_name(node.target) in SHAPED_AS and arg is not node.args[0]:
                 return torch.empty([self.symbols.evaluate(size, batch) for size in fake.shape])
-            if arg.op not in ("call_function", "call_method") or not _is_index(fake) or self._changes(arg):
+            if arg.op not in ("call_function", "call_method") or not _is_index(fake) or self.changes(arg):
                 raise _UnknownData
             if self.samples(arg).kind is not Kind.CONSTANT:
                 raise _UnknownData
@@ -251,19 +255,13 @@ class Replay:
         return result
 
 
-    def _changes(self, node: fx.Node) -> bool:
+    def changes(self, node: fx.Node) -> bool:
         """Whether its values are drawn, or written over by an op in place, which is not run again here."""
         if node.graph not in self.written:
-            self.written[node.graph] = {memory_of(base.meta["fake"]) for base in _written_to(node.graph)}
+            calls = [(one, one.meta["call"]) for one in node.graph.nodes if "call" in one.meta]
+            places = [place for one, call in calls for place in written_to(one, call)]
+            self.written[node.graph] = {memory_of(place.meta["fake"]) for place in places}
         return _impure(node) or memory_of(node.meta["fake"]) in self.written[node.graph]
-
-
-def _written_to(graph: fx.Graph) -> list[fx.Node]:
-    """What the ops in place of a graph write to."""
-    calls = [node.meta["call"] for node in graph.nodes if "call" in node.meta]
-    bases = [next(iter(call.arguments.values())) for call in calls if call.inplace and call.arguments]
-    outs = [call.get("out") for call in calls]
-    return [base for base in (*bases, *outs) if isinstance(base, fx.Node)]
 
 
 def _is_batched(samples: Any) -> bool:

@@ -19,46 +19,21 @@ from fxgrad.samples.ids import read_partly, sample_ids
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols
+from fxgrad.samples.written import declared, result_written
 
 
 def written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Samples]]:
-    """What a call writes into, and the samples that are in it then: in place, by ``out=``, or as its schema says."""
+    """What a call writes into, and the samples that are in it then."""
     if call.op == "setitem":  # passes/lower_assignments.py left it, and nothing that matters may be in it
         return
-    result = node.meta["samples"]
-    places = next(iter(call.arguments.values()), None) if call.inplace else call.get("out")
-    for place, new in _pairs(places, result):
-        if isinstance(place.meta["fake"], Tensor):
+    for place, new in result_written(node, call):
+        if isinstance(new, Samples):
             yield place, new
-    for place in _declared(node, call):
+    for place in declared(node, call):
         known = [operand.meta["samples"] for operand in node.all_input_nodes]
         several = [one for one in _flat(known) if one is not None]
         if any(one.kind in (Kind.BATCHED, Kind.MIXED) for one in several):
             yield place, Samples(Kind.MIXED, traced=any(one.traced for one in several))
-
-
-def _pairs(places: Any, result: Any) -> Iterator[tuple[fx.Node, Samples]]:
-    if isinstance(places, fx.Node) and isinstance(result, Samples):
-        yield places, result
-    elif isinstance(places, tuple | list):
-        results = result if isinstance(result, list) else [result] * len(places)
-        for place, new in zip(places, results, strict=False):
-            yield from _pairs(place, new)
-
-
-def _declared(node: fx.Node, call: Call) -> list[fx.Node]:
-    """The arguments that a schema says are written, but for the first of an op in place and ``out=``."""
-    schema = getattr(getattr(node.target, "_opoverload", node.target), "_schema", None)
-    if schema is None:
-        return []
-    given = {argument.name: arg for argument, arg in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    names = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and not a.is_out}
-    if call.inplace:
-        names -= {schema.arguments[0].name}
-    found: list[fx.Node] = []
-    for name in names:
-        fx.map_arg(given.get(name), found.append)
-    return [place for place in found if isinstance(place.meta["fake"], Tensor)]
 
 
 def _flat(known: Any) -> Iterator[Any]:

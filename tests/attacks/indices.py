@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from tests.attacks.model import attacks
+
+
+def by_foreach(m: Any, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    torch._foreach_clamp_max_([index], 3)
+    return m(x)[index]
+
+
+def by_out(m: Any, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    torch.clamp(index, max=3, out=index)
+    return m(x)[index]
+
+
+def by_outs(m: Any, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    torch.sort(index, descending=True, out=(torch.empty_like(index), index))
+    return m(x)[index]
+
 
 ATTACKS = attacks(
     "indices",
@@ -35,6 +57,9 @@ ATTACKS = attacks(
         "index_select of such": lambda m, x: m(x).index_select(0, torch.arange(x.shape[0]) % 5),
         "gather of such": lambda m, x: m(x).gather(0, (torch.arange(x.shape[0]) % 4)[:, None].expand(-1, 3)),
         "indices that end early": lambda m, x: m(x)[torch.arange(x.shape[0]).clamp_(max=4)],
+        "indices written by _foreach_": by_foreach,
+        "indices written by out=": by_out,
+        "indices written by two out=": by_outs,
         "index_add by indices modulo": lambda m, x: m(
             torch.zeros_like(x).index_add(0, torch.arange(x.shape[0]) % 4, x)
         ),

@@ -39,6 +39,18 @@ def by_no_grad(m: Any, x: Tensor) -> Tensor:
     return loss / scale
 
 
+def by_a_slot(m: Any, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    total.add_(x.abs().sum())
+    return m(x).square().sum() / total
+
+
+def by_out(m: Any, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    torch.sum(x.abs(), (0, 1), out=total)
+    return m(x).square().sum() / total
+
+
 def uncertain(m: Any, x: Tensor) -> Tensor:
     loss = m(x).square().mean()
     return torch.exp(-m.bias[0]) * loss + m.bias[0]
@@ -63,6 +75,8 @@ ATTACKS = attacks(
         "balanced experts": balanced_experts,
         "scaled by a detached mean": focal_by_the_batch,
         "scaled under no_grad": by_no_grad,
+        "over what a slot took": by_a_slot,
+        "over what out= took": by_out,
         "a parameter's factor": uncertain,
         "times the largest": lambda m, x: m(x).square().sum() * x.abs().max(),
         "over the largest": lambda m, x: m(x).square().sum() / x.abs().max(),
