@@ -90,7 +90,7 @@ class Context:
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?P<code>[^\n]*)')
-_HOSTS = ("torch/nn/", "torch/_", "torch/utils/", "torch/functional.py", "fxgrad/")
+_HOSTS = ("torch/nn/", "torch/_", "torch/utils/", "torch/functional.py", f"{PurePath(__file__).parent}/")
 
 
 def source_line(node: fx.Node) -> str:

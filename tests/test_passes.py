@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import fxgrad
 from fxgrad.api import engine_of
+from fxgrad.context import last_own_line
 from fxgrad.errors import MixedSamples, SpecViolation, UncoveredParameter
 from fxgrad.pipeline import PASSES, copy_graph, run_passes
 from fxgrad.targets import DeriveTarget, TapTarget
@@ -438,3 +439,11 @@ def test_a_lost_layout_names_the_line() -> None:
     with pytest.raises(MixedSamples, match="cannot be followed") as caught:
         fxgrad.trace(Calls(lambda own, x: own.b.repeat(len(x)).view(4, -1).t() + x), torch.randn(3, 4))
     assert caught.value.where.startswith("test_passes.py:")
+
+
+@pytest.mark.parametrize("folder", ["/home/me/fxgrad", "/home/me/fxgrad/examples", "/home/me"])
+def test_lines_of_a_folder_that_is_called_as_the_package(folder: str) -> None:
+    """A clone's folder has its name."""
+    own = f'  File "{folder}/model.py", line 7, in forward\n    return x - x.mean(0)\n'
+    inside = f'  File "{fxgrad.__path__[0]}/api.py", line 9, in __call__\n    return call()\n'
+    assert last_own_line(own + inside) == "model.py:7   return x - x.mean(0)"
