@@ -57,7 +57,11 @@ def _outputs_of(frame: FrameType | None) -> Sequence[Any]:
 
 
 def _node_of(output: Any) -> Any:
-    return get_gradient_edge(output).node if isinstance(output, Tensor) else output.node
+    """The node of a tensor or of an edge that backward was called on; of most tensors without PyTorch's search."""
+    if not isinstance(output, Tensor):
+        return output.node
+    own = output.grad_fn
+    return get_gradient_edge(output).node if own is None else own
 
 
 def _is_leaf(node: Any) -> bool:

@@ -97,16 +97,16 @@ class Engine:
         before = self.store.enter(forward)
         try:
             outputs = run(method, forward, batch, args, kwargs)
+            if type(outputs) is Tensor:
+                tensors = [outputs]
+            else:
+                outputs = as_pytorch_packs(outputs, given)
+                tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
+            watch(tensors, self.store, forward)  # of an empty batch, and of what runs behind a graph break
         finally:
-            self.store.leave(before)
+            self.store.leave(forward, before)
         if first is not None and first.passed:
             self.first_batch = forward.first_batch = None
-        if type(outputs) is Tensor:
-            tensors = [outputs]
-        else:
-            outputs = as_pytorch_packs(outputs, given)
-            tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
-        watch(tensors, self.store, forward)  # of an empty batch, and of what runs behind a graph break
         if not self.options.fullgraph:
             forward.outside = used_outside(tensors, self.names())
             for tensor in tensors:

@@ -13,11 +13,11 @@ A parameter has one hook however many transformed models guard it, and it stands
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.modules.module as global_hooks
@@ -39,6 +39,9 @@ from fxgrad.quantities import OUTSIDE, Outside, Quantity
 _STEP = 1 << 8  # between two stamps: more than the engine counts up in one backward
 _FIRST, _LAST = 1 << 20, 1 << 31  # no tensor that was merely computed has a version as high; versions have 32 bits
 _NOTHING = -1
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Stamps:
@@ -70,7 +73,7 @@ STAMPS = _Stamps()
 class Slot:
     """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
 
-    __slots__ = tuple("arrived before cdata copies count guards handle kept kept_count of tasks version".split())
+    __slots__ = tuple("arrived before cdata copies count guards handle kept kept_count key of tasks version".split())
     __torch_unserializable__ = True  # PyTorch: copies of the parameter go without this hook, and without a warning
 
     def __init__(self, parameter: Tensor) -> None:
@@ -87,6 +90,7 @@ class Slot:
         self.kept_count = 0
         self.guards: list[Guard] = []
         self.handle: Any = None
+        self.key = _NOTHING  # of the hook among those of the parameter
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:  # a quantity that leaves nothing for p.grad
@@ -114,29 +118,37 @@ class Slot:
     def stand_last(self, parameter: Tensor) -> None:
         """Run behind every hook of the user's: what they return arrives here."""
         hooks: Any = parameter._backward_hooks
-        key = None if self.handle is None else self.handle.id
-        if not hooks or key not in hooks:
+        if not hooks or self.key not in hooks:
             self.handle = _register(parameter, self)
-        elif next(reversed(hooks)) != key:
-            hooks[key] = hooks.pop(key)  # PyTorch calls them in the order of insertion, whatever `move_to_end` says
+            self.key = self.handle.id
+        elif next(reversed(hooks)) != self.key:
+            # PyTorch calls them in the order of insertion, whatever `move_to_end` says.
+            hooks[self.key] = hooks.pop(self.key)
 
-    def expect(self, parameter: Tensor, grad: Tensor, stamp: int) -> None:
+    def expect(self, parameter: Tensor, grad: Tensor, stamp: int, tasks: tuple[int, ...]) -> None:
+        """Note a gradient that is on its way, and p.grad as it is before."""
+        hooks: Any = parameter._backward_hooks
+        if not hooks or next(reversed(hooks)) != self.key:
+            self.stand_last(parameter)
+            hooks = parameter._backward_hooks
+        self.note(tasks, parameter.grad)
         self.cdata, self.version = grad._cdata, stamp
-        kept = len(parameter._backward_hooks or ()) == 1 and grad.stride() == parameter.stride()
+        kept = len(hooks) == 1 and grad.stride() == parameter.stride()
         self.copies = None if kept else parameter  # other hooks may keep it, and the layout has to be p's
 
     def holds(self, parameter: Tensor, averaged: bool) -> bool:
         """Whether p.grad is what the engine made of the delivery, at the end of the backward."""
-        grad, hooks = parameter.grad, parameter._backward_hooks or {}
-        if not self.arrived or self.version == _NOTHING or grad is None:
+        grad: Any = parameter.grad
+        hooks: Any = parameter._backward_hooks
+        if self.version == _NOTHING or grad is None:
             return True  # None: sharding took it
-        if grad._is_view() and (averaged or grad is self.before):
-            return True  # of DistributedDataParallel's buckets, or of a tensor whose version counts all of its views
-        if self.handle is None or next(reversed(hooks), None) != self.handle.id:
-            return False  # a hook was registered meanwhile
-        if self.before is not None:
-            return grad is self.before and grad._version == self.count + 1
-        return grad._version == self.version
+        before = self.before
+        if hooks and next(reversed(hooks)) == self.key:  # no hook was registered meanwhile
+            made = self.version if before is None else self.count + 1
+            if grad._version == made and (before is None or grad is before):
+                return True
+        # Of DistributedDataParallel's buckets, or of a tensor whose version counts all of its views.
+        return bool(grad._is_view()) and (averaged or grad is before)
 
     def note(self, tasks: tuple[int, ...], before: Tensor | None) -> None:
         """Keep p.grad as it was when this backward call began."""
@@ -175,7 +187,8 @@ class Guard:
         ids = [id(parameter) for parameter in parameters.values()]
         if ids == self.ids:
             for parameter, _, slot in self.watched.values():
-                slot.stay(parameter)
+                if parameter._cdata != slot.of or not parameter._backward_hooks:
+                    slot.stay(parameter)
             return
         for key in self.watched.keys() - set(ids):
             if sys.getrefcount(self.watched[key][0]) <= 2:  # `functional_call` puts others in its place for a call
@@ -198,7 +211,7 @@ class Guard:
         slot = _slot_of(parameter)
         if slot is None:
             slot = Slot(parameter)
-            slot.handle = _register(parameter, slot)
+            slot.stand_last(parameter)
         slot.guards.append(self)
         self.watched[id(parameter)] = parameter, name, slot
 
@@ -216,9 +229,9 @@ class Guard:
         self.ids = []
         _GUARDS.discard(self)
 
-    def deliver(self, grads: Iterable[tuple[Tensor, Tensor]], task: int, node: Any) -> None:
+    def deliver(self, pairs: Sequence[tuple[Tensor, Tensor]], task: int, node: Any) -> None:
         """Note the gradients that are on their way to parameters: pairs of both, from an autograd node."""
-        pairs, self.delivering = list(grads), node
+        self.delivering = node
         tasks = task, torch._C._current_graph_task_id()
         stamp = STAMPS.mark([grad for _, grad in pairs])
         for parameter, grad in pairs:
@@ -226,9 +239,7 @@ class Guard:
             slot = _slot_of(parameter) if known is None else known[2]
             if slot is None:  # released between forward and backward, and no other guards it
                 continue
-            slot.stand_last(parameter)
-            slot.note(tasks, parameter.grad)
-            slot.expect(parameter, grad, stamp)
+            slot.expect(parameter, grad, stamp, tasks)
 
     def arrived(self, parameter: Tensor) -> bool:
         """Whether p.grad has what was delivered, and is guarded; ``backward(inputs=..)`` leaves some out."""
@@ -240,9 +251,11 @@ class Guard:
 
         ``averaged``: the forward ran in DistributedDataParallel, which may put p.grad into its buckets.
         """
+        if self.outside != "error":
+            return
         for parameter, name, slot in self.watched.values():
-            of_another = task not in slot.tasks  # a backward that raised, of a parameter that was replaced since
-            if self.outside == "error" and not of_another and not slot.holds(parameter, averaged):
+            # The task of another: a backward that raised, of a parameter that was replaced since.
+            if slot.arrived and task in slot.tasks and not slot.holds(parameter, averaged):
                 raise UnclippedGrad(
                     f"p.grad of parameter '{name}' was changed while it was delivered, by a hook: of "
                     "register_post_accumulate_grad_hook, of its AccumulateGrad node, or registered meanwhile; or by a "
@@ -330,14 +343,18 @@ def _register(parameter: Tensor, slot: Slot) -> Any:
 # What arrives that was not delivered
 
 
-@contextlib.contextmanager
-def undone() -> Iterator[None]:
-    """Let every p.grad be as before the running backward call where fxgrad raises in it."""
-    try:
-        yield
-    except FxgradError:
-        put_back()
-        raise
+def undone(method: Callable[P, T]) -> Callable[P, T]:
+    """Let every p.grad be as before the running backward call where the method raises an error of fxgrad's in it."""
+
+    @functools.wraps(method)  # no context manager: three of these run in each step
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except FxgradError:
+            put_back()
+            raise
+
+    return guarded
 
 
 def put_back() -> None:

@@ -27,10 +27,18 @@ POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
 _TASK = "_fxgrad_task"  # on a result: the backward call that set it
 
 
+class Kinds(NamedTuple):
+    """The deliveries of one quantity by where they go, with their places among those of all quantities."""
+
+    grads: list[tuple[int, str]]  # what is added to p.grad: place, name of the parameter
+    results: list[tuple[int, Delivery]]  # what belongs to the model
+    attributes: list[tuple[int, Delivery]]  # of parameters
+
+
 class Asked(NamedTuple):
     """What the quantities deliver of a forward, or of the parameters of one of its graphs."""
 
-    by_quantity: list[list[Delivery]]
+    by_quantity: list[Kinds]
     every: list[Delivery]
     attributes: frozenset[str]  # of parameters, that are set
 
@@ -49,10 +57,11 @@ class Forward:
         method: str = "forward",
     ) -> None:
         self.size, self.parameters, self.sample_weight, self.method = size, parameters, sample_weight, method
+        self.names = tuple(parameters)
         self.number = next(_NUMBERS)
         self.ghosts: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
-        self.asked: dict[tuple[str, ...] | None, Asked] = {}  # of all parameters, or of a graph's
+        self.asked: dict[tuple[str, ...], Asked] = {}  # by the names of parameters: all, or those of a graph
         # Reentrant checkpointing runs a forward and a graph task of its own inside of a backward call:
         # what it finds belongs to that call.
         self.enclosing = torch._C._current_graph_task_id()
@@ -65,6 +74,7 @@ class Forward:
         # What averages p.grad at the end of a backward: its own callback comes after ours.
         self.averaged = nn.parallel.DistributedDataParallel._active_ddp_module is not None
         self.met = False  # whether it added to what another forward of the same call had set
+        self.watched: set[Any] | None = None  # the nodes that `watch` has seen; only during the model's call
 
     def task(self) -> int:
         """The backward call that is running: calls are told apart by their graph tasks' ids."""
@@ -110,9 +120,11 @@ class Store:
         """Graphs that run from here on belong to this forward; returns the one around it, for `leave`."""
         before = self.current.forward
         self.current.forward = forward
+        forward.watched = set()
         return before
 
-    def leave(self, before: Forward | None) -> None:
+    def leave(self, forward: Forward, before: Forward | None) -> None:
+        forward.watched = None  # nodes hold forwards, which hold no nodes with saved tensors in turn
         self.current.forward = before
 
     def began(self, forward: Forward, ghost: Any) -> None:
@@ -150,12 +162,13 @@ class Store:
                         advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
                     )
 
-    def asked_of(self, forward: Forward, of: Mapping[str, Tensor] | None = None) -> Asked:
+    def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
         """What the quantities deliver of a forward, or of the parameters of one of its graphs."""
-        names = None if of is None or list(of) == list(forward.parameters) else tuple(of)
-        if names not in forward.asked:
-            forward.asked[names] = self._ask(forward.size, forward.parameters if of is None else of)
-        return forward.asked[names]
+        names = names or forward.names
+        asked = forward.asked.get(names)
+        if asked is None:
+            asked = forward.asked[names] = self._ask(forward.size, {name: forward.parameters[name] for name in names})
+        return asked
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Say that zero_grad() has run."""
@@ -173,12 +186,16 @@ class Store:
         if key not in self.asked:
             if len(self.asked) >= 64:
                 self.asked.clear()
-            found = [quantity.deliveries(quantity.units(n), parameters) for quantity in self.quantities]
-            every = [one for deliveries in found for one in deliveries]
-            self.asked[key] = Asked(found, every, frozenset(one.place for one in every) - {GRAD, RESULT})
+            kinds: list[Kinds] = []
+            every: list[Delivery] = []
+            for quantity in self.quantities:
+                deliveries = quantity.deliveries(quantity.units(n), parameters)
+                kinds.append(_kinds(deliveries, len(every)))
+                every += deliveries
+            self.asked[key] = Asked(kinds, every, frozenset(one.place for one in every) - {GRAD, RESULT})
         return self.asked[key]
 
-    @undone()
+    @undone
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
         if torch.is_grad_enabled():
@@ -195,17 +212,19 @@ class Store:
                 f"trainable parameters were used outside of every transformed graph: {names}",
                 advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
             )
-        self.check_clear(forward, forward.task(), "a backward")
         self._check_alone(forward)
-        self._check_sizes(forward)
+        if self.asked_of(forward).attributes:
+            self.check_clear(forward, forward.task(), "a backward")
+            self._check_sizes(forward)
         if self.guard is not None or self.observers:
             check_unscaled()
         forward.checked = task
         forward.sent.clear()
         forward.stored.clear()
         forward.met = False
-        for observer in self.observers:
-            observer.began(forward)
+        if self.observers:  # asked first: a WeakSet's iterator costs a microsecond
+            for observer in self.observers:
+                observer.began(forward)
         self.forwards.add(forward)  # again, where an earlier backward retained the graph
         _at_the_end(lambda: self._end_at_last(forward))
 
@@ -256,80 +275,64 @@ class Store:
         else:
             _at_the_end(lambda: self._end_backward(forward))
 
-    @undone()
+    @undone
     def _end_backward(self, forward: Forward) -> None:
         """Zeros where no gradient reached."""
         task = forward.task()
         self.forwards.discard(forward)
         if self.guard is not None:
             self.guard.check_held(task, forward.averaged)
-        unused: set[str] | None = None
-        for place, deliveries in enumerate(self.asked_of(forward).by_quantity):
-            missing = []
-            reported = self._reported(place, task)
-            for delivery in deliveries:
-                if delivery.place == RESULT:
-                    if not reported:
-                        missing.append(torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device))
-                    continue
+        for place, kinds in enumerate(self.asked_of(forward).by_quantity):
+            self._fill(forward, [name for _, name in kinds.grads if name not in forward.sent])
+            if kinds.results and not self._reported(place, task):
+                self._report(place, [_zeros(delivery) for _, delivery in kinds.results], forward)
+            for _, delivery in kinds.attributes:
                 parameter = forward.parameters[delivery.parameter or ""]
-                if delivery.place == GRAD:
-                    missed = parameter.grad is None and delivery.parameter not in forward.sent
-                    if missed and unused is None:
-                        unused = self._unused(forward)
-                    if missed and (accumulates(parameter) or delivery.parameter in (unused or ())):
-                        parameter.grad = _as_kept(parameter, torch.zeros_like(parameter))
-                elif _task_of(getattr(parameter, delivery.place, None)) != task:
-                    zeros = torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
-                    self.put(parameter, delivery.place, zeros, forward)
-            if missing:
-                self._report(place, missing, forward)
-        for observer in self.observers:
-            observer.ended(forward)
+                if _task_of(getattr(parameter, delivery.place, None)) != task:
+                    self.put(parameter, delivery.place, _zeros(delivery), forward)
+        if self.observers:
+            for observer in self.observers:
+                observer.ended(forward)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
         forward.view = None  # autograd's nodes and a forward hold each other
 
-    @undone()
+    def _fill(self, forward: Forward, names: Sequence[str]) -> None:
+        """Zeros as p.grad of parameters that nothing was sent to."""
+        missed = [name for name in names if forward.parameters[name].grad is None]
+        unused = self._unused(forward) if missed else set()
+        for name in missed:
+            parameter = forward.parameters[name]
+            if accumulates(parameter) or name in unused:
+                parameter.grad = _as_kept(parameter, torch.zeros_like(parameter))
+
+    @undone
     def deliver(
-        self, grads: Sequence[Tensor | None], forward: Forward, names: Sequence[str], node: Any
+        self, grads: Sequence[Tensor | None], forward: Forward, names: tuple[str, ...], node: Any
     ) -> list[Tensor | None]:
         """Store what one graph's backward returned to a node; the gradients for p.grad are left to autograd."""
-        parameters = {name: forward.parameters[name] for name in names}
-        left = list(grads)
-        by_name: dict[str, Tensor | None] = {}
         forward.delivered = forward.task()
         self.last = forward.delivered, forward.number
-        stored: list[tuple[int, Quantity, list[Delivery], list[Tensor | None]]] = []
-        asked = self.asked_of(forward, parameters)
-        for place, (quantity, deliveries) in enumerate(zip(self.quantities, asked.by_quantity, strict=True)):
-            stored.append((place, quantity, deliveries, left[: len(deliveries)]))
-            del left[: len(deliveries)]
-        for _, quantity, deliveries, found in stored:
-            quantity.arrived([grad for d, grad in zip(deliveries, found, strict=True) if d.place == RESULT])
-        for place, _, deliveries, found in stored:
-            results = []
-            for delivery, grad in zip(deliveries, found, strict=True):
-                if grad is None:
-                    continue
-                if delivery.place == RESULT:
-                    results.append(grad.detach())
-                elif delivery.place == GRAD:
-                    by_name[delivery.parameter or ""] = grad
-                else:
-                    self.put(parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
+        by_quantity = self.asked_of(forward, names).by_quantity
+        for quantity, kinds in zip(self.quantities, by_quantity, strict=True):
+            quantity.arrived([grads[i] for i, _ in kinds.results])
+        sent: dict[str, Tensor] = {}
+        for place, kinds in enumerate(by_quantity):
+            for i, name in kinds.grads:
+                grad = grads[i]
+                if grad is not None:  # views share one version, by which the guard knows them: each gets its own
+                    sent[name] = _as_kept(forward.parameters[name], grad.data if grad._is_view() else grad)
+            for i, delivery in kinds.attributes:
+                grad = grads[i]
+                if grad is not None:
+                    self.put(forward.parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
+            results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
             if results:
                 self._report(place, results, forward)
-        # Views share one version, by which the guard knows them: each gets its own.
-        sent = {
-            name: _as_kept(parameters[name], grad.data if grad._is_view() else grad)
-            for name, grad in by_name.items()
-            if grad is not None
-        }
         forward.sent.update(sent)
         if self.guard is not None:
-            pairs = [(parameters[name], grad) for name, grad in sent.items()]
-            self.guard.deliver(pairs, forward.task(), node)
+            pairs = [(forward.parameters[name], grad) for name, grad in sent.items()]
+            self.guard.deliver(pairs, forward.delivered, node)
         return [sent.get(name) for name in names]
 
     def _reported(self, place: int, task: int) -> bool:
@@ -365,6 +368,23 @@ class Store:
 _PLACES = {"grad_sample"}  # attributes that were ever set
 
 
+def _kinds(deliveries: Sequence[Delivery], first: int) -> Kinds:
+    """Sort one quantity's deliveries, the first of which has this place among all."""
+    kinds = Kinds([], [], [])
+    for i, delivery in enumerate(deliveries, first):
+        if delivery.place == GRAD:
+            kinds.grads.append((i, delivery.parameter or ""))
+        elif delivery.place == RESULT:
+            kinds.results.append((i, delivery))
+        else:
+            kinds.attributes.append((i, delivery))
+    return kinds
+
+
+def _zeros(delivery: Delivery) -> Tensor:
+    return torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
+
+
 def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
     """A gradient in the dtype of p.grad; the engine would convert it on its way past the guard."""
     dtype = getattr(parameter, "grad_dtype", grad.dtype)
@@ -392,11 +412,10 @@ class Ghosts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.store, ctx.of, ctx.names = store, forward, names
         ctx.set_materialize_grads(False)
-        given = dict(zip(names, parameters, strict=True))
         return tuple(
             [
                 torch.empty_strided(one.shape, (0,) * len(one.shape), dtype=one.dtype, device=one.device)
-                for one in store.asked_of(forward, given).every
+                for one in store.asked_of(forward, names).every
             ]
         )
 
@@ -432,7 +451,10 @@ def clear(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def watch(outputs: Sequence[Tensor], store: Store, forward: Forward) -> None:
-    """Check each backward call through these outputs before it computes anything."""
+    """Check each backward call through these outputs before it computes anything; each node has one hook."""
     nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+    if forward.watched is not None:
+        nodes -= forward.watched
+        forward.watched |= nodes
     for node in nodes:
         node.register_prehook(lambda grads: store.begin_backward(forward))
