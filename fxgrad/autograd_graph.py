@@ -111,9 +111,11 @@ def _below(roots: Sequence[Any]) -> Iterator[Any]:
 
 def is_scaled(root: Any) -> bool:
     """Whether a loss is a product with a number or a tensor of one that needs no gradient, divided at the most."""
-    while _op(root) == "div" and _is_linear(root):
+    op = _op(root)
+    while op == "div" and _is_linear(root):
         root = _children(root)[0]
-    return _op(root) == "mul" and _is_linear(root)
+        op = _op(root)
+    return op == "mul" and _is_linear(root)
 
 
 def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:

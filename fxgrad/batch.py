@@ -91,12 +91,15 @@ class Roles:
         dim = self.default_dim
         if self.in_dims is not None or self.batch_size is not None:
             return None
-        if any(type(arg) is not Tensor or arg.dim() <= dim for arg in args):
-            return None
-        sizes = {arg.shape[dim] for arg in args}
+        sizes: set[int] = set()
+        unique: dict[int, Tensor] = {}
+        for arg in args:
+            if type(arg) is not Tensor or arg.dim() <= dim:
+                return None
+            sizes.add(arg.shape[dim])
+            unique[id(arg)] = arg
         if len(sizes) != 1:
             return None
-        unique = {id(arg): arg for arg in args}
         return Batch(sizes.pop(), dict.fromkeys(unique, dim), list(unique.values()))
 
     def _explicit(self, found: list[Input], size: int) -> Batch:

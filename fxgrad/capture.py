@@ -23,6 +23,7 @@ from fxgrad.checks import (
     check_parameters,
     check_reverse_mode,
     check_sample_weight,
+    is_ordinary,
 )
 from fxgrad.compiler import compile_graph
 from fxgrad.distributed import check_whole
@@ -30,6 +31,7 @@ from fxgrad.dynamo import CAPTURING, CapturedCall, check_told, fresh_function
 from fxgrad.dynamo_errors import fails_without_dynamo, fixes_the_batch, translated
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch import FirstBatch
+from fxgrad.named_parameters import NamedParameters
 from fxgrad.options import Options
 from fxgrad.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.store import Forward, Store, Unseen, watch
@@ -45,6 +47,9 @@ class Engine:
     store: Store
     first_batch: FirstBatch | None = None  # until it is checked
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.named = NamedParameters(self.model)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample.
@@ -66,16 +71,19 @@ class Engine:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._original(method)
         every = self.parameters() if torch.is_grad_enabled() else {}
-        parameters = {name: p for name, p in every.items() if p.requires_grad}
+        parameters = every
+        if not all([p.requires_grad for p in every.values()]):
+            parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             self._sample_weight(kwargs)
             return original(*args, **kwargs)
         nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
         leaves = tree_leaves((args, kwargs)) if nested else args
-        check_whole(self.model, parameters, leaves)
-        check_parameters(parameters)
-        check_reverse_mode([*parameters.values(), *leaves])
-        check_inputs(leaves, {id(p): name for name, p in parameters.items()})
+        if not is_ordinary(parameters, leaves):
+            check_whole(self.model, parameters, leaves)
+            check_parameters(parameters)
+            check_reverse_mode([*parameters.values(), *leaves])
+            check_inputs(leaves, parameters)
         weight = self._sample_weight(kwargs)
         given: dict[int, Tensor] = {}
         if nested:
@@ -120,11 +128,9 @@ class Engine:
         weight: Tensor | None = kwargs.pop("sample_weight", None)
         return weight
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by name; in every call, so without `named_parameters`' generators."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        _find_parameters(self.model, "", found, set())
-        return dict(found.values())
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters by name."""
+        return self.named.now()
 
     def guard(self) -> None:
         """Guard p.grad from now on, where a quantity clips."""
@@ -190,19 +196,6 @@ class Engine:
         self.store.began(forward, stand_ins[0].grad_fn)
         with _swapped(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
             return self._original(method)(*args, **kwargs)
-
-
-def _find_parameters(
-    module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Parameter]], seen: set[int]
-) -> None:
-    """The parameters of a module and of those inside of it, each once, as `nn.Module.named_parameters` has them."""
-    seen.add(id(module))
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in found:
-            found[id(parameter)] = prefix + name, parameter
-    for name, inner in module._modules.items():
-        if inner is not None and id(inner) not in seen:
-            _find_parameters(inner, f"{prefix}{name}.", found, seen)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,22 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fxgrad.autograd_graph import used_outside
+from fxgrad.distributed import FLAT
 from fxgrad.errors import BatchSizeError, OptionError, OutsideGraph
 from fxgrad.guard import Slot
 from fxgrad.quantities import Quantity
+
+
+def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
+    """Whether `check_whole` and the checks below have nothing to refuse: in every call, so each tensor is met once."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    is_batched = torch._C._functorch.is_batchedtensor
+    for name, parameter in parameters.items():
+        plain = type(parameter) is nn.Parameter and parameter.is_leaf and not name.endswith(FLAT)
+        if not plain or parameter.layout is not torch.strided or parameter.is_complex() or is_batched(parameter):
+            return False
+    return all([type(value) is Tensor and value.grad_fn is None and not is_batched(value) for value in inputs])
 
 
 def check_parameters(parameters: Mapping[str, Tensor]) -> None:
@@ -37,10 +50,10 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_inputs(values: Sequence[Any], names: Mapping[int, str]) -> None:
+def check_inputs(values: Sequence[Any], parameters: Mapping[str, Tensor]) -> None:
     """An input that was computed from the model's own parameters has gradients for them that no graph sees."""
     computed = [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
-    found = used_outside(computed, names) if computed else ()
+    found = used_outside(computed, {id(p): name for name, p in parameters.items()}) if computed else ()
     if found:
         raise OutsideGraph(
             "an input was computed from the model's own parameters, outside of the transformed call: "

@@ -188,13 +188,13 @@ class Transformed:
 
     def __call__(self, *args: Any) -> Any:
         n = self.size_of(args)
-        parameters = dict(zip(self.names, (args[i] for i in self.trainable), strict=True))
+        parameters = dict(zip(self.names, [args[i] for i in self.trainable], strict=True))
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
-        check_frozen(self.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
-        ghosts = Ghosts.apply(  # type: ignore[no-untyped-call]
-            self.store, forward, tuple(parameters), *parameters.values()
-        )
+        names = tuple(parameters)
+        if self.frozen or names != forward.names:
+            check_frozen(self.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
+        ghosts = Ghosts.apply(self.store, forward, names, *parameters.values())  # type: ignore[no-untyped-call]
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
         if forward.first_batch is not None:
             forward.first_batch.check(self, args, parameters, given)

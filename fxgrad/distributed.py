@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxgrad.errors import OptionError
 
 MANAGED = "_is_fsdp_managed_module"  # what FullyShardedDataParallel leaves on the modules inside of it
+FLAT = "_flat_param"  # how its parameters' names end
 AROUND = "Transform the model itself, and put the transformed one into DistributedDataParallel."
 
 
@@ -49,7 +50,7 @@ def check_whole(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Iter
                 f"parameter '{name}' is a DTensor: sharded models and tensor parallelism are not supported yet",
                 advice=AROUND,
             )
-        if not parameter.is_leaf or name.endswith("_flat_param"):  # FSDP puts views, or one flat parameter, in place
+        if not parameter.is_leaf or name.endswith(FLAT):  # FSDP puts views, or one flat parameter, in place
             check_distribution(model, {})
     if split and any(isinstance(value, split) for value in inputs):
         raise OptionError("an input is a DTensor: sharded inputs are not supported yet", advice=AROUND)

@@ -24,7 +24,7 @@ def check_unscaled() -> None:
     The product with its scale is an op like any other, and what the op saved is freed by now. So a scaler is looked
     for where the caller has one: among the variables of the calling functions and the attributes of their ``self``.
     """
-    if any(is_scaled(root) for root in roots_of_backward()) and any(map(_scales, _in_reach(sys._getframe()))):
+    if any(map(is_scaled, roots_of_backward())) and any(map(_scales, _in_reach(sys._getframe()))):
         raise OptionError(
             "the loss is scaled by a GradScaler: the norms would be those of the scaled gradients", advice=RECIPE
         )

@@ -128,13 +128,14 @@ class Slot:
     def expect(self, parameter: Tensor, grad: Tensor, stamp: int, tasks: tuple[int, ...]) -> None:
         """Note a gradient that is on its way, and p.grad as it is before."""
         hooks: Any = parameter._backward_hooks
-        if not hooks or next(reversed(hooks)) != self.key:
+        alone = bool(hooks) and len(hooks) == 1 and self.key in hooks
+        if not alone:
             self.stand_last(parameter)
-            hooks = parameter._backward_hooks
+            alone = len(parameter._backward_hooks or ()) == 1
         self.note(tasks, parameter.grad)
         self.cdata, self.version = grad._cdata, stamp
-        kept = len(hooks) == 1 and grad.stride() == parameter.stride()
-        self.copies = None if kept else parameter  # other hooks may keep it, and the layout has to be p's
+        # Other hooks may keep it, and the layout has to be p's.
+        self.copies = None if alone and grad.stride() == parameter.stride() else parameter
 
     def holds(self, parameter: Tensor, averaged: bool) -> bool:
         """Whether p.grad is what the engine made of the delivery, at the end of the backward."""
@@ -229,12 +230,13 @@ class Guard:
         self.ids = []
         _GUARDS.discard(self)
 
-    def deliver(self, pairs: Sequence[tuple[Tensor, Tensor]], task: int, node: Any) -> None:
-        """Note the gradients that are on their way to parameters: pairs of both, from an autograd node."""
+    def deliver(self, parameters: Mapping[str, Tensor], grads: Mapping[str, Tensor], task: int, node: Any) -> None:
+        """Note the gradients that are on their way to parameters, by name, from an autograd node."""
         self.delivering = node
         tasks = task, torch._C._current_graph_task_id()
-        stamp = STAMPS.mark([grad for _, grad in pairs])
-        for parameter, grad in pairs:
+        stamp = STAMPS.mark(tuple(grads.values()))
+        for name, grad in grads.items():
+            parameter = parameters[name]
             known = self.watched.get(id(parameter))
             slot = _slot_of(parameter) if known is None else known[2]
             if slot is None:  # released between forward and backward, and no other guards it

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxgrad.autograd_graph import accumulates
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
@@ -40,6 +41,7 @@ class Asked(NamedTuple):
 
     by_quantity: list[Kinds]
     every: list[Delivery]
+    ghosts: list[Tensor]  # one for each delivery
     attributes: frozenset[str]  # of parameters, that are set
 
 
@@ -61,7 +63,8 @@ class Forward:
         self.number = next(_NUMBERS)
         self.ghosts: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
-        self.asked: dict[tuple[str, ...], Asked] = {}  # by the names of parameters: all, or those of a graph
+        self.asked: Asked | None = None  # of all parameters
+        self.asked_by_graph: dict[tuple[str, ...], Asked] = {}  # of those that are not all
         # Reentrant checkpointing runs a forward and a graph task of its own inside of a backward call:
         # what it finds belongs to that call.
         self.enclosing = torch._C._current_graph_task_id()
@@ -113,6 +116,7 @@ class Store:
         self.current = _Current()
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
         self.asked: dict[Any, Asked] = {}
+        self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
         self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
 
@@ -164,11 +168,15 @@ class Store:
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
         """What the quantities deliver of a forward, or of the parameters of one of its graphs."""
-        names = names or forward.names
-        asked = forward.asked.get(names)
-        if asked is None:
-            asked = forward.asked[names] = self._ask(forward.size, {name: forward.parameters[name] for name in names})
-        return asked
+        if names is None or names == forward.names:
+            asked = forward.asked
+            if asked is None:
+                asked = forward.asked = self._ask(forward.size, forward.parameters)
+            return asked
+        if names not in forward.asked_by_graph:
+            own = {name: forward.parameters[name] for name in names}
+            forward.asked_by_graph[names] = self._ask(forward.size, own)
+        return forward.asked_by_graph[names]
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Say that zero_grad() has run."""
@@ -182,18 +190,30 @@ class Store:
 
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
         """The quantities' own answers; remembered, since every step asks for the same."""
-        key = (n, *((name, p.shape, p.dtype, p.device) for name, p in parameters.items()))
-        if key not in self.asked:
+        own = parameters.values()
+        shapes, dtypes, devices = [p.shape for p in own], [p.dtype for p in own], [p.device for p in own]
+        key = n, tuple(parameters), tuple(shapes), tuple(dtypes), tuple(devices)
+        last = self.last_asked
+        if last is not None and last[0] == key:
+            return last[1]
+        asked = self.asked.get(key)
+        if asked is None:
             if len(self.asked) >= 64:
                 self.asked.clear()
-            kinds: list[Kinds] = []
-            every: list[Delivery] = []
-            for quantity in self.quantities:
-                deliveries = quantity.deliveries(quantity.units(n), parameters)
-                kinds.append(_kinds(deliveries, len(every)))
-                every += deliveries
-            self.asked[key] = Asked(kinds, every, frozenset(one.place for one in every) - {GRAD, RESULT})
-        return self.asked[key]
+            asked = self.asked[key] = self._answers(n, parameters)
+        self.last_asked = key, asked
+        return asked
+
+    def _answers(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
+        kinds: list[Kinds] = []
+        every: list[Delivery] = []
+        for quantity in self.quantities:
+            deliveries = quantity.deliveries(quantity.units(n), parameters)
+            kinds.append(_kinds(deliveries, len(every)))
+            every += deliveries
+        with torch.inference_mode(False), _disable_current_modes():  # they are for every later call
+            ghosts = [_ghost(delivery) for delivery in every]
+        return Asked(kinds, every, ghosts, frozenset(one.place for one in every) - {GRAD, RESULT})
 
     @undone
     def begin_backward(self, forward: Forward) -> None:
@@ -283,9 +303,11 @@ class Store:
         if self.guard is not None:
             self.guard.check_held(task, forward.averaged)
         for place, kinds in enumerate(self.asked_of(forward).by_quantity):
-            self._fill(forward, [name for _, name in kinds.grads if name not in forward.sent])
+            unsent = [name for _, name in kinds.grads if name not in forward.sent]
+            if unsent:
+                self._fill(forward, unsent)
             if kinds.results and not self._reported(place, task):
-                self._report(place, [_zeros(delivery) for _, delivery in kinds.results], forward)
+                self._report(place, [_zeros(delivery) for _, delivery in kinds.results], task)
             for _, delivery in kinds.attributes:
                 parameter = forward.parameters[delivery.parameter or ""]
                 if _task_of(getattr(parameter, delivery.place, None)) != task:
@@ -320,27 +342,28 @@ class Store:
         for place, kinds in enumerate(by_quantity):
             for i, name in kinds.grads:
                 grad = grads[i]
-                if grad is not None:  # views share one version, by which the guard knows them: each gets its own
-                    sent[name] = _as_kept(forward.parameters[name], grad.data if grad._is_view() else grad)
+                if grad is None:
+                    continue
+                if grad._is_view():  # views share one version, by which the guard knows them: each gets its own
+                    grad = grad.data
+                sent[name] = _as_kept(forward.parameters[name], grad)
             for i, delivery in kinds.attributes:
                 grad = grads[i]
                 if grad is not None:
                     self.put(forward.parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
             results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
             if results:
-                self._report(place, results, forward)
+                self._report(place, results, forward.delivered)
         forward.sent.update(sent)
         if self.guard is not None:
-            pairs = [(forward.parameters[name], grad) for name, grad in sent.items()]
-            self.guard.deliver(pairs, forward.delivered, node)
+            self.guard.deliver(forward.parameters, sent, forward.delivered, node)
         return [sent.get(name) for name in names]
 
     def _reported(self, place: int, task: int) -> bool:
         return place in self.results and _task_of(self.results[place][0]) == task
 
-    def _report(self, place: int, results: list[Tensor], forward: Forward) -> None:
+    def _report(self, place: int, results: list[Tensor], task: int) -> None:
         """What belongs to the model as a whole: that of the last backward, several forwards of which add up."""
-        task = forward.task()
         if self._reported(place, task):
             results = [one + other for one, other in zip(self.results[place], results, strict=True)]
         for result in results:
@@ -381,6 +404,11 @@ def _kinds(deliveries: Sequence[Delivery], first: int) -> Kinds:
     return kinds
 
 
+def _ghost(delivery: Delivery) -> Tensor:
+    strides = (0,) * len(delivery.shape)
+    return torch.empty_strided(delivery.shape, strides, dtype=delivery.dtype, device=delivery.device)
+
+
 def _zeros(delivery: Delivery) -> Tensor:
     return torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
 
@@ -412,12 +440,8 @@ class Ghosts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.store, ctx.of, ctx.names = store, forward, names
         ctx.set_materialize_grads(False)
-        return tuple(
-            [
-                torch.empty_strided(one.shape, (0,) * len(one.shape), dtype=one.dtype, device=one.device)
-                for one in store.asked_of(forward, names).every
-            ]
-        )
+        # New tensors, and no views, each over one element of memory that nobody reads.
+        return tuple([ghost.data for ghost in store.asked_of(forward, names).ghosts])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
