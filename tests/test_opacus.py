@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxgrad
 import fxgrad.opacus as private
 from fxgrad.errors import AlreadySet, MixedSamples, OptionError, UnclippedGrad, UnknownArgument
-from fxgrad.opacus.one_backward import _Checked
+from fxgrad.opacus.checked_step import CheckedStep
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
@@ -236,7 +236,7 @@ def test_the_optimizers_are_opacus_own(clipping: type) -> None:
     model: Any = words()
     made, optimizer, _ = make(model, **kinds.get(clipping, {}))
     assert isinstance(optimizer, clipping)
-    step: Any = super(_Checked, optimizer).step  # type: ignore[misc]
+    step: Any = super(CheckedStep, optimizer).step  # type: ignore[misc]
     assert step.__func__ is vars(DPOptimizer)["step"]
     assert isinstance(made, Words) and made.first is model.first
     made(torch.randn(7, 5, 3)).sum().backward()

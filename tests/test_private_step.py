@@ -139,6 +139,17 @@ class Net(nn.Module):
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)) * 10
 
 
+def made_private(engine: PrivacyEngine, module: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """Batches of four of sixteen samples, C = 1 and no noise."""
+    return fxgrad.opacus.make_private(
+        engine,
+        module=module,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
+        **{"noise_multiplier": 0.0, "max_grad_norm": 1.0, "loss_reduction": "sum", "backend": "eager", **options},
+    )
+
+
 class Private:
     """A private model of four samples a batch, C = 1 and no noise, and the parameters as they were."""
 
@@ -148,18 +159,9 @@ class Private:
         given = prepared(self.model) if prepared is not None else None
         own = [p for p in self.model.parameters() if p.requires_grad] if given is None else given
         self.engine = PrivacyEngine(accountant="rdp")
-        self.view, self.optimizer, _ = fxgrad.opacus.make_private(
-            self.engine,
-            module=self.model,
-            optimizer=torch.optim.SGD(own, lr=1.0),
-            data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            loss_reduction="sum",
-            one_backward=one_backward,
-            backend="eager",
-            **options,
-        )
+        optimizer = torch.optim.SGD(own, lr=1.0)
+        made = made_private(self.engine, self.model, optimizer, one_backward=one_backward, **options)
+        self.view, self.optimizer, _ = made
         self.before = self.values()
 
     def values(self) -> list[Tensor]:
@@ -417,16 +419,8 @@ class TestOptimizers:
     def test_two_of_one_model(self, one_backward: bool) -> None:
         """Each follows the same backward; what one clears the other does not step with."""
         run = Private(one_backward)
-        other = fxgrad.opacus.make_private(
-            PrivacyEngine(accountant="rdp"),
-            module=run.view,
-            optimizer=torch.optim.SGD(run.model.parameters(), lr=1.0),
-            data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            loss_reduction="sum",
-            one_backward=one_backward,
-        )[1]
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
+        other = made_private(PrivacyEngine(accountant="rdp"), run.view, optimizer, one_backward=one_backward)[1]
         run.steps_right()
         run.before = run.values()
         with pytest.raises((FxgradError, ValueError), match=r"no backward|not what the last|haven't been cleared"):
@@ -563,17 +557,8 @@ def test_made_private_again(given: str, one_backward: bool) -> None:
     again = given == "what it returned"
     engine = PrivacyEngine(accountant="rdp")
     old = run.optimizer
-    run.view, run.optimizer, _ = fxgrad.opacus.make_private(
-        engine,
-        module=run.view if again else run.model,
-        optimizer=old if again else old.original_optimizer,
-        data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        loss_reduction="sum",
-        one_backward=one_backward,
-        backend="eager",
-    )
+    module, optimizer = (run.view, old) if again else (run.model, old.original_optimizer)
+    run.view, run.optimizer, _ = made_private(engine, module, optimizer, one_backward=one_backward)
     run.steps_right()
     assert len(engine.accountant) == 1
     run.optimizer.zero_grad()
@@ -608,14 +593,7 @@ def test_a_compiled_step(one_backward: bool) -> None:
 def test_an_optimizer_that_evaluates_the_loss_itself() -> None:
     model = Net()
     with pytest.raises(OptionError, match=r"LBFGS.step\(\) needs a closure"):
-        fxgrad.opacus.make_private(
-            PrivacyEngine(accountant="rdp"),
-            module=model,
-            optimizer=torch.optim.LBFGS(model.parameters()),
-            data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), 4),
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-        )
+        made_private(PrivacyEngine(accountant="rdp"), model, torch.optim.LBFGS(model.parameters()))
 
 
 @pytest.mark.parametrize("one_backward", [True, False])

@@ -25,8 +25,8 @@ from fxgrad.opacus.arguments import (
     check_values,
     names_of_accountant,
 )
+from fxgrad.opacus.checked_step import checked
 from fxgrad.opacus.copies import refuse_copies
-from fxgrad.opacus.one_backward import checked
 from fxgrad.opacus.one_backward import one_backward as with_one_backward
 from fxgrad.opacus.processes import (
     WRAPPERS,
