@@ -19,7 +19,11 @@ class _Walk(NamedTuple):
 
 
 class NamedParameters:
-    """A model's parameters, in every call: modules say nothing of a change, so all that they hold is compared."""
+    """A model's parameters, in every call: modules say nothing of a change, so all that they hold is compared.
+
+    What was compared is held, so that no other object has its identity: a parameter that was replaced lives until the
+    next call.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
