@@ -59,7 +59,8 @@ def transform(
             number the loss was divided by.
         batch_size: the number of samples; taken from the inputs where None. Inputs of another size are
             then shared by all samples.
-        batch_first: whether samples are on dimension 0 of the inputs (else 1).
+        batch_first: whether samples are on dimension 0 of the inputs (else 1). An input from which a recurrent layer
+            starts, [layers * directions, B, hidden], has them on dimension 1 either way.
         in_dims: as in ``torch.vmap``, one entry per positional argument; a dict names arguments.
             None for an input that all samples share.
         accumulate: what a backward does while grad_sample is still set: "error", "append", "sum" or

@@ -16,6 +16,7 @@ from fxgrad.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, 
 from fxgrad.context import Context, TrainableParameter, source_line
 from fxgrad.errors import BatchSizeError, LostLayout, OutsideGraph
 from fxgrad.options import Options
+from fxgrad.recurrent.states import inputs_as_states
 from fxgrad.samples.symbols import Symbols, expression, hint
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
@@ -147,6 +148,11 @@ class Captured:
                     )
                 found[i] = (known[0], known[1])
         return found
+
+    def states(self) -> list[int]:
+        """The inputs that recurrent layers start from."""
+        states = inputs_as_states(self.gm)
+        return [i for i in self.inputs() if self.placeholders[i] in states]
 
     def inputs(self) -> list[int]:
         """The positions of tensors that are neither parameters nor buffers."""

@@ -24,6 +24,12 @@ from fxgrad.user_functions import UserFunction
 
 ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
 
+_ADVICE = {
+    "batch_norm": "Use GroupNorm, or put the layer in eval mode.",
+    "fxgrad::recurrence": "Say where the inputs hold their samples: in_dims=(0, 1) for x [B, T, in] and a state "
+    "[layers * directions, B, out].",
+}
+
 MIXING_FUNCTION = "an autograd.Function lets samples influence each other"
 
 # What a mixed value may go through: sums, averages, scaling, moving about (see Note [Mixed values]).
@@ -299,8 +305,7 @@ class _Inference:
         name = call.op.removeprefix("fxgrad::")
         whole = reason.startswith((name, MIXING_FUNCTION))
         sentence = reason if whole else f"{name} lets samples influence each other: {reason}"
-        advice = "Use GroupNorm, or put the layer in eval mode." if call.op == "batch_norm" else ADVICE
-        return self._met(node, sentence, advice)
+        return self._met(node, sentence, _ADVICE.get(call.op, ADVICE))
 
     def _collective(self, node: fx.Node, call: Call) -> MixedSamples:
         return self._met(

@@ -18,6 +18,7 @@ from fxgrad.batch import map_tensors, tensors_in
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
 from fxgrad.oracle import TOLERANCE, largest, relative_error, relative_errors, wide
 from fxgrad.samples.layouts import Layout
+from fxgrad.tracing import settled_batch
 from fxgrad.verification.probe import Found, probe
 from fxgrad.verification.verdict import ParameterVerdict, Verdict
 from fxgrad.verification.witness import (
@@ -172,7 +173,7 @@ class _Verification:
         engine = engine_of(self.transformed)
         assert engine is not None
         nest: Nest = map_tensors(self.nest, lambda x: _copy(x, convert))
-        inputs = Inputs(nest, engine.roles["forward"].find(*nest))
+        inputs = Inputs(nest, settled_batch(engine, *nest))
         if inputs.batch.size == 0:
             raise BatchSizeError("verify needs samples: the batch is empty", advice="Pass a batch of two or more.")
         self.witness = Witness(model, inputs, self.loss_fn)
