@@ -118,6 +118,8 @@ def transform(
         name: Roles(batch_size, batch_first, by_method[name], _positional(getattr(model, name))) for name in entrances
     }
     first_batch = _first_batch(model, options) if check_first_batch else None
+    if first_batch is not None:
+        options.settled = frozenset({"mixing", "fullgraph"})
     engine = Engine(model, options, roles | {"__call__": roles["forward"]}, store, first_batch)
     engine.guard()
     arguments = dict(

@@ -18,6 +18,7 @@ from fxgrad.autograd_graph import used_outside
 from fxgrad.batch import Batch, Roles
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.checks import (
+    check_frozen_outputs,
     check_groups,
     check_hooks,
     check_inputs,
@@ -28,7 +29,7 @@ from fxgrad.checks import (
 from fxgrad.compiler import compile_graph
 from fxgrad.distributed import check_whole
 from fxgrad.dynamo import CAPTURING, CapturedCall, check_told, current_call, fresh_function
-from fxgrad.dynamo_errors import fails_without_dynamo, fixes_the_batch, translated
+from fxgrad.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch import FirstBatch
 from fxgrad.options import Options
@@ -79,7 +80,9 @@ class Engine:
         parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             self._sample_weight(kwargs)
-            return original(*args, **kwargs)
+            outputs = original(*args, **kwargs)
+            check_frozen_outputs(outputs, (args, kwargs))
+            return outputs
         nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
         leaves = tree_leaves((args, kwargs)) if nested else args
         check_whole(self.model, parameters, leaves)
@@ -166,11 +169,13 @@ class Engine:
             # PyTorch's shape rules may take the batch for another size that equals it (`where` with two rows): a graph
             # of this size alone. What the passes follow is a symbol all the same.
             return CapturedCall(batch, args, kwargs, every_size=False).run(compiled)
+        except exc.FailOnRecompileLimitHit:
+            raise too_many_graphs(compiled, self.roles[method].names) from None
         except Exception as error:
             if fails_without_dynamo(error):
                 with torch.no_grad():  # PyTorch's own sentence says it best
                     self._original(method)(*args, **kwargs)
-            own = translated(error)
+            own = translated(error, self.options, self.model)
             if own is error:
                 raise
             raise own from (None if isinstance(own, FxgradError) else error)

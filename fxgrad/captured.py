@@ -84,8 +84,9 @@ class Captured:
                 raise OutsideGraph(
                     f"'{attribute_name(node)}' is a Parameter that model.parameters() does not have",
                     where=where,
-                    advice="Register it: as an attribute, or in an nn.ParameterList or nn.ParameterDict. As an "
-                    "argument pass a tensor, such as p.detach().",
+                    advice="Register it: as an attribute of a module, in an nn.ParameterList or nn.ParameterDict, or "
+                    "its layer in an nn.ModuleList or nn.ModuleDict: a plain list, a closure and a global are none of "
+                    "these. As an argument pass a tensor, such as p.detach().",
                 )
 
     def name(self, i: int) -> str:
@@ -222,7 +223,9 @@ def attribute_name(node: fx.Node) -> str:
     """The name of an attribute in the user's terms: ``L['original'].head.t`` is ``head.t``."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", node.name)
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", str(name() if callable(name) else name))
-    return re.sub(r"^[LG]\['(?:original|self)'\]\.(?:__self__\.)?|^[LG]\['(\w+)'\]", r"\1", text)
+    text = re.sub(r"^[LG]\['(?:original|self)'\]\.(?:__self__\.)?|^[LG]\['(\w+)'\]", r"\1", text)
+    text = re.sub(r"^__import_\w+\.", "", text)  # a global of a module
+    return re.sub(r"^(.*)\.__closure__\[\d+\]\.cell_contents", r"closure of \1", text)
 
 
 def _attribute(node: fx.Node) -> str:
@@ -272,6 +275,7 @@ def make_context(
             for i, rows in packed.items()
         },
         single=single,
+        may_mix=options.takes(mixing="allow"),
         ways=options.ways(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class Options:
     fullgraph: bool = True
     wishes: Mapping[str, Wish] = field(default_factory=dict)  # strategy=, by parameter
     named: bool = True  # whether the model is known, and with it its parameters' names and their order
+    settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
 
     def check(self) -> None:
         """Raise where options do not go together."""
@@ -40,6 +42,14 @@ class Options:
                     f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
                     advice="Pass fullgraph=True, which names the line of a graph break.",
                 )
+
+    def takes(self, **changes: Any) -> bool:
+        """Whether other values of these options would pass: no error may advise what the next one refuses."""
+        try:
+            dataclasses.replace(self, **changes).check()
+        except OptionError:
+            return False
+        return self.settled.isdisjoint(changes)
 
     def check_each(self) -> None:
         """The same for each quantity by itself, whoever decides about graph breaks."""

@@ -94,11 +94,11 @@ def capture(
             return error.inner_exception.trace
         if moves_states(error):
             return capture(engine, args, kwargs, passes)
-        raise translated(error) from error
+        raise translated(error, engine.options, engine.model) from error
     except FxgradError:
         raise
     except Exception as error:
-        raise translated(error) from error
+        raise translated(error, engine.options, engine.model) from error
     raise FxgradError("the model has no graph: it uses no trainable parameter in any tensor op")
 
 

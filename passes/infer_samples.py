@@ -20,17 +20,16 @@ from fxgrad.samples.replay import SHAPED_AS, Replay
 from fxgrad.samples.symbols import expression
 from fxgrad.samples.tracking import counts_tokens, track
 from fxgrad.samples.writes import after_write, written
-from fxgrad.user_functions import UserFunction
+from fxgrad.user_functions import FUNCTION, HOOK, UserFunction
 
-ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
+KEEP = "Keep the op within one sample, or leave it out of the model."
+KEEP_OR_ALLOW = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
 
 _ADVICE = {
     "batch_norm": "Use GroupNorm, or put the layer in eval mode.",
     "fxgrad::recurrence": "Say where the inputs hold their samples: in_dims=(0, 1) for x [B, T, in] and a state "
     "[layers * directions, B, out].",
 }
-
-MIXING_FUNCTION = "an autograd.Function lets samples influence each other"
 
 # What a mixed value may go through: sums, averages, scaling, moving about (see Note [Mixed values]).
 _LINEAR = frozenset("add sub sum mean nansum neg mul div clone to float double half bfloat16".split()) | MOVEMENT
@@ -303,9 +302,9 @@ class _Inference:
 
     def _refusal(self, node: fx.Node, call: Call, reason: str) -> MixedSamples:
         name = call.op.removeprefix("fxgrad::")
-        whole = reason.startswith((name, MIXING_FUNCTION))
+        whole = reason.startswith((name, FUNCTION, HOOK))
         sentence = reason if whole else f"{name} lets samples influence each other: {reason}"
-        return self._met(node, sentence, _ADVICE.get(call.op, ADVICE))
+        return self._met(node, sentence, _ADVICE.get(call.op, KEEP_OR_ALLOW if self.ctx.may_mix else KEEP))
 
     def _collective(self, node: fx.Node, call: Call) -> MixedSamples:
         return self._met(
@@ -442,7 +441,7 @@ class _Inference:
         for i, ((_, known), flow) in enumerate(zip(outs, flows, strict=True)):
             flow = flow and i in read
             if flow and (known is None or known.kind is not Kind.BATCHED):
-                raise self._refusal(node, call, f"{MIXING_FUNCTION} in its forward")
+                raise self._refusal(node, call, f"{function.what} lets samples influence each other in its forward")
             found.append(None if known is None else Samples(known.kind, known.layout, flow))
         grads = self._body(function.bwd, [*((out, known) for out, known in outs), *saved])
         for arg, (_, own), (_, known) in zip(node.args, args, grads, strict=True):
@@ -450,7 +449,7 @@ class _Inference:
             if not traced or own is None or own.kind is not Kind.BATCHED or known is None:
                 continue
             if known.kind in (Kind.MIXED, Kind.BATCHED) and known.layout != own.layout:
-                raise self._refusal(node, call, f"{MIXING_FUNCTION} in its backward")
+                raise self._refusal(node, call, f"{function.what} lets samples influence each other in its backward")
         return found
 
     def _control(
@@ -487,6 +486,7 @@ class _Inference:
             [],
             {},
             mixing=self.ctx.mixing,
+            may_mix=self.ctx.may_mix,
             known=dict(zip(names, known, strict=True)),
         )
         assert self.ctx.analyse is not None

@@ -17,6 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
+from fxgrad.errors import (
+    FxgradError,
+    GraphBreak,
+    MixedSamples,
+    OptionError,
+    OutsideGraph,
+    TooManyGraphs,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -142,3 +150,193 @@ def test_collectives_in_the_model_are_refused(program: Any, mixing: Any, tmp_pat
             view(torch.randn(4, 3))
     finally:
         dist.destroy_process_group()
+
+
+# What one graph cannot hold
+
+
+def retained(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    h.retain_grad()
+    return h
+
+
+def by_ctc(m: Any, x: Tensor) -> Tensor:
+    scores = m(x).log_softmax(-1).unsqueeze(0).expand(5, -1, -1)
+    labels, lengths = torch.ones(len(x), 2, dtype=torch.long), torch.full((len(x),), 5)
+    return F.ctc_loss(scores, labels, lengths, torch.full((len(x),), 2), reduction="none")
+
+
+def made_in_forward(m: Any, x: Tensor) -> Tensor:
+    return m(x) @ nn.Parameter(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "advice"),
+    [
+        (retained, r"retain_grad\(\) keeps the gradient of a value inside the model", "Return the value"),
+        (by_ctc, "ctc_loss has lengths inside that the data decides", "compute the loss outside of it"),
+        (made_in_forward, "forward makes a Parameter, which none of the model's parameters is", "Make it in __init__"),
+    ],
+)
+def test_lines_that_no_graph_holds(program: Any, text: str, advice: str) -> None:
+    with pytest.raises(GraphBreak, match=text) as caught:
+        fxgrad.transform(Model(program), backend="eager")(torch.randn(4, 3))
+    assert "test_odd_forwards.py:" in caught.value.where
+    assert advice in caught.value.advice
+    assert "fullgraph" not in str(caught.value)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("of", ["", "layer"])
+def test_backward_hooks_of_modules_are_refused(register: str, of: str) -> None:
+    model = Model(lambda m, x: m(x))
+    getattr(model.get_submodule(of), register)(lambda *_: None)
+    with pytest.raises(GraphBreak, match="a module has a backward hook") as caught:
+        fxgrad.transform(model, backend="eager")(torch.randn(4, 3))
+    assert caught.value.where == "on the model itself" if not of else "lambda m, x: m(x)" in caught.value.where
+    assert "Remove the hook" in caught.value.advice
+
+
+class Counting(Model):
+    """Its forward reads what changes from call to call."""
+
+    steps = 0
+
+    def forward(self, x: Tensor, name: str = "") -> Tensor:
+        return self.layer(x) * (self.steps + len(name))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda model, i: (torch.randn(4, 3), "a" * i), "name was '', 'a', .*, and is something else now"),
+        (lambda model, i: (vars(model).update(steps=i) or torch.randn(4, 3),), r"self\.steps was 0, 1, .*, 7, and is"),
+        (lambda model, i: (torch.randn(4, *[1] * i, 3),), "tensor 'x' rank mismatch"),
+    ],
+    ids=["argument", "attribute", "rank"],
+)
+def test_too_many_graphs(change: Any, text: str) -> None:
+    model = Counting(lambda m, x: x)
+    view = fxgrad.transform(model, backend="eager")
+    with pytest.raises(TooManyGraphs, match=text) as caught:
+        for i in range(10):
+            view(*change(model, i))
+    assert "raise torch._dynamo.config.recompile_limit" in caught.value.advice
+
+
+# Advice
+
+
+def mixes(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    return h - h.mean(0)
+
+
+def breaks(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    torch._dynamo.graph_break()
+    return m(h)
+
+
+QUANTITIES = [
+    fxgrad.GradSample(),
+    fxgrad.NormSample(),
+    fxgrad.ClippedGrad(1.0),
+    fxgrad.SquaredGrad(),
+    fxgrad.GradVariance(),
+    fxgrad.GradGram(),
+    fxgrad.GradProjection(4, 0),
+    fxgrad.Grad(),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(("program", "option"), [(mixes, dict(mixing="allow")), (breaks, dict(fullgraph=False))])
+@pytest.mark.parametrize("quantity", QUANTITIES, ids=str)
+def test_no_advice_leads_to_a_refusal(quantity: Any, program: Any, option: Any, check: bool) -> None:
+    """An option is advised where it can be passed beside the others, and nowhere else."""
+    (name,) = option
+
+    def transformed(**options: Any) -> Any:
+        return fxgrad.transform(Model(program), quantity=quantity, backend="eager", **options)
+
+    try:
+        transformed(check_first_batch=check)
+    except OptionError:
+        return  # nothing to check: no call, and no advice
+    with pytest.raises(FxgradError) as caught:
+        transformed(check_first_batch=check)(torch.randn(4, 3))
+    try:
+        transformed(check_first_batch=check, **option)
+        takes = True
+    except OptionError:
+        takes = False
+    assert (f"pass {name}=" in caught.value.advice) == takes
+
+
+def test_verify_advises_what_the_model_takes() -> None:
+    model = Model(mixes)
+    private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+    for view, advised in ((model, True), (private, False)):
+        with pytest.raises(MixedSamples) as caught:
+            fxgrad.verify(view, torch.randn(4, 3)).raise_if_wrong()
+        assert ("mixing" in caught.value.advice) == advised
+
+
+# Parameters that are not registered
+
+OUTSIDE = nn.Parameter(torch.randn(3, 3))
+
+
+class Listed(nn.Module):
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3) if first else nn.Identity()
+        self.layers, self.by_name = [nn.Linear(3, 3)], {"w": nn.Parameter(torch.randn(3, 3))}
+
+
+class InAList(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.first(x))
+
+
+class InADict(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) @ self.by_name["w"]
+
+
+class InAClosure(Listed):
+    def __init__(self, first: bool) -> None:
+        super().__init__(first)
+        w = nn.Parameter(torch.randn(3, 3))
+        self.product = lambda x: x @ w
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.first(x))
+
+
+class AGlobal(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) @ OUTSIDE
+
+
+UNREGISTERED = {InAList: r"'layers\[0\]\.weight'", InADict: r"'by_name\['w'\]'", InAClosure: "'closure of product'"}
+
+
+@pytest.mark.parametrize("kind", [InAList, InADict, InAClosure, AGlobal])
+def test_parameters_that_are_not_registered(kind: Any) -> None:
+    text = UNREGISTERED.get(kind, "'OUTSIDE'")
+    with pytest.raises(OutsideGraph, match=f"{text} is a Parameter that model.parameters") as caught:
+        fxgrad.transform(kind(True), backend="eager")(torch.randn(4, 3))
+    assert "nn.ModuleList" in caught.value.advice
+    with pytest.raises(OutsideGraph, match="the model has no trainable parameters, and what it returns requires a gra"):
+        fxgrad.transform(kind(False), backend="eager")(torch.randn(4, 3))
+
+
+def test_a_model_without_parameters_runs() -> None:
+    model = fxgrad.transform(nn.Sequential(nn.ReLU()), backend="eager")
+    assert not model(torch.randn(4, 3)).requires_grad
+    assert model(torch.randn(4, 3, requires_grad=True)).requires_grad

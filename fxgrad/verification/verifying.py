@@ -77,7 +77,8 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
             advice="Pass padded inputs to a model that packs them itself.",
         )
     with _random_numbers_kept(original):
-        return _Verification(original, options, (args, kwargs), loss_fn).verdict()
+        may_mix = engine is None or engine.options.takes(mixing="allow")
+        return _Verification(original, options, (args, kwargs), loss_fn, may_mix).verdict()
 
 
 @contextmanager
@@ -98,6 +99,7 @@ class _Verification:
     options: dict[str, Any]
     nest: Nest
     loss_fn: LossFn | None
+    may_mix: bool
     notes: list[str] = field(default_factory=list)
     witness: Witness = field(init=False)
     transformed: nn.Module = field(init=False)
@@ -146,6 +148,7 @@ class _Verification:
             self.output_error,
             sum_error,
             tuple(self.notes),
+            self.may_mix,
         )
 
     def _choose_dtype(self) -> Whole:
