@@ -25,6 +25,7 @@ from fxgrad.errors import (
     OutsideGraph,
     TooManyGraphs,
 )
+from fxgrad.testing import assert_per_sample_grads
 
 LOG = logging.getLogger(__name__)
 
@@ -207,12 +208,17 @@ class Counting(Model):
         return self.layer(x) * (self.steps + len(name))
 
 
+def stepped(model: Any, i: int) -> tuple[Tensor]:
+    model.steps = i
+    return (torch.randn(4, 3),)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         (lambda model, i: (torch.randn(4, 3), "a" * i), "name was '', 'a', .*, and is something else now"),
-        (lambda model, i: (vars(model).update(steps=i) or torch.randn(4, 3),), r"self\.steps was 0, 1, .*, 7, and is"),
+        (stepped, r"self\.steps was 0, 1, .*, 7, and is"),
         (lambda model, i: (torch.randn(4, *[1] * i, 3),), "tensor 'x' rank mismatch"),
     ],
     ids=["argument", "attribute", "rank"],
@@ -340,3 +346,202 @@ def test_a_model_without_parameters_runs() -> None:
     model = fxgrad.transform(nn.Sequential(nn.ReLU()), backend="eager")
     assert not model(torch.randn(4, 3)).requires_grad
     assert model(torch.randn(4, 3, requires_grad=True)).requires_grad
+
+
+# What is under a mask, changed and written back
+
+
+def doubled(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    h[h > 0] *= 2
+    return h.sin()
+
+
+def changed_by_several_ops(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    mask = h > 0
+    h[mask] = (h[mask] * x[mask]).exp().sin() + 1
+    return h.sin()
+
+
+def infinite_where_the_mask_is_off(m: Any, x: Tensor) -> Tensor:
+    h = m(x) - 0.3
+    h[h > 0] = h[h > 0].sqrt()
+    h[h < -0.5] = (-h[h < -0.5]).log()
+    return h.sin()
+
+
+def whole_rows(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    h[x[:, 0] > 0] = h[x[:, 0] > 0] * m.bias
+    return h.sin()
+
+
+def in_place_in_between(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    mask = h > 0
+    t = h[mask]
+    t *= 2
+    t += m.weight.mean()
+    h[mask] = t
+    return h.sin()
+
+
+def into_a_new_tensor(m: Any, x: Tensor) -> Tensor:
+    h, y = torch.zeros_like(x), m(x)
+    mask = x > 0
+    h[mask] = y[mask]
+    h[mask] *= 3
+    return h.sin()
+
+
+def chosen_under_the_mask(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    mask = h > 0
+    h[mask] = torch.where(h[mask] > 0.5, h[mask], h[mask] * 2)
+    return h.sin()
+
+
+UNDER_A_MASK = [
+    doubled,
+    changed_by_several_ops,
+    infinite_where_the_mask_is_off,
+    whole_rows,
+    in_place_in_between,
+    into_a_new_tensor,
+    chosen_under_the_mask,
+]
+
+
+@pytest.mark.parametrize("size", [5, 1])
+@pytest.mark.parametrize("program", UNDER_A_MASK)
+def test_under_a_mask(program: Any, size: int) -> None:
+    assert_per_sample_grads(Model(program).double(), torch.randn(size, 3, dtype=torch.float64), backend="eager")
+
+
+@pytest.mark.parametrize("program", UNDER_A_MASK)
+def test_under_a_mask_and_clipped(program: Any) -> None:
+    rows_alike(Model(program).double(), torch.randn(5, 3, dtype=torch.float64), fxgrad.ClippedGrad(1e9))
+
+
+@pytest.mark.inductor
+def test_under_a_mask_through_inductor() -> None:
+    assert_per_sample_grads(Model(infinite_where_the_mask_is_off), torch.randn(5, 3), backend="inductor")
+
+
+def summed_under_the_mask(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    mask = h > 0
+    h[mask] = h[mask] / h[mask].sum()
+    return h
+
+
+def drawn_under_the_mask(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    h[h > 0] = F.dropout(h[h > 0])
+    return h
+
+
+def under_another_mask(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    h[h < 0] = h[h > 0]
+    return h
+
+
+def under_a_mask_that_changed(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    mask = h > 0
+    t = h[mask]
+    mask.logical_not_()
+    h[mask] = t
+    return h
+
+
+def read_before_a_write(m: Any, x: Tensor) -> Tensor:
+    """The two masks are the same words, of different values."""
+    h = m(x)
+    t = h[h > 0]
+    h.neg_()
+    h[h > 0] = t
+    return h
+
+
+def read_elsewhere(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    t = h[h > 0]
+    h[h > 0] = 2 * t
+    return h + t.sum()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        summed_under_the_mask,
+        drawn_under_the_mask,
+        under_another_mask,
+        under_a_mask_that_changed,
+        read_before_a_write,
+        read_elsewhere,
+    ],
+)
+def test_what_meets_under_a_mask_is_refused(program: Any) -> None:
+    with pytest.raises(MixedSamples, match="how many elements a mask selects, all samples decide together") as caught:
+        fxgrad.transform(Model(program), backend="eager")(torch.randn(5, 3))
+    assert "Write torch.where(mask, f(x), x)" in caught.value.advice
+
+
+# Samples as channels
+
+
+def instances_as_channels(m: Any, x: Tensor) -> Tensor:
+    return F.instance_norm(m(x).unsqueeze(0)).squeeze(0).sin()
+
+
+def kernels_of_their_own(m: Any, x: Tensor) -> Tensor:
+    """A kernel for each sample, made of its first row."""
+    n = x.shape[0]
+    kernels, bias = m(x[:, :2]).reshape(2 * n, 1, 3).repeat(1, 4, 1), m(x)[:, 0, :2].reshape(-1)
+    return F.conv1d(m(x).reshape(1, 4 * n, 3), kernels, bias, groups=n).view(n, -1)
+
+
+def several_groups_each(m: Any, x: Tensor) -> Tensor:
+    n = x.shape[0]
+    return F.conv1d(m(x).reshape(1, 4 * n, 3), m(x).reshape(4 * n, 1, 3), groups=4 * n, padding=1).view(n, -1)
+
+
+@pytest.mark.parametrize("program", [instances_as_channels, kernels_of_their_own, several_groups_each])
+def test_samples_as_channels(program: Any) -> None:
+    model, x = Model(program).double(), torch.randn(5, 4, 3, dtype=torch.float64)
+    assert_per_sample_grads(model, x, backend="eager")
+    rows_alike(model, x, fxgrad.ClippedGrad(1e9))
+
+
+def weighted_instances(m: Any, x: Tensor) -> Tensor:
+    return F.instance_norm(m(x).unsqueeze(0), weight=x.sum((1, 2))).squeeze(0)
+
+
+def groups_over_samples(m: Any, x: Tensor) -> Tensor:
+    n = x.shape[0]
+    return F.conv1d(m(x).reshape(1, 4 * n, 3), m(x).reshape(4 * n, 1, 3).repeat(1, 4 * n, 1), groups=1).view(n, -1)
+
+
+@pytest.mark.parametrize("program", [weighted_instances, groups_over_samples])
+def test_samples_as_channels_that_meet_are_refused(program: Any) -> None:
+    with pytest.raises(MixedSamples, match=r"(its weight holds samples|on another dimension than 0)"):
+        fxgrad.transform(Model(program), backend="eager")(torch.randn(5, 4, 3))
+
+
+# Padding
+
+
+def trimmed(m: Any, x: Tensor) -> Tensor:
+    longest = (x[..., 0] > 0).sum(1).max().item()
+    x = x[:, :longest]
+    return m(m(x).sin()).sum(1)
+
+
+def test_padding_cut_to_the_longest_names_the_line_that_cuts() -> None:
+    with pytest.raises(MixedSamples, match="cuts each sample to a length that all samples") as caught:
+        fxgrad.transform(Model(trimmed), backend="eager")(torch.randn(5, 4, 3))
+    assert "x = x[:, :longest]" in caught.value.where
+    assert "before the call, or leave the padding in and mask it" in caught.value.advice
