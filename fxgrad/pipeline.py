@@ -12,6 +12,7 @@
        separate_writes    an in-place op on a function of parameters gets memory of its own
        decompose_calls    what nobody classified, in terms of what somebody did
        unsort_routing     tokens that were sorted by expert stay in the samples' order
+       split_lookups      rows that an index picks for each sample: among the sample's own
        simplify_views     no view merges a dimension that a later one splits again
        infer_samples      every value: constant, uniform, batched (where?), or mixed
        separate_draws     dropout(w) -> w * dropout(ones_like(w))
@@ -46,6 +47,7 @@ from fxgrad.passes.replace_reshapes import replace_reshapes
 from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
+from fxgrad.passes.split_lookups import split_lookups
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
 from fxgrad.passes.unsort_routing import unsort_routing
 from fxgrad.passes.wrap_bodies import wrap_bodies
@@ -67,6 +69,7 @@ PASSES: tuple[Pass, ...] = (
     separate_writes,
     decompose_calls,
     unsort_routing,
+    split_lookups,
     simplify_views,
     infer_samples,
     separate_draws,

@@ -545,3 +545,89 @@ def test_padding_cut_to_the_longest_names_the_line_that_cuts() -> None:
         fxgrad.transform(Model(trimmed), backend="eager")(torch.randn(5, 4, 3))
     assert "x = x[:, :longest]" in caught.value.where
     assert "before the call, or leave the padding in and mask it" in caught.value.advice
+
+
+# Rows of merged samples, picked by data
+
+
+def last_of_each(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    h = m(x)
+    n, t, d = h.shape
+    return h.reshape(n * t, d)[torch.arange(n) * t + lengths - 1].sin()
+
+
+def last_by_index_select(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    n, t, d = x.shape
+    return m(x.view(-1, d).index_select(0, (lengths - 1) + torch.arange(0, n * t, t))).sin()
+
+
+def last_by_the_data(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    h = m(x)
+    n, t, d = h.shape
+    own = (x[..., 0] > 0).sum(1).clamp(min=1)
+    return h.reshape(n * t, d)[torch.arange(n) * t + own - 1].sin() * lengths[:, None]
+
+
+def several_each(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """As BERT gathers the tokens that were masked."""
+    h = m(x)
+    n, t, d = h.shape
+    places = torch.stack([lengths - 1, lengths // 2], 1) + (torch.arange(n) * t).unsqueeze(1)
+    return h.view(n * t, d).index_select(0, places.view(-1)).view(n, 2, d).sin() + h.view(n * t, d)[places]
+
+
+class WithLengths(nn.Module):
+    def __init__(self, program: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.program = nn.Linear(3, 3), program
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.program(self.layer, x, lengths)
+
+
+def with_lengths(program: Any) -> tuple[Any, Tensor, Tensor]:
+    return WithLengths(program).double(), torch.randn(4, 5, 3, dtype=torch.float64), torch.tensor([1, 3, 5, 2])
+
+
+PICKED = [last_of_each, last_by_index_select, last_by_the_data, several_each]
+
+
+@pytest.mark.parametrize("program", PICKED)
+def test_rows_of_merged_samples(program: Any) -> None:
+    model, x, lengths = with_lengths(program)
+    assert_per_sample_grads(model, x, lengths, backend="eager")
+    assert_per_sample_grads(model, x[:1], lengths[:1], backend="eager")
+
+
+@pytest.mark.inductor
+def test_rows_of_merged_samples_through_inductor() -> None:
+    model, x, lengths = with_lengths(last_of_each)
+    assert_per_sample_grads(model.float(), x.float(), lengths, backend="inductor")
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("wrong", [[0, 3, 5, 2], [1, 0, 5, 2], [1, 3, 5, 6]])
+def test_a_row_of_another_sample_is_an_error_when_it_is_read(wrong: list[int], backend: str) -> None:
+    model, x, lengths = with_lengths(last_of_each)
+    view = fxgrad.transform(model, backend=backend)
+    view(x, lengths)
+    fxgrad.zero_grad(view)
+    with pytest.raises(RuntimeError, match=r"an index leaves the rows of its own sample.*h\.reshape\(n \* t, d\)"):
+        view(x, torch.tensor(wrong))
+
+
+def any_row(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return m(x).view(-1, 3)[lengths].sin()
+
+
+def samples_last(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    h = m(x.transpose(0, 1))
+    t, n, d = h.shape
+    return h.reshape(n * t, d)[torch.arange(n) * t + lengths - 1].sin()
+
+
+@pytest.mark.parametrize("program", [any_row, samples_last])
+def test_rows_that_nothing_says_are_a_samples_own(program: Any) -> None:
+    model, x, lengths = with_lengths(program)
+    with pytest.raises(MixedSamples, match="it moves the samples to where they cannot be followed"):
+        fxgrad.transform(model, backend="eager")(x, lengths)
