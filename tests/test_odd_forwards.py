@@ -631,3 +631,100 @@ def test_rows_that_nothing_says_are_a_samples_own(program: Any) -> None:
     model, x, lengths = with_lengths(program)
     with pytest.raises(MixedSamples, match="it moves the samples to where they cannot be followed"):
         fxgrad.transform(model, backend="eager")(x, lengths)
+
+
+# The batch in pieces
+
+
+def in_chunks(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([c.sin() * m.bias for c in m(x).chunk(2)]).cos()
+
+
+def in_many_chunks(m: Any, x: Tensor) -> Tensor:
+    return torch.cat(tuple(map(m, x.chunk(12))), dim=0).cos()
+
+
+def in_pieces_of_two(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([m(c).sin() for c in x.split(2)]).cos()
+
+
+def in_layers(m: Any, x: Tensor) -> Tensor:
+    pieces = []
+    for c in x.split(3, dim=0):
+        h = F.layer_norm(F.linear(m(c).tanh(), m.weight), (3,)).softmax(-1)
+        pieces.append(F.dropout(h * c, training=False))
+    return torch.cat(pieces)
+
+
+IN_PIECES = [in_chunks, in_many_chunks, in_pieces_of_two, in_layers]
+
+
+@pytest.mark.parametrize("program", IN_PIECES)
+def test_the_batch_in_pieces(program: Any) -> None:
+    model = Model(program).double()
+    for size in (5, 4, 1, 2, 13):
+        assert_per_sample_grads(model, torch.randn(size, 3, dtype=torch.float64), backend="eager")
+    rows_alike(model, torch.randn(5, 3, dtype=torch.float64), fxgrad.ClippedGrad(1e9))
+
+
+def test_rows_of_a_weight_in_pieces() -> None:
+    """Along other dimensions pieces are what they were: these are a parameter's."""
+    model = Model(lambda m, x: x @ torch.cat([c.softmax(0) for c in m.weight.chunk(3)])).double()
+    assert_per_sample_grads(model, torch.randn(5, 3, dtype=torch.float64), backend="eager")
+
+
+def centred(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([c - c.mean(0) for c in m(x).chunk(2)])
+
+
+def along_the_pieces(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([c.softmax(0) for c in m(x).chunk(2)])
+
+
+def in_another_order(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([c.sin() for c in reversed(m(x).chunk(2))])
+
+
+def each_in_its_way(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([i * c for i, c in enumerate(m(x).chunk(2))])
+
+
+def with_each_other(m: Any, x: Tensor) -> Tensor:
+    a, b = m(x).chunk(2)
+    return torch.cat([a * b, b * a])
+
+
+def read_beside(m: Any, x: Tensor) -> Tensor:
+    pieces = [c.sin() for c in m(x).chunk(2)]
+    return torch.cat(pieces) + pieces[0].sum()
+
+
+def one_without_gradients(m: Any, x: Tensor) -> Tensor:
+    a, b = m(x).chunk(2)
+    with torch.no_grad():
+        a = a.sin()
+    return torch.cat([a, b.sin()])
+
+
+def one_after_a_write(m: Any, x: Tensor) -> Tensor:
+    scale = torch.ones(3)
+    a, b = m(x).chunk(2)
+    a = a * scale
+    scale.mul_(2)
+    return torch.cat([a, b * scale])
+
+
+def norms_of_pieces(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([F.batch_norm(c, None, None, training=True) for c in m(x).chunk(2)])
+
+
+@pytest.mark.parametrize("mixing", ["error", "allow"])
+@pytest.mark.parametrize(
+    "program",
+    [centred, along_the_pieces, in_another_order, each_in_its_way, with_each_other, read_beside, norms_of_pieces,
+     one_without_gradients, one_after_a_write],
+)
+def test_pieces_that_meet_or_differ_are_refused(program: Any, mixing: Any) -> None:
+    with pytest.raises(MixedSamples, match="it cuts the batch into pieces of several samples") as caught:
+        fxgrad.transform(Model(program), backend="eager", mixing=mixing)(torch.randn(4, 3)).sum().backward()
+    assert "put all pieces together in their order by torch.cat" in caught.value.advice

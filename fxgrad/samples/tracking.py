@@ -427,7 +427,8 @@ def _lost(op: Op) -> Mixes:
     if op.call.op in _CUTTING:
         return Mixes(
             "it cuts the batch into pieces of several samples",
-            advice="Work on the whole batch: each sample alone gets what its piece would give it.",
+            advice="Work on the whole batch; or do the same to each piece, row by row, and put all pieces together in "
+            "their order by torch.cat.",
         )
     return Mixes("it moves the samples to where they cannot be followed")
 
