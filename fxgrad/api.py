@@ -23,6 +23,7 @@ from fxgrad.guard import release as release_parameters
 from fxgrad.operators.memory import blocks
 from fxgrad.options import Inner, Options, check_strategy, inner_compiler, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
+from fxgrad.room import FREE, check_limit
 from fxgrad.store import Accumulate, Store, clear
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,6 +44,7 @@ def transform(
     strategy: Strategy | None = None,
     methods: Sequence[str] = (),
     check_first_batch: bool = False,
+    memory_limit: int | str | None = FREE,
 ) -> M:
     """A view of ``model`` whose backward leaves every sample's own gradient on the parameters.
 
@@ -86,6 +88,10 @@ def transform(
             show, goes unnoticed: `fxgrad.verify` is the full proof. In DistributedDataParallel the processes agree,
             so all of them have to call the model equally often until the check has passed.
 
+        memory_limit: how many bytes the results of a batch, and the gradients held on the way to them, may take: "free"
+            for what is free on the device (in a container, of its limit), or a number, or None for no check. It is
+            looked at before a batch runs that is larger than those before, and nothing waits for the device.
+
     While a quantity clips (`ClippedGrad`), p.grad is guarded: a gradient that arrives at a parameter past the
     transformed calls raises UnclippedGrad in ``backward()``. The guard ends with the object that is returned, or with
     `release`.
@@ -95,6 +101,7 @@ def transform(
         MixedSamples: in the first call, where check_first_batch sees another sample's result move.
         MixedSamples, UnsupportedOp, LostLayout, BatchSizeError, GraphBreak, OutsideGraph: in the first call, naming
             the line of the model.
+        NotEnoughMemory: before a batch runs that will not fit.
         UnclippedGrad: in the backward, naming the parameter.
 
     >>> model = transform(nn.Linear(3, 2), backend="eager")
@@ -109,7 +116,10 @@ def transform(
     inner_compiler(backend)
     check_strategy(strategy, quantities)
     wishes = wishes_of(strategy, _parameter_names(model))
-    options = Options(quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes)
+    check_limit(memory_limit)
+    options = Options(
+        quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes, memory_limit=memory_limit
+    )
     options.check()
     entrances = _entrances(model, methods)
     store = Store(accumulate, quantities, guard_for(quantities, type(model).__name__, entrances[1:]))
@@ -135,6 +145,7 @@ def transform(
         strategy=strategy,
         methods=methods,
         check_first_batch=check_first_batch,
+        memory_limit=memory_limit,
     )
     return _view(model, engine, arguments)
 

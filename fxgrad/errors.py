@@ -81,6 +81,10 @@ class UnaccountedGrad(FxgradError):
     """A private step would move parameters by something else than what was clipped, delivered and noised."""
 
 
+class NotEnoughMemory(FxgradError):
+    """What a batch leaves behind is more than fits into memory."""
+
+
 class NonFinite(FxgradError):
     """A sample's gradient holds Inf or NaN, where that is asked to be an error."""
 

@@ -16,6 +16,7 @@ from fxgrad.costs.choices import NAMES, Ways, Wish
 from fxgrad.costs.machines import machine_of
 from fxgrad.errors import OptionError
 from fxgrad.quantities import GradSample, Quantity
+from fxgrad.room import FREE
 
 Inner = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -31,6 +32,7 @@ class Options:
     fullgraph: bool = True
     wishes: Mapping[str, Wish] = field(default_factory=dict)  # strategy=, by parameter
     named: bool = True  # whether the model is known, and with it its parameters' names and their order
+    memory_limit: int | str | None = FREE  # bytes; FREE: what there is; None: not looked at
     settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
 
     def check(self) -> None:
@@ -45,8 +47,12 @@ class Options:
 
     def takes(self, **changes: Any) -> bool:
         """Whether other values of these options would pass: no error may advise what the next one refuses."""
+        other = dataclasses.replace(self, **changes)
         try:
-            dataclasses.replace(self, **changes).check()
+            if self.fullgraph or "fullgraph" in changes:
+                other.check()
+            else:
+                other.check_each()
         except OptionError:
             return False
         return self.settled.isdisjoint(changes)
