@@ -76,20 +76,20 @@ def _starts_at_own_rows(index: fx.Node, node: fx.Node, ctx: Context) -> bool:
     """Whether an index is ``arange(B) * T`` and the data of each sample."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    for batch in BATCHES:
-        rows = ctx.symbols.evaluate(source.meta["fake"].shape[0], batch) // batch
-        for data in (0, 1):
-            try:
-                places = _Evaluation(ctx, batch, data).value(index)
-            except Exception:  # what an op makes of such stand-ins is no news to the user
-                return False
-            if places.shape[0] % batch:
-                return False
-            own = places.unflatten(0, (batch, -1))
-            own = own - (torch.arange(batch) * rows).view(-1, *[1] * (own.dim() - 1))
-            if not bool((own == own[:1]).all()):
-                return False
-    return True
+    try:
+        return all(_fits(index, source, ctx, batch, data) for batch in BATCHES for data in (0, 1))
+    except Exception:  # what an op makes of such stand-ins is no news to the user
+        return False
+
+
+def _fits(index: fx.Node, source: fx.Node, ctx: Context, batch: int, data: int) -> bool:
+    rows = ctx.symbols.evaluate(source.meta["fake"].shape[0], batch) // batch
+    places = _Evaluation(ctx, batch, data).value(index)
+    if places.shape[0] % batch:
+        return False
+    own = places.unflatten(0, (batch, -1))
+    own = own - (torch.arange(batch) * rows).view(-1, *[1] * (own.dim() - 1))
+    return bool((own == own[:1]).all())
 
 
 class _Evaluation:
@@ -112,8 +112,12 @@ class _Evaluation:
 
 
 def _integers(node: fx.Node) -> bool:
+    """Whether integers are made of integers, tensors and sizes, and of no list of tensors."""
     fakes = [one.meta["fake"] for one in (node, *node.all_input_nodes)]
-    return all(fake.dtype in (torch.int32, torch.int64) for fake in fakes if isinstance(fake, Tensor))
+    return all(
+        fake.dtype in (torch.int32, torch.int64) if isinstance(fake, Tensor) else isinstance(fake, int | torch.SymInt)
+        for fake in fakes
+    )
 
 
 def _split(graph: fx.Graph, node: fx.Node, index: fx.Node, ctx: Context) -> None:
