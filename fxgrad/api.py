@@ -23,6 +23,7 @@ from fxgrad.guard import release as release_parameters
 from fxgrad.operators.memory import blocks
 from fxgrad.options import Inner, Options, check_strategy, inner_compiler, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
+from fxgrad.room import FREE, check_limit
 from fxgrad.store import Accumulate, Store, clear
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,6 +44,7 @@ def transform(
     strategy: Strategy | None = None,
     methods: Sequence[str] = (),
     check_first_batch: bool = False,
+    memory_limit: int | str | None = FREE,
 ) -> M:
     """A view of ``model`` whose backward leaves every sample's own gradient on the parameters.
 
@@ -59,7 +61,8 @@ def transform(
             number the loss was divided by.
         batch_size: the number of samples; taken from the inputs where None. Inputs of another size are
             then shared by all samples.
-        batch_first: whether samples are on dimension 0 of the inputs (else 1).
+        batch_first: whether samples are on dimension 0 of the inputs (else 1). An input from which a recurrent layer
+            starts, [layers * directions, B, hidden], has them on dimension 1 either way.
         in_dims: as in ``torch.vmap``, one entry per positional argument; a dict names arguments.
             None for an input that all samples share.
         accumulate: what a backward does while grad_sample is still set: "error", "append", "sum" or
@@ -85,6 +88,10 @@ def transform(
             show, goes unnoticed: `fxgrad.verify` is the full proof. In DistributedDataParallel the processes agree,
             so all of them have to call the model equally often until the check has passed.
 
+        memory_limit: how many bytes the results of a batch, and the gradients held on the way to them, may take: "free"
+            for what is free on the device (in a container, of its limit), or a number, or None for no check. It is
+            looked at before a batch runs that is larger than those before, and nothing waits for the device.
+
     While a quantity clips (`ClippedGrad`), p.grad is guarded: a gradient that arrives at a parameter past the
     transformed calls raises UnclippedGrad in ``backward()``. The guard ends with the object that is returned, or with
     `release`.
@@ -94,6 +101,7 @@ def transform(
         MixedSamples: in the first call, where check_first_batch sees another sample's result move.
         MixedSamples, UnsupportedOp, LostLayout, BatchSizeError, GraphBreak, OutsideGraph: in the first call, naming
             the line of the model.
+        NotEnoughMemory: before a batch runs that will not fit.
         UnclippedGrad: in the backward, naming the parameter.
 
     >>> model = transform(nn.Linear(3, 2), backend="eager")
@@ -108,7 +116,10 @@ def transform(
     inner_compiler(backend)
     check_strategy(strategy, quantities)
     wishes = wishes_of(strategy, _parameter_names(model))
-    options = Options(quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes)
+    check_limit(memory_limit)
+    options = Options(
+        quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes, memory_limit=memory_limit
+    )
     options.check()
     entrances = _entrances(model, methods)
     store = Store(accumulate, quantities, guard_for(quantities, type(model).__name__, entrances[1:]))
@@ -117,6 +128,8 @@ def transform(
         name: Roles(batch_size, batch_first, by_method[name], _positional(getattr(model, name))) for name in entrances
     }
     first_batch = _first_batch(model, options) if check_first_batch else None
+    if first_batch is not None:
+        options.settled = frozenset({"mixing", "fullgraph"})
     engine = Engine(model, options, roles | {"__call__": roles["forward"]}, store, first_batch)
     engine.guard()
     arguments = dict(
@@ -132,6 +145,7 @@ def transform(
         strategy=strategy,
         methods=methods,
         check_first_batch=check_first_batch,
+        memory_limit=memory_limit,
     )
     return _view(model, engine, arguments)
 

@@ -19,10 +19,11 @@ from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.guard import guard_for
 from fxgrad.options import Options, check_strategy, loss_scale
 from fxgrad.quantities import GradSample, Quantity, check_quantities
+from fxgrad.room import FREE, check_limit
 from fxgrad.store import Accumulate, Store
 
 _AGAIN = "_fxgrad_again"  # on an input while Dynamo captures a second time
-_OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend", "strategy")
+_OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend", "strategy", "memory_limit")
 
 
 def fxgrad_backend(
@@ -31,7 +32,7 @@ def fxgrad_backend(
     """The compiler function that TorchDynamo calls with each graph.
 
     ``options`` are `fxgrad.transform`'s: quantity, loss_reduction, batch_first, accumulate, mixing,
-    strategy, and backend, the compiler behind. All inputs have to agree on the batch size.
+    strategy, memory_limit, and backend, the compiler behind. All inputs have to agree on the batch size.
 
     >>> model = torch.compile(nn.Linear(3, 2), backend="fxgrad", options={"backend": "eager"})
     >>> model(torch.ones(4, 3)).sum().backward()
@@ -58,7 +59,9 @@ def fxgrad_backend(
         given.get("backend", "inductor"),
         fullgraph=False,  # the user's torch.compile decides; later graphs find the samples by their inputs' roles
         named=False,
+        memory_limit=given.get("memory_limit", FREE),
     )
+    check_limit(made.memory_limit)
     made.check_each()
     strategy = given.get("strategy")
     check_strategy(strategy, made.quantities)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -13,7 +13,17 @@ from torch.nn.utils.rnn import PackedSequence
 from fxgrad.errors import BatchSizeError, OptionError
 
 Path = tuple[Any, ...]
-Input = tuple[Path, Tensor, int]  # where it was found, the tensor, its sample dimension or SHARED
+
+
+class Input(NamedTuple):
+    """One tensor among the arguments of a call."""
+
+    path: Path
+    tensor: Tensor
+    role: int  # its sample dimension, or one of the below
+    said: bool = True  # whether in_dims= names it
+
+
 # In place of a sample dimension:
 SHARED = -1  # all samples share the value
 LOST = -2  # a value between two graphs: it holds samples, merged or mixed
@@ -37,11 +47,22 @@ class Batch:
     size: int
     dims: Mapping[int, int]  # id(tensor) -> dim; SHARED for an input that all samples share
     tensors: Sequence[Tensor]  # the tensors in dims, kept alive
+    supposed: frozenset[int] = frozenset()  # ids of inputs that fit as states of recurrent layers alone
+    disagreement: BatchSizeError | None = None  # what is wrong if they are none
 
     def roles(self) -> Iterator[tuple[Tensor, int]]:
         """Every input tensor with its sample dimension or SHARED."""
         for tensor in self.tensors:
             yield tensor, self.dims[id(tensor)]
+
+
+# Note [States]
+# ~~~~~~~~~~~~~
+# The states of recurrent layers are [layers * directions, B, hidden], also where ``batch_first=True`` puts the samples
+# of everything else on dimension 0. Which inputs are states, the graph says (fxgrad.recurrent.states): the place of
+# their samples is what PyTorch defines, no guess, and the passes prove it as any other. So a graph that shows states
+# with another role is captured once more. Where inputs disagree about the batch size, those of three dims that would
+# agree as states are supposed to be some, until the graph says so.
 
 
 class Roles:
@@ -61,6 +82,7 @@ class Roles:
         self.batch_size, self.default_dim, self.in_dims = batch_size, 0 if batch_first else 1, in_dims
         self.names = names  # of the positional arguments
         self.shared: set[Path] = set()  # inputs that were once seen not to hold samples
+        self.states: set[Path] = set()  # states of recurrent layers: see Note [States]
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """The batch of ``model(*args, **kwargs)``."""
@@ -68,8 +90,8 @@ class Roles:
         if known is not None:
             return known
         found = list(self._inputs(args, kwargs))
-        held = [item for item in found if counting_dim(item[2]) is not None]
-        sizes = {size for _, tensor, role in held if (size := _size(tensor, role)) is not None}
+        held = [item for item in found if counting_dim(item.role) is not None]
+        sizes = list(dict.fromkeys(_size(item) for item in held))
         if self.batch_size is not None:
             return self._explicit(found, self.batch_size)
         if not held:
@@ -78,18 +100,41 @@ class Roles:
                 advice="Pass the inputs as tensors, or name them with in_dims=.",
             )
         if len(sizes) > 1:
-            (path, tensor, dim), (other, tensor2, dim2) = _disagreeing(held)
-            raise BatchSizeError(
-                f"inputs disagree about the batch size: {_show(path)} has {_size(tensor, dim)} on dimension "
-                f"{counting_dim(dim)}, {_show(other)} has {_size(tensor2, dim2)} on dimension {counting_dim(dim2)}",
-                advice="Pass in_dims= with None for inputs that all samples share, or batch_size=.",
-            )
-        return _batch(sizes.pop(), found)
+            return self._suppose(found, sizes)
+        return _batch(sizes[0], found)
+
+    def _suppose(self, found: list[Input], sizes: list[int]) -> Batch:
+        """Of inputs that disagree: those of three dims may be states. See Note [States]."""
+        error = _disagreement(found)
+        for size in sizes:
+            moved = [self._as_state(item, size) if _size(item) not in (size, None) else item for item in found]
+            if all(_size(item) in (size, None) for item in moved):
+                supposed = frozenset(id(new.tensor) for old, new in zip(found, moved, strict=True) if new is not old)
+                return dataclasses.replace(_batch(size, moved), supposed=supposed, disagreement=error)
+        raise error
+
+    def _as_state(self, item: Input, size: int) -> Input:
+        """The input with its samples on dimension 1, where it may be the state of a recurrent layer."""
+        shape = item.tensor.shape
+        may_be = not item.said and self.default_dim == 0 and len(shape) == 3 and shape[1] == size
+        return item._replace(role=1) if may_be else item
+
+    def tied(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> bool:
+        """Whether an input fits as samples, and as a state."""
+        return any(self._as_state(item, size).role != item.role for item in self._inputs(args, kwargs))
+
+    def learn_states(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int, states: Set[int]) -> bool:
+        """Note which inputs are states, by their ids; whether one of them had another role until now."""
+        inputs = [item for item in self._inputs(args, kwargs) if id(item.tensor) in states]
+        moved = {item.path for item in inputs if self._as_state(item, size).role != item.role}
+        self.states |= moved
+        self.shared -= moved
+        return bool(moved)
 
     def _of_tensors(self, args: Sequence[Any]) -> Batch | None:
         """The batch of tensors of which nothing was said and which agree: of most calls, and in every step."""
         dim = self.default_dim
-        if self.in_dims is not None or self.batch_size is not None:
+        if self.in_dims is not None or self.batch_size is not None or self.states:
             return None
         sizes: set[int] = set()
         unique: dict[int, Tensor] = {}
@@ -104,15 +149,14 @@ class Roles:
 
     def _explicit(self, found: list[Input], size: int) -> Batch:
         """With an explicit batch_size, inputs of another size are shared by all samples, and stay so."""
-        shared = {path for path, tensor, role in found if _size(tensor, role) not in (size, None)}
-        shared |= {path for path, _, role in found if role == SHARED}
-        if all(path in shared | self.shared for path, _, _ in found):
+        shared = {item.path for item in found if _size(item) not in (size, None) or item.role == SHARED}
+        if all(item.path in shared | self.shared for item in found):
             raise BatchSizeError(
                 f"no input has batch_size={size} on its sample dimension",
                 advice="Pass the batch_size of this call's inputs, or leave it out.",
             )
         self.shared |= shared
-        return _batch(size, [(p, t, SHARED if p in self.shared else dim) for p, t, dim in found])
+        return _batch(size, [item._replace(role=SHARED) if item.path in self.shared else item for item in found])
 
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Input]:
         in_dims = self.in_dims
@@ -134,7 +178,10 @@ class Roles:
     def _walk(self, path: Path, value: Any, spec: Any) -> Iterator[Input]:
         if isinstance(value, Tensor):
             if spec is None or value.dim() == 0:
-                yield path, value, SHARED
+                yield Input(path, value, SHARED)
+                return
+            if spec is _DEFAULT and path in self.states and value.dim() == 3:
+                yield Input(path, value, 1)
                 return
             dim = self.default_dim if spec is _DEFAULT else spec
             if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
@@ -142,11 +189,11 @@ class Roles:
                     f"{_show(path)} has {value.dim()} dimension(s), so no sample dimension {dim}",
                     advice="Pass in_dims= with this input's sample dimension, or None where all samples share it.",
                 )
-            yield path, value, dim % value.dim()
+            yield Input(path, value, dim % value.dim(), said=spec is not _DEFAULT)
             return
         if isinstance(value, PackedSequence):
             for name, role in _PACKED:
-                yield (*path, name), getattr(value, name), role
+                yield Input((*path, name), getattr(value, name), role)
             return
         if isinstance(spec, tuple | list) and isinstance(value, tuple | list) and len(spec) != len(value):
             raise OptionError(f"in_dims has {len(spec)} entries for the {len(value)} of {_show(path)}")
@@ -182,9 +229,10 @@ _PACKED = (
 )
 
 
-def _size(tensor: Tensor, role: int) -> int | None:
-    dim = counting_dim(role)
-    return None if dim is None else tensor.shape[dim]
+def _size(item: Input) -> Any:
+    """How many samples an input has; None where it does not say."""
+    dim = counting_dim(item.role)
+    return None if dim is None else item.tensor.shape[dim]
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -223,20 +271,25 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _disagreeing(found: list[Input]) -> tuple[Any, Any]:
-    first = found[0]
-    return first, next(item for item in found if _size(*item[1:]) != _size(*first[1:]))
+def _disagreement(found: list[Input]) -> BatchSizeError:
+    held = [item for item in found if counting_dim(item.role) is not None]
+    first, other = held[0], next(item for item in held if _size(item) != _size(held[0]))
+    return BatchSizeError(
+        f"inputs disagree about the batch size: {_show(first.path)} has {_size(first)} on dimension "
+        f"{counting_dim(first.role)}, {_show(other.path)} has {_size(other)} on dimension {counting_dim(other.role)}",
+        advice="Pass in_dims= with None for inputs that all samples share, or batch_size=.",
+    )
 
 
 def _batch(size: int, found: list[Input]) -> Batch:
     dims: dict[int, int] = {}
-    for path, tensor, dim in found:
+    for path, tensor, dim, _ in found:
         if dims.setdefault(id(tensor), dim) != dim:
             raise BatchSizeError(
                 f"{_show(path)} is passed twice, with its samples in different places",
                 advice="Pass a copy of it.",
             )
-    unique = {id(tensor): tensor for _, tensor, _ in found}
+    unique = {id(item.tensor): item.tensor for item in found}
     return Batch(size, dims, list(unique.values()))
 
 

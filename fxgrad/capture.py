@@ -11,12 +11,14 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import exc
 from torch.utils._pytree import tree_leaves
 
 from fxgrad.autograd_graph import used_outside
 from fxgrad.batch import Batch, Roles
 from fxgrad.captured import SAMPLE_DIM, Captured
 from fxgrad.checks import (
+    check_frozen_outputs,
     check_groups,
     check_hooks,
     check_inputs,
@@ -27,14 +29,23 @@ from fxgrad.checks import (
 )
 from fxgrad.compiler import compile_graph
 from fxgrad.distributed import check_whole
-from fxgrad.dynamo import CAPTURING, CapturedCall, check_told, fresh_function
-from fxgrad.dynamo_errors import fails_without_dynamo, fixes_the_batch, translated
+from fxgrad.dynamo import CAPTURING, CapturedCall, check_told, current_call, fresh_function
+from fxgrad.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch import FirstBatch
 from fxgrad.named_parameters import NamedParameters
 from fxgrad.options import Options
 from fxgrad.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.store import Forward, Store, Unseen, watch
+
+
+class StatesMoved(Exception):
+    """A backend's: inputs turned out to be states of recurrent layers. See Note [States]."""
+
+
+def moves_states(error: Exception) -> bool:
+    """Whether a call has to be captured once more, with other roles."""
+    return isinstance(error, exc.BackendCompilerFailed) and isinstance(error.inner_exception, StatesMoved)
 
 
 @dataclass
@@ -76,7 +87,9 @@ class Engine:
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             self._sample_weight(kwargs)
-            return original(*args, **kwargs)
+            outputs = original(*args, **kwargs)
+            check_frozen_outputs(outputs, (args, kwargs))
+            return outputs
         nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
         leaves = tree_leaves((args, kwargs)) if nested else args
         if not is_ordinary(parameters, leaves):
@@ -155,16 +168,20 @@ class Engine:
             try:
                 return CapturedCall(batch, args, kwargs, self.options.fullgraph).run(compiled)
             except Exception as error:
+                if moves_states(error):
+                    return self._run(method, forward, self.roles[method].find(args, kwargs), args, kwargs)
                 if not fixes_the_batch(error):
                     raise
             # PyTorch's shape rules may take the batch for another size that equals it (`where` with two rows): a graph
             # of this size alone. What the passes follow is a symbol all the same.
             return CapturedCall(batch, args, kwargs, every_size=False).run(compiled)
+        except exc.FailOnRecompileLimitHit:
+            raise too_many_graphs(compiled, self.roles[method].names) from None
         except Exception as error:
             if fails_without_dynamo(error):
                 with torch.no_grad():  # PyTorch's own sentence says it best
                     self._original(method)(*args, **kwargs)
-            own = translated(error)
+            own = translated(error, self.options, self.model)
             if own is error:
                 raise
             raise own from (None if isinstance(own, FxgradError) else error)
@@ -186,7 +203,22 @@ class Engine:
         """A graph from Dynamo, with what the model knows about its inputs."""
         buffers = frozenset(id(buffer) for buffer in self.model.buffers())
         fullgraph, positional = self.options.fullgraph, self.roles[method].names
-        return Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
+        captured = Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
+        self._check_states(captured, self.roles[method])
+        return captured
+
+    def _check_states(self, captured: Captured, roles: Roles) -> None:
+        """See Note [States]."""
+        call = current_call()
+        assert call is not None
+        states = {id(captured.examples[i]) for i in captured.states()}
+        fullgraph = self.options.fullgraph  # of several graphs the earlier have run by now
+        news = fullgraph and roles.learn_states(call.args, call.kwargs, call.batch.size, states)
+        if news and any(call.batch.dims.get(one, 1) != 1 for one in states):
+            raise StatesMoved
+        strays = call.batch.supposed - states
+        if call.batch.disagreement is not None and any(id(example) in strays for example in captured.examples):
+            raise call.batch.disagreement
 
     def _on_no_samples(
         self, method: str, forward: Forward, _: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]

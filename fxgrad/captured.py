@@ -16,6 +16,7 @@ from fxgrad.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, 
 from fxgrad.context import Context, TrainableParameter, source_line
 from fxgrad.errors import BatchSizeError, LostLayout, OutsideGraph
 from fxgrad.options import Options
+from fxgrad.recurrent.states import inputs_as_states
 from fxgrad.samples.symbols import Symbols, expression, hint
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
@@ -83,8 +84,9 @@ class Captured:
                 raise OutsideGraph(
                     f"'{attribute_name(node)}' is a Parameter that model.parameters() does not have",
                     where=where,
-                    advice="Register it: as an attribute, or in an nn.ParameterList or nn.ParameterDict. As an "
-                    "argument pass a tensor, such as p.detach().",
+                    advice="Register it: as an attribute of a module, in an nn.ParameterList or nn.ParameterDict, or "
+                    "its layer in an nn.ModuleList or nn.ModuleDict: a plain list, a closure and a global are none of "
+                    "these. As an argument pass a tensor, such as p.detach().",
                 )
 
     def name(self, i: int) -> str:
@@ -147,6 +149,11 @@ class Captured:
                     )
                 found[i] = (known[0], known[1])
         return found
+
+    def states(self) -> list[int]:
+        """The inputs that recurrent layers start from."""
+        states = inputs_as_states(self.gm)
+        return [i for i in self.inputs() if self.placeholders[i] in states]
 
     def inputs(self) -> list[int]:
         """The positions of tensors that are neither parameters nor buffers."""
@@ -216,7 +223,9 @@ def attribute_name(node: fx.Node) -> str:
     """The name of an attribute in the user's terms: ``L['original'].head.t`` is ``head.t``."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", node.name)
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", str(name() if callable(name) else name))
-    return re.sub(r"^[LG]\['(?:original|self)'\]\.(?:__self__\.)?|^[LG]\['(\w+)'\]", r"\1", text)
+    text = re.sub(r"^[LG]\['(?:original|self)'\]\.(?:__self__\.)?|^[LG]\['(\w+)'\]", r"\1", text)
+    text = re.sub(r"^__import_\w+\.", "", text)  # a global of a module
+    return re.sub(r"^(.*)\.__closure__\[\d+\]\.cell_contents", r"closure of \1", text)
 
 
 def _attribute(node: fx.Node) -> str:
@@ -266,6 +275,7 @@ def make_context(
             for i, rows in packed.items()
         },
         single=single,
+        may_mix=options.takes(mixing="allow"),
         ways=options.ways(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
     )
 

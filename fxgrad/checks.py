@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from fxgrad.autograd_graph import used_outside
 from fxgrad.distributed import FLAT
@@ -60,6 +61,23 @@ def check_inputs(values: Sequence[Any], parameters: Mapping[str, Tensor]) -> Non
             f"{', '.join(found)}",
             advice="Compute it in forward, in a method named in methods=, or under torch.no_grad().",
         )
+
+
+def check_frozen_outputs(outputs: Any, inputs: Any) -> None:
+    """Of a model without trainable parameters, a gradient can reach its inputs alone."""
+    if not torch.is_grad_enabled() or any(_requires_grad(value) for value in tree_leaves(inputs)):
+        return
+    if any(_requires_grad(value) for value in tree_leaves(outputs)):
+        raise OutsideGraph(
+            "the model has no trainable parameters, and what it returns requires a gradient: it computes with "
+            "Parameters that model.parameters() does not have",
+            advice="Register them: as attributes of a module, in an nn.ParameterList or nn.ModuleList. A plain list, a "
+            "closure and a global are none of these.",
+        )
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def check_hooks(parameters: Mapping[str, Tensor]) -> None:

@@ -17,6 +17,7 @@ from fxgrad.captured import SAMPLE_DIM, Captured, make_context
 from fxgrad.checks import check_parameters
 from fxgrad.context import Context, memory_of, tensors_of
 from fxgrad.costs.choices import check_applied
+from fxgrad.costs.contractions import Way
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.explanation.rehearsal import rehearse
 from fxgrad.first_batch import Facts, facts_of
@@ -26,6 +27,7 @@ from fxgrad.outputs import Uniform, output_roles, reached_by_parameters_alone, u
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.pipeline import DEFINITIONS, LAST, ONE, PASSES, passes_of, run_passes
 from fxgrad.quantities import Delivery
+from fxgrad.room import Room
 from fxgrad.store import Forward, Ghosts, Store, watch
 from fxgrad.targets import TAPS
 
@@ -46,6 +48,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
         gm = run_passes(captured.gm, ctx, (*passes, *LAST))
         if options.wishes and not single:
             _check_wishes(gm, ctx, captured.batch_size, options)
+        room = _room(gm, ctx, captured, options)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
     names = [captured.name(i) for i in trainable]
@@ -56,7 +59,28 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
     frozen = {} if options.fullgraph else captured.frozen()
-    return Transformed(compiled, trainable, names, dims, uniform, roles, store, captured.batch_size, frozen, facts)
+    size = captured.batch_size
+    return Transformed(compiled, trainable, names, dims, uniform, roles, store, size, frozen, facts, room)
+
+
+def _room(gm: fx.GraphModule, ctx: Context, captured: Captured, options: Options) -> Room:
+    """The graph's memory, checked for this batch. Where it may be tight, a rehearsal says which gradients are held."""
+    parameters = {captured.name(i): captured.examples[i] for i in captured.trainable()}
+    room = Room(options.quantities, parameters, options.memory_limit)
+    dense = any(quantity.dense for quantity in options.quantities)
+    if not dense and not ctx.single and room.is_tight(captured.batch_size):
+        room.held = _held(gm, ctx, captured.batch_size)
+    room.check(captured.batch_size)
+    return room
+
+
+def _held(gm: fx.GraphModule, ctx: Context, size: int) -> frozenset[str]:
+    """The parameters whose gradients are multiplied out where they are used, and kept to the end."""
+    try:
+        chosen = rehearse(gm, ctx, size).chosen
+    except Exception:  # what cannot be rehearsed is not counted
+        return frozenset()
+    return frozenset(name for name, uses in chosen.items() if any(one.way is Way.MATERIALISE for one in uses))
 
 
 def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
@@ -185,12 +209,14 @@ class Transformed:
     batch_size: int
     frozen: dict[int, str]  # parameters that were not trainable, where there may be graph breaks
     facts: Facts
+    room: Room
 
     def __call__(self, *args: Any) -> Any:
         n = self.size_of(args)
         parameters = dict(zip(self.names, [args[i] for i in self.trainable], strict=True))
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
+        self.room.check(forward.size)
         names = tuple(parameters)
         if self.frozen or names != forward.names:
             check_frozen(self.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))

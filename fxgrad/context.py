@@ -59,6 +59,7 @@ class Context:
 
     single: bool = False  # whether it is a batch of one
     ways: Ways = field(default_factory=Ways)  # what chooses how each term is contracted
+    may_mix: bool = True  # whether an error may advise mixing="allow"
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
 
     def deliveries(self, n: Any) -> list[Delivery]:

@@ -120,6 +120,11 @@ def _begin(_: Any) -> None:
         _CURRENT.call.tell()
 
 
+def current_call() -> CapturedCall | None:
+    """The call for which this thread's backend compiles."""
+    return _CURRENT.call
+
+
 class Untold(Exception):
     """A backend's: the graph was made of a call of which Dynamo knew nothing."""
 

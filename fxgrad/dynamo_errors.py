@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
+from typing import Any
 
+import torch
+from torch import nn
 from torch._dynamo import exc
 
 from fxgrad.context import last_own_line
-from fxgrad.errors import GraphBreak
+from fxgrad.errors import GraphBreak, TooManyGraphs
+from fxgrad.options import Options
 
 
 def fails_without_dynamo(error: Exception) -> bool:
@@ -24,18 +29,16 @@ def fixes_the_batch(error: Exception) -> bool:
     return user and ("mark_dynamic" in str(error) or "Constraints violated" in str(error))
 
 
-def translated(error: Exception) -> Exception:
+def translated(error: Exception, options: Options, model: nn.Module) -> Exception:
     """Dynamo's exceptions as fxgrad's: the reason and the user's line, without the tracer's own stack."""
     if isinstance(error, exc.BackendCompilerFailed):
         inner = error.inner_exception
         return inner if isinstance(inner, Exception) else error
     text = str(error)
     if isinstance(error, exc.Unsupported):
-        return GraphBreak(
-            f"the model does not capture as one graph: {_reason(text)}",
-            where=_user_line(error),
-            advice="Write that line in traceable PyTorch, or pass fullgraph=False.",
-        )
+        sentence, advice = _unsupported(text, options)
+        hooked = _with_backward_hooks(model) if sentence.startswith("a module has a backward hook") else ""
+        return GraphBreak(sentence, where=_user_line(error) or hooked, advice=advice)
     if isinstance(error, exc.TorchRuntimeError):  # an op that works outside of Dynamo, and not on its fake tensors
         said = re.search(r"call_\w+ (\S+?)\(.*: got \w+\([\"'](.+)[\"']\)", text)
         return GraphBreak(
@@ -43,13 +46,108 @@ def translated(error: Exception) -> Exception:
             where=_user_line(error),
             advice="Write it with another op: torch.compile(model) fails there as well.",
         )
-    if isinstance(error, exc.UserError | exc.InternalTorchDynamoError):
+    if isinstance(error, exc.UserError | exc.InternalTorchDynamoError) or "\nfrom user code:\n" in text:
         return GraphBreak(
             f"TorchDynamo does not capture the model: {_reason(text)}",
             where=_user_line(error),
             advice="See what torch.compile(model, fullgraph=True) says of it.",
         )
     return error
+
+
+def _unsupported(text: str, options: Options) -> tuple[str, str]:
+    """What is wrong with a line that breaks the graph, and what to do about it."""
+    for words, sentence, advice in _KNOWN:
+        found = re.search(words, text)
+        if found:
+            return sentence.format(*found.groups()), advice
+    breaks = ", or pass fullgraph=False" if options.takes(fullgraph=False) else ""
+    return f"the model does not capture as one graph: {_reason(text)}", f"Write that line in traceable PyTorch{breaks}."
+
+
+def _with_backward_hooks(model: nn.Module) -> str:
+    hooked = [name for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks]
+    return "on " + ", ".join(f"'{name}'" if name else "the model itself" for name in hooked)
+
+
+_LOSS_OUTSIDE = (
+    "Let the model return what the loss takes, and compute the loss outside of it: there it may be any function of "
+    "each sample's own values."
+)
+_HOOK = "Compute what the hook computes in an autograd.Function inside of the model, whose backward fxgrad follows."
+
+# What Dynamo's message says, and what it means here.
+_KNOWN: Sequence[tuple[str, str, str]] = (
+    (
+        "Module-level backwards hooks|[Mm]odule backward hook",
+        "a module has a backward hook (register_full_backward_hook), which sees the gradients of the whole batch",
+        f"Remove the hook. {_HOOK}",
+    ),
+    (
+        r"retain_grad\(\)",
+        "retain_grad() keeps the gradient of a value inside the model, which one graph does not hand out",
+        "Return the value from the model, and call torch.autograd.grad or retain_grad() outside.",
+    ),
+    (
+        r"\.register_hook|register_hook\b|HOP: Unsafe side effect[\s\S]*register_hook",
+        "a hook on a value inside the model (register_hook) does what one graph cannot hold",
+        f"Let it return a gradient and change nothing else. {_HOOK}",
+    ),
+    (
+        r"_ctc_loss",
+        "ctc_loss has lengths inside that the data decides, which one graph cannot hold",
+        _LOSS_OUTSIDE,
+    ),
+    (
+        r"torch\.nn\.Parameter\(\)` constructor",
+        "forward makes a Parameter, which none of the model's parameters is",
+        "Make it in __init__ as an attribute of the model, or compute with a plain tensor.",
+    ),
+)
+
+
+def too_many_graphs(compiled: Callable[..., Any], positional: Sequence[str]) -> TooManyGraphs:
+    """Dynamo's limit of graphs for one function: what changes from call to call."""
+    function = getattr(compiled, "_torchdynamo_orig_callable", None)
+    reasons = torch._dynamo.utils.guard_failures.get(getattr(function, "__code__", None), [])
+    limit = torch._dynamo.config.recompile_limit
+    return TooManyGraphs(
+        f"calls need one graph each, and {limit} are compiled: {_changing(reasons, positional)}",
+        where=_guarded_line(reasons[-1]) if reasons else "",
+        advice="Pass what changes as a tensor, or keep it the same between calls. If you want that many graphs, raise "
+        "torch._dynamo.config.recompile_limit.",
+    )
+
+
+def _changing(reasons: Sequence[str], positional: Sequence[str]) -> str:
+    """What a guard saw change: ``0/7: original.k == 7   # ..`` is ``self.k was 0, 1, .., 7 and is another now``."""
+    said = [_in_words(reason, positional) for reason in reasons]
+    if not said:
+        return "TorchDynamo does not say what changes"
+    what, equal, _ = said[-1].partition(" == ")
+    if not equal:
+        return said[-1]
+    values = dict.fromkeys(one.partition(" == ")[2] for one in said if one.startswith(f"{what} == "))
+    return f"{what} was {', '.join(values)}, and is something else now"
+
+
+def _in_words(reason: str, positional: Sequence[str]) -> str:
+    """A guard in the user's names: ``self.k`` for ``original.k``, ``x`` for ``args[0]``."""
+
+    def named(found: re.Match[str]) -> str:
+        i = int(found[1])
+        return positional[i] if i < len(positional) else found[0]
+
+    text = re.sub(r"^\d+/\d+: ", "", reason).split("  #")[0].strip()
+    text = re.sub(r"\boriginal\.", "self.", text)
+    text = re.sub(r"\bargs\[(\d+)\]", named, text)
+    return re.sub(r"\bkwargs\['(\w+)'\]", r"\1", text)
+
+
+def _guarded_line(reason: str) -> str:
+    """The user's line that reads what changed: ``model.py:19   return self.layer(x) * self.k``."""
+    found = re.search(r"  # (?P<code>.+?)\s+# (?P<file>\S+):(?P<line>\d+) in ", reason)
+    return f"{PurePath(found['file']).name}:{found['line']}   {found['code']}" if found else ""
 
 
 def _reason(text: str) -> str:

@@ -7,6 +7,8 @@ the samples took to get there, and what to do about it.
       model.py:41   x = self.bn(x)
       path: x -> conv2d -> batch_norm
       Use GroupNorm, or put the layer in eval mode, or pass mixing="allow".
+
+Advice names an option only where the model's other options go with it (`Options.takes`).
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ class GraphBreak(FxgradError):
     """TorchDynamo could not capture the model as one graph."""
 
 
+class TooManyGraphs(FxgradError):
+    """Calls differ in what a graph is made for, so often that TorchDynamo compiles no more."""
+
+
 class OutsideGraph(FxgradError):
     """A trainable parameter was used where no transformed graph saw it."""
 
@@ -73,6 +79,10 @@ class UnclippedGrad(FxgradError):
 
 class UnaccountedGrad(FxgradError):
     """A private step would move parameters by something else than what was clipped, delivered and noised."""
+
+
+class NotEnoughMemory(FxgradError):
+    """What a batch leaves behind is more than fits into memory."""
 
 
 class NonFinite(FxgradError):

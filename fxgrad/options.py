@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from fxgrad.costs.choices import NAMES, Ways, Wish
 from fxgrad.costs.machines import machine_of
 from fxgrad.errors import OptionError
 from fxgrad.quantities import GradSample, Quantity
+from fxgrad.room import FREE
 
 Inner = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -30,6 +32,8 @@ class Options:
     fullgraph: bool = True
     wishes: Mapping[str, Wish] = field(default_factory=dict)  # strategy=, by parameter
     named: bool = True  # whether the model is known, and with it its parameters' names and their order
+    memory_limit: int | str | None = FREE  # bytes; FREE: what there is; None: not looked at
+    settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
 
     def check(self) -> None:
         """Raise where options do not go together."""
@@ -40,6 +44,18 @@ class Options:
                     f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
                     advice="Pass fullgraph=True, which names the line of a graph break.",
                 )
+
+    def takes(self, **changes: Any) -> bool:
+        """Whether other values of these options would pass: no error may advise what the next one refuses."""
+        other = dataclasses.replace(self, **changes)
+        try:
+            if self.fullgraph or "fullgraph" in changes:
+                other.check()
+            else:
+                other.check_each()
+        except OptionError:
+            return False
+        return self.settled.isdisjoint(changes)
 
     def check_each(self) -> None:
         """The same for each quantity by itself, whoever decides about graph breaks."""

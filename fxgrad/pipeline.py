@@ -5,6 +5,7 @@
        wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
        wrap_transforms    a stretch under torch.func is one call
        decompose_recurrent  recurrent layers as one recurrence per layer and direction
+       join_pieces        cat([f(c) for c in x.chunk(2)]) as f(x)
        replace_reshapes   x.t_() as a new value
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
        normalize_calls    one name and one form for every call
@@ -12,6 +13,7 @@
        separate_writes    an in-place op on a function of parameters gets memory of its own
        decompose_calls    what nobody classified, in terms of what somebody did
        unsort_routing     tokens that were sorted by expert stay in the samples' order
+       split_lookups      rows that an index picks for each sample: among the sample's own
        simplify_views     no view merges a dimension that a later one splits again
        infer_samples      every value: constant, uniform, batched (where?), or mixed
        separate_draws     dropout(w) -> w * dropout(ones_like(w))
@@ -38,6 +40,7 @@ from fxgrad.passes.decompose_calls import decompose_calls
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.passes.inline_regions import inline_regions
+from fxgrad.passes.join_pieces import join_pieces
 from fxgrad.passes.lower_assignments import lower_assignments
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
@@ -46,6 +49,7 @@ from fxgrad.passes.replace_reshapes import replace_reshapes
 from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
+from fxgrad.passes.split_lookups import split_lookups
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
 from fxgrad.passes.unsort_routing import unsort_routing
 from fxgrad.passes.wrap_bodies import wrap_bodies
@@ -60,6 +64,7 @@ PASSES: tuple[Pass, ...] = (
     wrap_bodies,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
+    join_pieces,  # before shapes: pieces of so many samples fix their number
     replace_reshapes,  # before shapes: a fake value would change its own under the nodes that stand before
     propagate_shapes,
     normalize_calls,  # needs shapes: overloads are told apart by their arguments' types
@@ -67,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     separate_writes,
     decompose_calls,
     unsort_routing,
+    split_lookups,
     simplify_views,
     infer_samples,
     separate_draws,

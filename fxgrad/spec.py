@@ -81,6 +81,7 @@ _SPECS = {
     "separate_writes": (_has_fake, _has_call),
     "decompose_calls": (_has_fake, _has_call),
     "unsort_routing": (_has_fake, _has_call),
+    "split_lookups": (_has_fake, _has_call),
     "simplify_views": (_has_fake, _has_call),
     "infer_samples": (_has_fake, _has_call, _has_samples),
     "attach_taps": (_taps_are_wired, _collects_once),

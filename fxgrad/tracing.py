@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ from torch import fx, nn
 from torch._dynamo import exc
 
 from fxgrad.api import engine_of, transform
-from fxgrad.capture import Engine
+from fxgrad.batch import Batch
+from fxgrad.capture import Engine, moves_states
 from fxgrad.captured import make_context
 from fxgrad.context import Context
 from fxgrad.dynamo import CapturedCall, check_told, fresh_function
@@ -90,9 +92,22 @@ def capture(
     except exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, _Captured):
             return error.inner_exception.trace
-        raise translated(error) from error
+        if moves_states(error):
+            return capture(engine, args, kwargs, passes)
+        raise translated(error, engine.options, engine.model) from error
     except FxgradError:
         raise
     except Exception as error:
-        raise translated(error) from error
+        raise translated(error, engine.options, engine.model) from error
     raise FxgradError("the model has no graph: it uses no trainable parameter in any tensor op")
+
+
+def settled_batch(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    """The batch of a call, once its graph said which inputs are states: see Note [States] in fxgrad.batch."""
+    roles = engine.roles["forward"]
+    batch = roles.find(args, kwargs)
+    if not batch.size or not roles.tied(args, kwargs, batch.size):
+        return batch
+    with contextlib.suppress(Exception):  # what cannot be captured says so where it runs
+        capture(engine, args, kwargs, ())
+    return roles.find(args, kwargs)

@@ -29,6 +29,7 @@ from fxgrad.targets import (
     TapSeveralTarget,
     TapTarget,
 )
+from fxgrad.user_functions import UserFunction
 from fxgrad.uses import Slot, Use
 
 
@@ -367,6 +368,7 @@ class _Attachment:
         return read
 
     def _derive(self, node: fx.Node, source: fx.Node, select: int | None) -> None:
+        self._check_function(source)
         use, operands = self._use(source, None, select)
         strategy = choose(use, source.meta["call"], _shapes(operands), where=source_line(node))
         rest = self._saved(source, operands, strategy)
@@ -379,6 +381,21 @@ class _Attachment:
         self.keys[node], self.handles[key] = key, handle
         if use.inplace and isinstance(node.args[0], fx.Node):
             self.keys[node.args[0]] = key
+
+    def _check_function(self, source: fx.Node) -> None:
+        """The gradients of a function's outputs come back one by one: their sum is right of a linear backward."""
+        function = source.target
+        if not isinstance(function, UserFunction) or not isinstance(source.meta["fake"], tuple | list):
+            return
+        if len({user.args[1] for user in source.users if user.users}) > 1 and not function.linear:
+            raise UnsupportedOp(
+                f"{function.what} of parameters alone returns several values, and its backward is not seen to be "
+                "linear in their gradients",
+                where=source_line(source),
+                path=path_to(source, self.ctx),
+                advice="Return one value, such as torch.cat of them, or write the backward as sums of products with "
+                "what was saved.",
+            )
 
 
 _HANDS_OUT = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})

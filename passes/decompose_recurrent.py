@@ -12,8 +12,7 @@ from torch import fx
 
 from fxgrad.calls import op_name
 from fxgrad.context import Context, place_beside
-
-_MODES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN_RELU"}
+from fxgrad.recurrent.states import MODES
 
 
 def decompose_recurrent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -35,7 +34,7 @@ def _arguments(node: fx.Node) -> dict[str, Any] | None:
     if op_name(node.target) == "fxgrad::recurrent_layers":
         names = "input batch_sizes order rows hx weights mode has_biases num_layers dropout training bidirectional"
         return dict(zip(names.split(), node.args, strict=True))
-    mode = _MODES.get(op_name(node.target)) if node.op == "call_function" else None
+    mode = MODES.get(op_name(node.target)) if node.op == "call_function" else None
     if mode is None or len(node.args) != 9 or node.kwargs:
         return None
     input, hx, weights, has_biases, num_layers, dropout, training, bidirectional, batch_first = node.args

@@ -20,11 +20,16 @@ from fxgrad.samples.replay import SHAPED_AS, Replay
 from fxgrad.samples.symbols import expression
 from fxgrad.samples.tracking import counts_tokens, track
 from fxgrad.samples.writes import after_write, written
-from fxgrad.user_functions import UserFunction
+from fxgrad.user_functions import FUNCTION, HOOK, UserFunction
 
-ADVICE = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
+KEEP = "Keep the op within one sample, or leave it out of the model."
+KEEP_OR_ALLOW = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
 
-MIXING_FUNCTION = "an autograd.Function lets samples influence each other"
+_ADVICE = {
+    "batch_norm": "Use GroupNorm, or put the layer in eval mode.",
+    "fxgrad::recurrence": "Say where the inputs hold their samples: in_dims=(0, 1) for x [B, T, in] and a state "
+    "[layers * directions, B, out].",
+}
 
 # What a mixed value may go through: sums, averages, scaling, moving about (see Note [Mixed values]).
 _LINEAR = frozenset("add sub sum mean nansum neg mul div clone to float double half bfloat16".split()) | MOVEMENT
@@ -284,7 +289,7 @@ class _Inference:
         two = isinstance(output, Tensor) and len(self.symbols.batch_dims(output.shape)) > 1
         if two:
             return Samples(Kind.MIXED, traced=flow)
-        raise self._refusal(node, call, answer.reason)
+        raise self._refusal(node, call, answer.reason, answer.advice)
 
     def _allowed(
         self, node: fx.Node, call: Call, operands: list[Operand], output: Tensor, flow: bool
@@ -295,12 +300,11 @@ class _Inference:
             return Samples(Kind.BATCHED, answer, flow)
         return Samples(Kind.MIXED, traced=flow)
 
-    def _refusal(self, node: fx.Node, call: Call, reason: str) -> MixedSamples:
+    def _refusal(self, node: fx.Node, call: Call, reason: str, advice: str = "") -> MixedSamples:
         name = call.op.removeprefix("fxgrad::")
-        whole = reason.startswith((name, MIXING_FUNCTION))
+        whole = reason.startswith((name, FUNCTION, HOOK))
         sentence = reason if whole else f"{name} lets samples influence each other: {reason}"
-        advice = "Use GroupNorm, or put the layer in eval mode." if call.op == "batch_norm" else ADVICE
-        return self._met(node, sentence, advice)
+        return self._met(node, sentence, advice or _ADVICE.get(call.op, KEEP_OR_ALLOW if self.ctx.may_mix else KEEP))
 
     def _collective(self, node: fx.Node, call: Call) -> MixedSamples:
         return self._met(
@@ -371,6 +375,7 @@ class _Inference:
             if any(flows) and any(self._holds_pairs(operand) for operand in traced):
                 raise self._refusal(node, call, "a value of pairs of samples may only be returned")
             if any(flows) and (meets_others or nonlinear or divides or batched):
+                self._check_cut(operands)
                 reason = "a value that depends on several samples may only be summed, scaled and returned"
                 raise self._refusal(node, call, reason)
             if any(flows):
@@ -384,6 +389,27 @@ class _Inference:
             else:
                 results.append(Samples(Kind.MIXED, traced=flow))
         return results
+
+    def _check_cut(self, operands: list[Operand]) -> None:
+        """Name the line that cuts values to a length made of all samples, where one did: later ops are not at fault."""
+        stack = [operand.node for operand in operands if operand.samples.kind is Kind.MIXED]
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            call = node.meta.get("call")
+            operand = node.args[0] if node.args else None
+            whole = isinstance(operand, fx.Node) and _batched(operand.meta["samples"])
+            if call is not None and call.op in ("getitem", "narrow", "slice") and whole:
+                if not any(_mixed_number(arg) for arg in node.all_input_nodes):
+                    return
+                raise self._met(
+                    node,
+                    f"{call.op} cuts each sample to a length that all samples of the batch decide",
+                    "Cut the inputs before the call, or leave the padding in and mask it.",
+                )
+            fresh = [arg for arg in node.all_input_nodes if arg not in seen and _mixed(arg)]
+            seen.update(fresh)
+            stack.extend(fresh)
 
     def _check_factors(self, node: fx.Node, call: Call, operands: list[Operand]) -> None:
         """What scales a sum over samples may hold none of their data, with or without a gradient, but a count."""
@@ -437,7 +463,7 @@ class _Inference:
         for i, ((_, known), flow) in enumerate(zip(outs, flows, strict=True)):
             flow = flow and i in read
             if flow and (known is None or known.kind is not Kind.BATCHED):
-                raise self._refusal(node, call, f"{MIXING_FUNCTION} in its forward")
+                raise self._refusal(node, call, f"{function.what} lets samples influence each other in its forward")
             found.append(None if known is None else Samples(known.kind, known.layout, flow))
         grads = self._body(function.bwd, [*((out, known) for out, known in outs), *saved])
         for arg, (_, own), (_, known) in zip(node.args, args, grads, strict=True):
@@ -445,7 +471,7 @@ class _Inference:
             if not traced or own is None or own.kind is not Kind.BATCHED or known is None:
                 continue
             if known.kind in (Kind.MIXED, Kind.BATCHED) and known.layout != own.layout:
-                raise self._refusal(node, call, f"{MIXING_FUNCTION} in its backward")
+                raise self._refusal(node, call, f"{function.what} lets samples influence each other in its backward")
         return found
 
     def _control(
@@ -482,6 +508,7 @@ class _Inference:
             [],
             {},
             mixing=self.ctx.mixing,
+            may_mix=self.ctx.may_mix,
             known=dict(zip(names, known, strict=True)),
         )
         assert self.ctx.analyse is not None
@@ -525,6 +552,15 @@ def _batched(samples: Any) -> bool:
 
 def _constant(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and arg.meta["samples"] == Samples(Kind.CONSTANT)
+
+
+def _mixed(node: fx.Node) -> bool:
+    samples = node.meta.get("samples")
+    return isinstance(samples, Samples) and samples.kind is Kind.MIXED
+
+
+def _mixed_number(node: fx.Node) -> bool:
+    return _mixed(node) and not isinstance(node.meta["fake"], Tensor)
 
 
 def _undecided(samples: Any) -> bool:

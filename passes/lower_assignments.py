@@ -12,26 +12,32 @@ from torch import Tensor, fx
 from fxgrad.calls import Call
 from fxgrad.context import Context, memory_of, without_gradients
 from fxgrad.making import bind_again, make
+from fxgrad.selections import Selections
 
 
 def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: every call has ``call``. After: the same; ``setitem`` is left only where nothing says what it does.
 
     ``x[:, 0] = v`` -> ``x[:, 0].copy_(v)``, with a boolean mask ``x.copy_(where(mask, v, x))``, with integer
-    tensors ``x.index_put_(indices, v)``. ``x.pow_(w)`` -> ``x.copy_(x.clone().pow(w))``: see Note [Saved results].
+    tensors ``x.index_put_(indices, v)``. ``x[mask] *= 2``, which reads what it writes, is such a ``where`` as well.
+    ``x.pow_(w)`` -> ``x.copy_(x.clone().pow(w))``: see Note [Saved results].
     """
     traced: set[int | None] = set()  # memory that gradients flow through by now
     stopped = without_gradients(gm.graph)
+    selections = Selections(gm.graph, ctx)
     for node in list(gm.graph.nodes):
         call = node.meta.get("call")
+        if call is not None and call.op != "setitem":
+            selections.visit(node, call)
         if call is not None and call.op == "setitem":
-            _Assignment(gm.graph, node, ctx, traced, node in stopped).lower()
+            _Assignment(gm.graph, node, ctx, traced, node in stopped).lower(selections.written_back(node))
         elif call is not None and call.op == "index_put":
             _Assignment(gm.graph, node, ctx, traced, node in stopped).spread(call)
         elif call is not None and call.inplace and call.op in _SAVED and any(map(_flows, node.args[1:])):
             _Assignment(gm.graph, node, ctx, traced, node in stopped).keep_result(call)
         elif call is not None and call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
             traced.add(memory_of(node.args[0].meta["fake"]))
+    selections.erase()
     return gm
 
 
@@ -55,7 +61,8 @@ class _Assignment:
         self.graph, self.node, self.ctx, self.traced, self.stopped = graph, node, ctx, traced, stopped
         self.base = node.args[0]
 
-    def lower(self) -> None:
+    def lower(self, whole: fx.Node | None = None) -> None:
+        """``whole``: the value that is written under a mask, for the places where the mask is off as well."""
         assert isinstance(self.base, fx.Node)
         _, index, self.value = self.node.args
         parts = _parts(index, self.base.meta["fake"].dim())
@@ -69,7 +76,7 @@ class _Assignment:
             elif not advanced:
                 self._write(view)
             elif len(advanced) == 1 and _is_mask(*advanced.values()):
-                self._write_masked(view, *next(iter(advanced.items())))
+                self._write_masked(view, *next(iter(advanced.items())), whole)
             elif not any(_is_mask(index) for index in advanced.values()):
                 self._write_at(view, advanced)
             else:
@@ -109,19 +116,19 @@ class _Assignment:
         else:
             self._inplace("fill_", view, self.value)
 
-    def _write_masked(self, view: fx.Node, dim: int, mask: fx.Node) -> None:
+    def _write_masked(self, view: fx.Node, dim: int, mask: fx.Node, whole: fx.Node | None) -> None:
         """``x[mask] = v``: v has no row for each place (that is refused later), so it is the same for all."""
         after = view.meta["fake"].dim() - dim - mask.meta["fake"].dim()
         if mask.meta["fake"].dtype != torch.bool:
             mask = self._call("to", mask, torch.bool)
         for _ in range(after):
             mask = self._call(torch.unsqueeze, mask, -1)
-        value = self.value
+        value = self.value if whole is None else whole
         if not (isinstance(value, fx.Node) and isinstance(value.meta["fake"], Tensor)):
             self._inplace("masked_fill_", view, mask, value)
             return
-        value = self._without_ones(value, after)
-        if value.meta["fake"].dim() > after:
+        value = value if value is whole else self._without_ones(value, after)
+        if value is not whole and value.meta["fake"].dim() > after:
             positions = [None] * dim + [mask]
             self._inplace(torch.ops.aten.index_put_.default, view, positions, value)
             return

@@ -70,7 +70,10 @@ class _Propagate(fx.Interpreter):
             "it: write it with another op (gather for take_along_dim)."
         )
         if op_name(n.target) in _UNROLLING:
-            advice = "Work on all samples at once, or use torch.vmap, instead of going through them one by one."
+            advice = (
+                "Work on all samples at once, or use torch.vmap, instead of going through them one by one. Pieces that "
+                "are treated alike, row by row, and put together in their order by torch.cat are followed."
+            )
         return BatchSizeError(
             f"{op_name(n.target)} fixes the batch size: it works for one number of samples only",
             where=source_line(n),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxgrad.calls import op_name
-from fxgrad.context import Context, memory_of, source_line
+from fxgrad.context import Context, memory_of, place_beside, source_line
 from fxgrad.control_flow import CONTROL_FLOW, Cond
 from fxgrad.errors import UnsupportedOp
-from fxgrad.user_functions import UserFunction
+from fxgrad.user_functions import HOOK, UserFunction
 
 
 def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -18,11 +20,17 @@ def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
     ``autograd_function_apply(fwd, bwd, x, w)`` -> ``autograd_function(x, w)``
     ``scan(body, [h], [x], [w])`` -> ``scan(h, x, w)``
+    ``register_hook(h, body)`` -> ``autograd_function(h)``, whose backward is the hook, in h's place
     """
+    for node in gm.graph.nodes:
+        if op_name(node.target) == _HOOKED:  # the value itself, as PyTorch returns it: a second hook is on that, too
+            node.replace_all_uses_with(node.args[0])
     for node in list(gm.graph.nodes):
         name = op_name(node.target) if node.op == "call_function" else ""
         if name == "higher_order::autograd_function_apply":
             _wrap_function(gm, node)
+        elif name == _HOOKED:
+            _wrap_hook(gm, node)
         elif name in CONTROL_FLOW:
             _wrap_control_flow(gm, node, CONTROL_FLOW[name])
     return gm
@@ -61,6 +69,71 @@ def _refuse_writes(forward: fx.Graph, where: str) -> None:
 
 def _memory(node: object) -> int | None:
     return memory_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
+
+
+def _wrap_hook(gm: fx.GraphModule, node: fx.Node) -> None:
+    """``h.register_hook(f)`` is an identity behind h whose backward is f: of a whole batch's gradient, as f is."""
+    value, body, *given = node.args
+    assert isinstance(value, fx.Node) and isinstance(body, fx.Node)
+    hook = getattr(gm, str(body.target))
+    (result,) = tree_leaves(hook.graph.output_node().args) or [None]
+    if result is not None:
+        _hook_behind(gm, node, value, hook, given)
+    gm.graph.erase_node(node)
+    _drop(gm, [body])
+
+
+def _hook_behind(gm: fx.GraphModule, node: fx.Node, value: fx.Node, hook: fx.GraphModule, given: list[Any]) -> None:
+    """Let all readers of a value read an identity, in whose backward the hook runs."""
+    memory, readers = _memory(value), [user for user in value.users if op_name(user.target) != _HOOKED]
+    written = any(
+        op_name(other.target).endswith("_") and other.args and _memory(other.args[0]) == memory
+        for other in gm.graph.nodes
+        if other.op.startswith("call_") and memory is not None
+    )
+    order = {one: place for place, one in enumerate(gm.graph.nodes)}
+    early = any(order[reader] < order[arg] for reader in readers for arg in given if isinstance(arg, fx.Node))
+    if written or early:
+        raise UnsupportedOp(
+            "a hook (register_hook) on a value that is written over in place"
+            if written
+            else "a hook (register_hook) that reads what is computed after the value was used",
+            where=source_line(node),
+            advice="Register the hook right behind the op that makes the value, or write an autograd.Function.",
+        )
+    if not readers:
+        return
+    first = min(readers, key=order.__getitem__)
+    with gm.graph.inserting_before(first):
+        identity = UserFunction(_identity(len(given)), _backward(hook, len(given)), _SETTINGS, HOOK)
+        outs = gm.graph.call_function(identity, (value, *given))
+        out = gm.graph.call_function(operator.getitem, (outs, 0))
+    for made in (outs, out):
+        place_beside(node, made)
+    out.meta["example_value"] = value.meta.get("example_value")
+    for reader in readers:
+        reader.replace_input_with(value, out)
+
+
+_HOOKED = "higher_order::register_hook"
+_SETTINGS: dict[str, Any] = {"non_differentiable_idx": [], "saved_for_backward_idx": []}
+
+
+def _identity(given: int) -> fx.GraphModule:
+    """``(h, *given) -> ((h,), given)``: what an autograd.Function's forward returns, and what it keeps."""
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    kept = tuple(graph.placeholder(f"given_{i}") for i in range(given))
+    graph.output(((graph.call_method("view_as", (value, value)),), kept))
+    return fx.GraphModule({}, graph)
+
+
+def _backward(hook: fx.GraphModule, given: int) -> fx.GraphModule:
+    """``(g, *given) -> (hook(g, *given), None, ..)``"""
+    graph = fx.Graph()
+    result = graph.graph_copy(hook.graph, {})
+    graph.output((*tree_leaves(result), *[None] * given))
+    return fx.GraphModule(hook, graph)
 
 
 def _wrap_control_flow(gm: fx.GraphModule, node: fx.Node, kind: Any) -> None:

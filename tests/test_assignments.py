@@ -157,6 +157,19 @@ def a_mask_of_a_function(m: Model, x: Tensor) -> Tensor:
     return F.linear(x, u)
 
 
+def rows_by_mask(m: Model, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    keep = h.detach() > 0
+    h[keep] = h[keep] * 2
+    return h * m.b
+
+
+def a_function_by_its_own_mask(m: Model, x: Tensor) -> Tensor:
+    u = m.w * 1
+    u[u > 0] *= 2
+    return F.linear(x, u)
+
+
 def a_view_from_before(m: Model, x: Tensor) -> Tensor:
     u = m.w * 1
     v = u[0]
@@ -273,7 +286,8 @@ BODIES = [
     a_parameter_by_mask_of_every_place, a_parameter_by_list, a_parameter_at_each_samples_own_place,
     samples_at_each_samples_own_place, views_changed_in_place, a_row_of_a_function, a_weight_put_together,
     a_weight_with_zeros, a_view_from_before, a_transposed_weight, without_gradients, index_copied_and_filled,
-    places_of_a_function, a_mask_of_a_function, the_data_alone, a_mask_of_bytes, a_parameter_added_at_places,
+    places_of_a_function, a_mask_of_a_function, rows_by_mask, a_function_by_its_own_mask, the_data_alone,
+    a_mask_of_bytes, a_parameter_added_at_places,
     rows_added_to_their_samples, samples_along_columns, half_by_half, nothing_written, reshaped_in_place,
     results_that_are_saved,
 ]  # fmt: skip
@@ -347,13 +361,6 @@ def an_index_of_all_samples(m: Model, x: Tensor) -> Tensor:
     return h.index_add(1, (x[:, 0] > 0).long(), x.new_ones(x.shape[0], x.shape[0])) * m.b
 
 
-def rows_by_mask(m: Model, x: Tensor) -> Tensor:
-    h = m.linear(x)
-    keep = h.detach() > 0
-    h[keep] = h[keep] * 2
-    return h * m.b
-
-
 def samples_through_a_view_of_others(m: Model, x: Tensor) -> Tensor:
     h = m.linear(x)
     h.view(-1)[::2].mul_(m.b[0])
@@ -392,7 +399,7 @@ def an_index_turned_by_out(m: Model, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [one_sample_from_the_next, one_sample_alone, in_the_order_of_the_data, an_index_of_all_samples, rows_by_mask,
+    [one_sample_from_the_next, one_sample_alone, in_the_order_of_the_data, an_index_of_all_samples,
      samples_through_a_view_of_others, added_to_the_next_sample, a_parameter_added_to_the_first_samples,
      an_index_turned_in_place, an_index_turned_through_a_view, an_index_turned_by_out],
     ids=lambda body: body.__name__,

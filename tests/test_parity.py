@@ -172,6 +172,30 @@ def test_recurrent_modules(info: Any, one_in: int) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("one_in", [5, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("info", RECURRENT, ids=lambda info: info.name)
+def test_recurrent_modules_as_pytorch_calls_them(info: Any, one_in: int) -> None:
+    """PyTorch's test makes a batch of two equal samples, says so, and leaves the states' place to be known."""
+    inputs = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=True)
+    for sample in islice(inputs, 0, None, one_in):
+        rnn = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).double()
+        x, *states = sample.forward_input.args
+        states = list(states[0]) if states and isinstance(states[0], tuple | list) else states
+        batched = torch.stack([x, x], 0 if rnn.batch_first else 1).detach()
+        given = [torch.stack([h, h], 1).detach() for h in states]
+        arguments = (tuple(given),) if len(given) > 1 else tuple(given)
+        gs = call(rnn, batch_size=2, batch_first=rnn.batch_first, backend="eager")
+        gs(batched, *arguments)[0].sum().backward()
+        found = {name: p.grad_sample for name, p in rnn.named_parameters()}
+        fxgrad.zero_grad(rnn)
+        rnn(batched, *arguments)[0].sum().backward()
+        expected = {name: p.grad / 2 for name, p in rnn.named_parameters()}
+        for i in (0, 1):
+            assert relative_error({name: g[i] for name, g in found.items()}, expected) < 1e-10
+        rnn.zero_grad()
+        torch._dynamo.reset()
+
+
 def packed(rnn: Any, batched: Tensor) -> None:
     """The same rows as a packed batch: rows of grad_sample are the user's, where PyTorch's are sorted."""
     x = batched if rnn.batch_first else batched.transpose(0, 1)

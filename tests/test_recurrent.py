@@ -16,7 +16,7 @@ from torch._decomp import decomposition_table
 
 import fxgrad
 from fxgrad.context import Context
-from fxgrad.errors import MixedSamples
+from fxgrad.errors import BatchSizeError, MixedSamples
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.samples.symbols import Symbols
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
@@ -328,3 +328,98 @@ def test_tied_directions_under_every_reduction(reduction: Any, factor: float) ->
     (default_loss(fxgrad.transform(model, backend="aot_eager", loss_reduction=reduction)(x)) * factor).backward()
     parameters: dict[str, Any] = dict(model.named_parameters())
     assert relative_error({name: p.grad_sample for name, p in parameters.items()}, expected) < 1e-10
+
+
+# Where states have their samples
+
+
+def unsaid(model: Any, x: Tensor, *states: Tensor, view: Any = None, **how: Any) -> None:
+    """The loop's gradients, though nothing says where the states have their samples."""
+    gs = view if view is not None else fxgrad.transform(model, backend="eager", **how)
+    default_loss(gs(x, *states)).backward()
+    found = {name: p.grad_sample for name, p in model.named_parameters()}
+    fxgrad.zero_grad(model)
+    expected = per_sample_grads(model, default_loss, (x, *states), in_dims=(0, *[1] * len(states)))
+    assert relative_error(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("batch_size", [None, "given"])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("options", [dict(), dict(num_layers=2), dict(bidirectional=True)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_with_the_batch_first(kind: Any, options: Any, batch: int, batch_size: Any) -> None:
+    """States are [layers * directions, B, hidden] whatever batch_first says, and however many samples there are."""
+    model = Recurrent(kind, batch_first=True, **options).double()
+    x = torch.randn(batch, T, IN, dtype=torch.float64)
+    unsaid(model, x, *states_for(model.rnn, batch), batch_size=batch if batch_size else None)
+
+
+def test_states_at_every_batch_size() -> None:
+    model = Recurrent(nn.LSTM, batch_first=True, num_layers=2).double()
+    view = fxgrad.transform(model, backend="eager")
+    for batch in (2, 3, 1, 0, 2):  # two layers
+        x = torch.randn(batch, T, IN, dtype=torch.float64)
+        unsaid(model, x, *states_for(model.rnn, batch), view=view)
+
+
+class Started(nn.Module):
+    """A layer whose states are a function of the second input, which is read beside it, too."""
+
+    def __init__(self, start: Any) -> None:
+        super().__init__()
+        self.start, self.rnn, self.bridge = start, nn.GRU(IN, H, 2, batch_first=True), nn.Linear(H, H)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return self.rnn(x, self.start(self, h))[0] + self.bridge(h.transpose(0, 1)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda m, h: m.bridge(h).tanh(),
+        lambda m, h: 2 * h.detach() + 1,
+        lambda m, h: h.contiguous().masked_fill(h < 0, 0),
+    ],
+)
+def test_states_changed_on_their_way(start: Any) -> None:
+    unsaid(Started(start).double(), torch.randn(2, T, IN).double(), torch.randn(2, 2, H).double())
+
+
+def test_a_transposed_state_has_the_samples_first() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(IN, H, 2, batch_first=True)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return self.rnn(x, h.transpose(0, 1).contiguous())[0]
+
+    for batch in (2, 3):
+        x, h = torch.randn(batch, T, IN).double(), torch.randn(batch, 2, H).double()
+        assert_per_sample_grads(Model().double(), x, h, backend="eager")
+
+
+def test_an_input_that_is_no_state_has_to_agree() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(IN, H, batch_first=True)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return self.rnn(x)[0] * h.mean()
+
+    with pytest.raises(BatchSizeError, match=r"^inputs disagree about the batch size: input 'x' has 3 on dimension 0"):
+        fxgrad.transform(Model(), backend="eager")(torch.randn(3, T, IN), torch.randn(2, 3, H))
+
+
+def test_in_dims_decide_about_states() -> None:
+    model = Recurrent(nn.GRU, batch_first=True, num_layers=2)
+    x, (h,) = torch.randn(2, T, IN), states_for(model.rnn, 2, torch.float32)
+    with pytest.raises(MixedSamples, match="recurrence lets samples influence each other"):
+        fxgrad.transform(model, backend="eager", in_dims=(0, 0))(x, h)
+
+
+def test_tied_states_are_verified_and_explained() -> None:
+    model = Recurrent(nn.LSTM, "output", batch_first=True, num_layers=2)
+    assert fxgrad.verify(model, torch.randn(2, T, IN), *states_for(model.rnn, 2)).ok
+    assert "B" in str(fxgrad.explain(model, torch.randn(2, T, IN), *states_for(model.rnn, 2, torch.float32)))

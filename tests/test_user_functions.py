@@ -13,8 +13,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 import fxgrad
-from fxgrad.errors import FxgradError, MixedSamples, OptionError, UnsupportedOp
-from fxgrad.testing import assert_per_sample_grads
+from fxgrad.errors import FxgradError, GraphBreak, MixedSamples, OptionError, UnsupportedOp
+from fxgrad.testing import assert_per_sample_grads, per_sample_grads
 
 # of Dynamo itself, which makes one to trace it
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -262,6 +262,162 @@ def test_its_own_backward_decides(name: str, backend: str, device: torch.device)
 @pytest.mark.inductor
 def test_through_inductor(device: torch.device) -> None:
     assert_per_sample_grads(Model(twice).to(device), torch.randn(B, N, device=device), backend="inductor")
+
+
+class Normalised(Function):
+    """A backward that is not linear: the gradient's direction."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / g.norm()
+
+
+class Coupled(Function):
+    """A backward that multiplies the gradients of two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * w, 3 * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Tensor:
+        return g * h
+
+
+def of_a_function(x: Tensor, w: Tensor) -> Tensor:
+    u = 2 * Normalised.apply(w * w)
+    return (x * u).sin() + u
+
+
+@pytest.mark.parametrize("body", [lambda x, w: x * Normalised.apply(w), of_a_function, quantised_layer])
+def test_what_is_clipped_goes_through_the_backward_one_by_one(body: Callable[[Tensor, Tensor], Any]) -> None:
+    """Of a backward that is not linear, the sum over samples is no other's than that of what it gives for each."""
+    model, x = Model(body).double(), torch.randn(B, N, dtype=torch.float64)
+    rows = per_sample_grads(model, lambda y: y.square().sum(), (x,))
+    norms = sum(g.flatten(1).square().sum(1) for g in rows.values()).sqrt()  # type: ignore[union-attr]
+    bound = float(norms.median())
+    view = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(bound), backend="eager")
+    view(x).square().sum().backward()
+    for name, p in model.named_parameters():
+        expected = torch.einsum("n,n...->...", (bound / norms).clamp(max=1), rows[name])
+        torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-8)
+
+
+def test_a_backward_that_couples_outputs_of_a_parameter_is_refused() -> None:
+    def coupled(x: Tensor, w: Tensor) -> Tensor:
+        a, b = Coupled.apply(w)
+        return x * a + (x * b).sin()
+
+    with pytest.raises(UnsupportedOp, match="its backward is not seen to be linear in their gradients"):
+        fxgrad.transform(Model(coupled), backend="eager")(torch.randn(B, N))
+    one = Model(lambda x, w: x * Coupled.apply(w)[1]).double()
+    assert_per_sample_grads(one, torch.randn(B, N, dtype=torch.float64), backend="eager")
+
+
+# Hooks on values inside the model
+
+
+def hooked(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    h.register_hook(lambda g: g / g.norm(dim=1, keepdim=True) + x)
+    return (h.sin() * w).sin()
+
+
+def hooked_late(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    y = h.sin()
+    h.register_hook(lambda g: 2 * g)
+    return y + h.view(-1, N)
+
+
+def hooked_twice(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    h.register_hook(lambda g: 2 * g)
+    h.register_hook(lambda g: g + h.detach())
+    return h.sin()
+
+
+def looked_at(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    h.register_hook(lambda g: print(g.norm()))
+    return h.sin()
+
+
+def hooked_weight(x: Tensor, w: Tensor) -> Tensor:
+    u = w * w
+    u.register_hook(lambda g: g / g.norm())
+    return (x * u).sin() + u
+
+
+HOOKED = [hooked, hooked_late, hooked_twice, looked_at, hooked_weight]
+needs_hooks = pytest.mark.xfail(
+    torch.__version__ < "2.13", raises=(GraphBreak, AssertionError), reason="before 2.13 such a hook breaks the graph"
+)
+
+
+@needs_hooks
+@pytest.mark.parametrize("size", [B, 1])
+@pytest.mark.parametrize("body", HOOKED)
+def test_hooks(body: Callable[[Tensor, Tensor], Any], size: int) -> None:
+    x = torch.randn(size, N, dtype=torch.float64)
+    linear = body is not hooked_weight  # what one hook of a whole batch's gradient gives is no sum
+    assert_per_sample_grads(Model(body).double(), x, backend="eager", check_sum=linear)
+
+
+@needs_hooks
+@pytest.mark.inductor
+def test_hooks_through_inductor() -> None:
+    assert_per_sample_grads(Model(hooked), torch.randn(B, N), backend="inductor")
+
+
+def mixing_hook(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    h.register_hook(lambda g: g / g.norm())
+    return h.sin()
+
+
+def hook_before_a_write(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    h.register_hook(lambda g: 2 * g)
+    return h.mul_(3).sin()
+
+
+def hook_of_a_later_value(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    y = h.sin()
+    later = y.exp().detach()
+    h.register_hook(lambda g: g * later)
+    return y
+
+
+SEEN: list[Tensor] = []
+
+
+def hook_with_an_effect(x: Tensor, w: Tensor) -> Tensor:
+    h = x * w
+    h.register_hook(lambda g: SEEN.append(g))
+    return h.sin()
+
+
+@needs_hooks
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        (mixing_hook, MixedSamples, r"a hook \(register_hook\) lets samples influence each other in its backward"),
+        (hook_before_a_write, UnsupportedOp, r"a hook \(register_hook\) on a value that is written over in place"),
+        (hook_of_a_later_value, UnsupportedOp, "that reads what is computed after the value was used"),
+        (hook_with_an_effect, GraphBreak, "does what one graph cannot hold"),
+    ],
+)
+def test_hooks_that_are_refused(body: Callable[[Tensor, Tensor], Any], kind: Any, text: str) -> None:
+    with pytest.raises(kind, match=text) as caught:
+        fxgrad.transform(Model(body), backend="eager")(torch.randn(B, N))
+    assert "register_hook" in caught.value.where
+    assert caught.value.advice
 
 
 def test_over_merged_rows() -> None:

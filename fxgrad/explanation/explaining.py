@@ -45,7 +45,7 @@ from fxgrad.printing import dtype_name
 from fxgrad.quantities import Quantity
 from fxgrad.samples.symbols import expression
 from fxgrad.targets import TAPS, DeriveTarget
-from fxgrad.tracing import Trace, capture
+from fxgrad.tracing import Trace, capture, settled_batch
 
 
 def explain(
@@ -118,7 +118,7 @@ def _plain_step(captured: fx.GraphModule, decomposed: fx.GraphModule) -> fx.Grap
 
 def _two_samples(engine: Engine, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
     """A batch of one is explained as two equal samples: alone, it is captured without looking for samples."""
-    batch = engine.roles["forward"].find(args, kwargs)
+    batch = settled_batch(engine, args, kwargs)
     if batch.size == 0:
         raise BatchSizeError("explain needs samples: the batch is empty", advice="Pass a batch of one or more.")
     if batch.size > 1:

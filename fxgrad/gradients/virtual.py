@@ -4,6 +4,7 @@
     any other f                             D_n(w) = Jᵀ D_n(u), multiplied out where each D_n(w) itself is asked for,
                                             and in float64 for a norm; but Σ_n c_n D_n(w) = Jᵀ Σ_n c_n D_n(u):
                                             the sum is finished at u, and pulled back once, in float64, too
+    an autograd.Function, or a hook         its backward J may be no linear map: Σ_n c_n J(D_n(u))
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from fxgrad.operators.norms import Norms, as_vectors, bounded, frobenius
 from fxgrad.precision import accumulating
 from fxgrad.strategies import Contributions, Strategy, matched
 from fxgrad.terms import Term
+from fxgrad.user_functions import UserFunction
 
 
 class Pullback:
@@ -42,8 +44,8 @@ class Pullback:
     would otherwise be gone through once for every path.
     """
 
-    def __init__(self, grads: SampleGrads, back: Back, keeps: bool) -> None:
-        self.grads, self.back, self.keeps = grads, back, keeps
+    def __init__(self, grads: SampleGrads, back: Back, keeps: bool, linear: bool = True) -> None:
+        self.grads, self.back, self.keeps, self.linear = grads, back, keeps, linear
         self._rows: dict[bool, dict[int, Tensor]] = {}
         self._sums: dict[tuple[int, bool], tuple[Tensor, dict[int, Tensor]]] = {}
         self._grouped: dict[int, Pullback] = {}
@@ -76,12 +78,19 @@ class Pullback:
         if not self.keeps and isinstance(self.grads.n, int) and self.grads.n == 1:
             row = self.rows(slot, True)[0]
             return row * c.to(row.dtype.to_real() if row.is_complex() else row.dtype)
+        if not self.linear:
+            rows = self.rows(slot, True)
+            return replace(self._of(rows), parts=[rows]).weighted(c, True)
         key = id(c), wide or not self.keeps
         if key not in self._sums:
             total = self.grads.weighted(c, key[1])
             found = self.back(total.unsqueeze(0))
             self._sums[key] = c, {own: grad.squeeze(0) for own, grad in found.items()}
         return self._sums[key][1][slot]
+
+    def _of(self, rows: Tensor) -> SampleGrads:
+        """No gradients yet, of the shape that these rows have."""
+        return replace(self.grads, shape=tuple(rows.shape[1:]), dtype=rows.dtype, like=rows, scale=1)
 
     def dot(self, slot: int, vector: Tensor) -> Tensor:
         """``<D_n(w), vector>``; where f moves elements, the vector is moved to u."""
@@ -95,7 +104,7 @@ class Pullback:
     def grouped(self, size: int) -> Pullback:
         """The same with ``size`` consecutive samples as one."""
         if size not in self._grouped:
-            self._grouped[size] = Pullback(self.grads.grouped(size), self.back, self.keeps)
+            self._grouped[size] = Pullback(self.grads.grouped(size), self.back, self.keeps, self.linear)
         return self._grouped[size]
 
 
@@ -142,7 +151,9 @@ def _through(
         else:
             found += list(pieces.items())
     if others:
-        whole = Pullback(_value(others, values, strategy, n, ways), back, False)
+        function = strategy.use.target
+        linear = not isinstance(function, UserFunction) or function.linear
+        whole = Pullback(_value(others, values, strategy, n, ways), back, False, linear)
         found += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
     return found
 

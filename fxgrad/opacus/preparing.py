@@ -265,6 +265,7 @@ def _transformed(
     engine = engine_of(model)
     assert engine is not None
     _check_options(engine, quantity, loss_reduction, accumulate)
+    engine.options.settled |= {"mixing"}
     return model, engine
 
 

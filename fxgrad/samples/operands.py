@@ -20,6 +20,7 @@ class Mixes:
 
     reason: str
     linear: bool = False
+    advice: str = ""  # where there is better than to keep the op within a sample
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from sympy import simplify
 from torch import Tensor, fx
 
 from fxgrad.calls import Call
@@ -18,6 +19,7 @@ from fxgrad.samples.layouts import Kind, Layout
 from fxgrad.samples.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
 from fxgrad.samples.over_dims import over_dims, worked_dims
 from fxgrad.samples.places import index_put, per_index
+from fxgrad.samples.symbols import expression
 from fxgrad.samples.worked_dims import OVER_LAST
 
 
@@ -177,6 +179,9 @@ def per_row(op: Op, output: Tensor) -> Answer:
     if name == "batch_norm" and op.call.get("training") is True:
         return Mixes("batch_norm in training mode lets samples influence each other")
     rank = 2 + _spatial(name) if _spatial(name) else None
+    own = _as_channels(op) if name == "instance_norm" else _as_groups(op) if rank is not None else None
+    if own is not None:
+        return own
     for operand, layout in op.batched:
         unbatched = rank is not None and operand.fake.dim() != rank
         if operand.name == "weight" and name.startswith("conv"):
@@ -191,6 +196,28 @@ def per_row(op: Op, output: Tensor) -> Answer:
             return Mixes("its bags are given by offsets, so a row is not a sample")
     held = {layout for _, layout in op.batched}
     return held.pop() if len(held) == 1 else by_shape(op, output)
+
+
+def _as_channels(op: Op) -> Layout | None:
+    """Samples as channels of one image, ``instance_norm(h.unsqueeze(0))``: without weights each is normalised alone."""
+    (operand, layout), *others = op.batched
+    alone = not others and len(op.operands) == 1 and op.call.get("use_input_stats", True) is True
+    return layout if alone and operand.name == "input" and layout.dim == 1 else None
+
+
+def _as_groups(op: Op) -> Layout | None:
+    """Samples as groups of channels, each with kernels of its own: ``conv2d(x.view(1, B * C, ..), w, groups=B)``."""
+    held = {operand.name: (operand, layout) for operand, layout in op.batched}
+    groups = op.call.get("groups", 1)
+    size = expression(groups.meta["fake"] if isinstance(groups, fx.Node) else groups) / op.symbols.symbol
+    if "transpose" in op.call.op or not simplify(size).is_Integer or len(held) < len(op.operands):
+        return None
+    places = {name: (layout.dim, layout.outer) for name, (_, layout) in held.items()}
+    expected = {"input": (1, 1), "weight": (0, 1), "bias": (0, 1)}
+    whole = held["input"][0].fake.dim() == 2 + _spatial(op.call.op) if "input" in held else False
+    if not whole or "weight" not in held or any(expected[name] != place for name, place in places.items()):
+        return None
+    return held["weight"][1].at(1)
 
 
 def _grid(op: Op, operand: Operand, layout: Layout) -> Answer:
@@ -381,11 +408,32 @@ def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
         lined_up = {operand.node: operand.layout for operand in constants if operand.layout is not None}
         found = op.replay.layouts(op.node, op.output, lined_up)
     layouts = found if isinstance(op.output, tuple | list) else [found]
-    lost = Mixes("it moves the samples to where they cannot be followed")
+    lost = _lost(op)
     return [
         None if not isinstance(out, torch.Tensor) else _placed(op, out) or lost if layout is None else layout
         for out, layout in zip(outputs, layouts, strict=True)
     ]
+
+
+def _lost(op: Op) -> Mixes:
+    """Why nothing says where the samples went, and how to write it."""
+    fakes = [arg.meta["fake"] for arg in op.node.all_input_nodes[1:]]
+    if op.call.op in ("getitem", "index") and any(isinstance(f, Tensor) and f.dtype == torch.bool for f in fakes):
+        return Mixes(
+            "how many elements a mask selects, all samples decide together",
+            advice="Write torch.where(mask, f(x), x), or a sum of x * mask. Elementwise functions of x[mask] may be "
+            "written back, as in x[mask] *= 2.",
+        )
+    if op.call.op in _CUTTING:
+        return Mixes(
+            "it cuts the batch into pieces of several samples",
+            advice="Work on the whole batch; or do the same to each piece, row by row, and put all pieces together in "
+            "their order by torch.cat.",
+        )
+    return Mixes("it moves the samples to where they cannot be followed")
+
+
+_CUTTING = frozenset("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split hsplit vsplit".split())
 
 
 def _placed(op: Op, output: Tensor) -> Layout | None:

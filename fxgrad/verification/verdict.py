@@ -53,6 +53,7 @@ class Verdict:
     output_error: float | None  # of the transformed model's outputs against the plain model's
     sum_error: float | None  # of the samples' sum against the ordinary gradient
     notes: tuple[str, ...] = ()
+    may_mix: bool = True  # whether the model's other options go with mixing="allow"
 
     @property
     def ok(self) -> bool:
@@ -77,7 +78,9 @@ class Verdict:
         if self.influences and not self.mixing_allowed:
             raise MixedSamples(
                 f"samples influence each other: {_influence_lines(self.influences, self.batch_size)[0]}",
-                advice='Make the model treat samples alone, or transform it with mixing="allow".',
+                advice='Make the model treat samples alone, or transform it with mixing="allow".'
+                if self.may_mix
+                else "Make the model treat samples alone.",
             )
         raise RuleError(
             self._wrong(),

@@ -18,6 +18,7 @@ from fxgrad.batch import map_tensors, tensors_in
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
 from fxgrad.oracle import TOLERANCE, largest, relative_error, relative_errors, wide
 from fxgrad.samples.layouts import Layout
+from fxgrad.tracing import settled_batch
 from fxgrad.verification.probe import Found, probe
 from fxgrad.verification.verdict import ParameterVerdict, Verdict
 from fxgrad.verification.witness import (
@@ -76,7 +77,8 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
             advice="Pass padded inputs to a model that packs them itself.",
         )
     with _random_numbers_kept(original):
-        return _Verification(original, options, (args, kwargs), loss_fn).verdict()
+        may_mix = engine is None or engine.options.takes(mixing="allow")
+        return _Verification(original, options, (args, kwargs), loss_fn, may_mix).verdict()
 
 
 @contextmanager
@@ -97,6 +99,7 @@ class _Verification:
     options: dict[str, Any]
     nest: Nest
     loss_fn: LossFn | None
+    may_mix: bool
     notes: list[str] = field(default_factory=list)
     witness: Witness = field(init=False)
     transformed: nn.Module = field(init=False)
@@ -145,6 +148,7 @@ class _Verification:
             self.output_error,
             sum_error,
             tuple(self.notes),
+            self.may_mix,
         )
 
     def _choose_dtype(self) -> Whole:
@@ -172,7 +176,7 @@ class _Verification:
         engine = engine_of(self.transformed)
         assert engine is not None
         nest: Nest = map_tensors(self.nest, lambda x: _copy(x, convert))
-        inputs = Inputs(nest, engine.roles["forward"].find(*nest))
+        inputs = Inputs(nest, settled_batch(engine, *nest))
         if inputs.batch.size == 0:
             raise BatchSizeError("verify needs samples: the batch is empty", advice="Pass a batch of two or more.")
         self.witness = Witness(model, inputs, self.loss_fn)
