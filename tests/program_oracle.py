@@ -189,16 +189,22 @@ def truth_by(
                 raise NotAlone(str(error)) from error
             outputs.append(tuple(o.detach() for o in out))
             tensors = [single[0], *trainable.values()]
-            loss = loss_of(out)
-            found = torch.autograd.grad(loss, tensors, allow_unused=True) if loss.requires_grad else [None] * len(tensors)
-        input_grads.append(torch.zeros_like(single[0]) if found[0] is None else found[0])
-        for (name, p), g in zip(trainable.items(), found[1:], strict=True):
-            grads[name].append(torch.zeros_like(p) if g is None else g)
+            found = gradients(loss_of(out), tensors)
+        input_grads.append(found[0])
+        for name, g in zip(trainable, found[1:], strict=True):
+            grads[name].append(g)
     stacked = {
         n: torch.stack(g) if g else p.new_zeros(0, *p.shape)
         for (n, p), g in zip(trainable.items(), grads.values(), strict=True)
     }
     return Truth(outputs, stacked, input_grads)
+
+
+def gradients(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Plain autograd's, zeros where there is none."""
+    if not loss.requires_grad:
+        return [torch.zeros_like(t) for t in tensors]
+    return list(torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True))
 
 
 def sample_of(out: Tensor, layout: Layout, batch: int, i: int) -> Tensor:
@@ -237,8 +243,23 @@ def grad_error(found: Grads, truth: Grads) -> float:
         return float("inf")
 
 
+def whole_gradients(model: nn.Module, args: list[Tensor]) -> Grads:
+    """Plain autograd on the batch: the gradients of trainable parameters, and of the first input as `x0`."""
+    first = args[0].detach().requires_grad_()
+    tensors = {"x0": first, **{name: p for name, p in model.named_parameters() if p.requires_grad}}
+    with restored(model):
+        found = gradients(loss_of(model(first, *args[1:])), list(tensors.values()))
+    return dict(zip(tensors, found, strict=True))
+
+
+def sum_of(program: Program, truth: Truth) -> Grads:
+    """The batch's gradients, if they are those of the single samples."""
+    of_input = torch.cat(truth.input_grads, program.inputs[0].dim or 0)
+    return {"x0": of_input, **{name: g.sum(0) for name, g in truth.grads.items()}}
+
+
 def mixes_by_oracle(program: Program) -> bool:
-    """Whether the single samples' forwards are not those of the batch, or move when another sample is changed."""
+    """Whether the single samples' forwards or gradients are not the batch's, or move when another sample is changed."""
     model, args = program.model(), program.sample(program.batch)
     try:
         truth = loop(program, model, args, program.batch)
@@ -246,6 +267,9 @@ def mixes_by_oracle(program: Program) -> bool:
         return True
     outputs = forward(model, args)
     if forward_error(program, outputs, truth, program.batch) > 1e-7:
+        return True
+    whole = whole_gradients(model, args)
+    if all(g.isfinite().all() for g in whole.values()) and grad_error(whole, sum_of(program, truth)) > 1e-7:
         return True
     last = program.batch - 1
     changed = forward(model, with_one_changed(args, program.in_dims, last))

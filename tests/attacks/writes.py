@@ -10,6 +10,17 @@ from torch import Tensor
 from tests.attacks.model import attacks
 
 
+@torch.library.custom_op("attacks::write", mutates_args=("z",))
+def write(z: Tensor, r: Tensor) -> None:
+    """Write r into z, as an op that fxgrad does not know."""
+    z.copy_(r)
+
+
+@write.register_fake
+def _(z: Tensor, r: Tensor) -> None:
+    return None
+
+
 def onto_the_next(m: Any, x: Tensor) -> Tensor:
     z = x.clone()
     z[1:] += x[:-1].clone()
@@ -224,6 +235,18 @@ def set_of_rows(m: Any, x: Tensor) -> Tensor:
     return m(z)
 
 
+def by_custom_op(m: Any, x: Tensor) -> Tensor:
+    found = torch.zeros_like(x)
+    torch.ops.attacks.write(found, x.flip(0))
+    return m(x + found)
+
+
+def a_mean_by_custom_op(m: Any, x: Tensor) -> Tensor:
+    found = torch.zeros(3)
+    torch.ops.attacks.write.default(found, x.mean(0))
+    return m(x - found)
+
+
 # right
 
 
@@ -328,5 +351,7 @@ ATTACKS = attacks(
         "cumsum_ over samples": cumulated_in_place,
         "addmm_": addmm_in_place,
         "zeros that take samples moved by one": set_of_rows,
+        "a custom op that writes": by_custom_op,
+        "a custom op that writes a mean": a_mean_by_custom_op,
     },
 )

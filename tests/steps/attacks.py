@@ -6,7 +6,17 @@ from functools import cache
 
 import torch
 
-from tests.attacks import doors, factories, functions, indices, lookups, losses, numbers, views, writes
+from tests.attacks import (
+    doors,
+    factories,
+    functions,
+    indices,
+    lookups,
+    losses,
+    numbers,
+    views,
+    writes,
+)
 from tests.attacks.model import FEATURES, Attack
 from tests.steps.builder import Builder, Layout, Value
 from tests.steps.expected import Expected

@@ -1,4 +1,4 @@
-"""Ways for values to travel unseen: writes, buffers, closures, globals, hooks, functions with a backward of their own."""
+"""Ways for values to travel unseen: writes, buffers, closures, globals, hooks, functions with an own backward."""
 
 from __future__ import annotations
 
@@ -17,17 +17,33 @@ WRITES: Table = texts(
         "zeros that take moved samples": "{z} = torch.zeros_like({x})\n{z}[1:] = {x}[:-1]\n{z} + {x}",
         "addmm_": "{z} = torch.zeros({C}, {C})\n{z}.addmm_({x}.t(), {x})\n{m}({x} @ {z})",
         "through diagonal": "{z} = {x}.clone()\n{z}.diagonal().add_({x}.sum(0)[0])\n{m}({z})",
-        "scatter_add_ over samples": "{z} = {x}.clone()\n{z}.scatter_add_(0, torch.zeros_like({x}, dtype=torch.long), {x})\n{z}",
+        "scatter_add_ over samples": (
+            "{z} = {x}.clone()\n"
+            "{z}.scatter_add_(0, torch.zeros_like({x}, dtype=torch.long), {x})\n"
+            "{z}"
+        ),
         "index_add_": "{z} = {x}.clone()\n{z}.index_add_(0, torch.tensor([0]), {x}.sum(0, keepdim=True))\n{z}",
-        "out= of max": "{z}, {y} = torch.empty({C}), torch.empty({C}, dtype=torch.long)\ntorch.max({x}.detach(), 0, out=({z}, {y}))\n{x} - {z}",
-        "out= of a product": "{z} = torch.empty({C}, {C})\ntorch.mm({x}.detach().t(), {x}.detach(), out={z})\n{x} @ {z}",
+        "out= of max": (
+            "{z}, {y} = torch.empty({C}), torch.empty({C}, dtype=torch.long)\n"
+            "torch.max({x}.detach(), 0, out=({z}, {y}))\n"
+            "{x} - {z}"
+        ),
+        "out= of a product": (
+            "{z} = torch.empty({C}, {C})\n"
+            "torch.mm({x}.detach().t(), {x}.detach(), out={z})\n"
+            "{x} @ {z}"
+        ),
         "through reshape": "{z} = {x}.clone()\n{z}.view(-1)[{C}:].add_({x}.reshape(-1)[:-{C}].clone())\n{z}",
         "masked_scatter_": "{z} = {x}.clone()\n{z}.masked_scatter_({x} > 0, {x}.flip(0))\n{z}",
     },
     apart={
         "a column": "{z} = {x}.clone()\n{z}[:, 0] += {x}[:, 1]\n{m}({z})",
         "columns, shifted": "{z} = {x}.clone()\n{z}[:, 1:] += {x}[:, :-1].clone()\n{z}",
-        "scatter_add within": "{z} = {x}.clone()\n{z}.scatter_add_(1, torch.zeros_like({x}, dtype=torch.long), {x})\n{z}",
+        "scatter_add within": (
+            "{z} = {x}.clone()\n"
+            "{z}.scatter_add_(1, torch.zeros_like({x}, dtype=torch.long), {x})\n"
+            "{z}"
+        ),
         "index_add within": "{z} = {x}.clone()\n{z}.index_add_(1, torch.zeros({C}, dtype=torch.long), {x})\n{z}",
         "a constant": "{z} = torch.zeros({C})\n{z}[0] = 2.0\n{z}.add_(1)\n{x} * {z}",
         "an own mask": "{z} = {x}.clone()\n{z}[{x} > 0.3] = 0.1\n{z}.sin()",
@@ -62,10 +78,18 @@ WRITES: Table = texts(
         "index_put_": "{z} = {x}.clone()\n{z}.index_put_(({i},), {o})\n{z}",
         "index_add_ of the index": "{z} = {x}.clone()\n{z}.index_add_(0, {i}, {x})\n{z}",
         "set through a view of a view": "{z} = {x}.clone()\n{y} = {z}.view(-1, {C}){at}\n{y} += {r}\n{y} *= 0.5\n{z}",
-        "a custom op that writes": "{z} = torch.zeros({C})\ntorch.ops.steps.write({z}, {r}.detach() * 1.0)\n{x} + {z}",
-        "a custom op that writes rows": "{z} = torch.zeros_like({x})\ntorch.ops.steps.write({z}, {o}.detach())\n{x} + {z}",
+        "a custom op that writes": (
+            "{z} = torch.zeros({C})\n"
+            "torch.ops.attacks.write({z}, {r}.detach() * 1.0)\n"
+            "{x} + {z}"
+        ),
+        "a custom op that writes rows": (
+            "{z} = torch.zeros_like({x})\n"
+            "torch.ops.attacks.write({z}, {o}.detach())\n"
+            "{x} + {z}"
+        ),
         "read before and after": "{z} = torch.zeros({C})\n{y} = {z}[None]\n{z}.add_({r})\n{x} * {y}",
-        "a chunk": "{z} = torch.zeros(2 * {C})\n{z}.chunk(2)[1].add_({r})\n{x} + {z}[{C}:]",
+        "a chunk": "{z} = torch.zeros(2 * {C})\n{z}.view(2, {C})[1].add_({r})\n{x} + {z}[{C}:]",
         "a row of an own buffer": "{state}.copy_({r}.detach())\n{x} - {state}",
         "a buffer that runs": "{state}.mul_(0.9).add_({r}.detach(), alpha=0.1)\n{x} - {state}",
         "a buffer by out=": "torch.sin({r}.detach(), out={state})\n{x} - {state}",
@@ -126,7 +150,10 @@ DOORS: Table = texts(
         "svd": "{x} + torch.linalg.svd({x}.detach(), full_matrices=False).S.sum()",
         "whitened": "{x} @ torch.linalg.inv({x}.t() @ {x} + torch.eye({C}))",
         "pinv": "{x} + torch.linalg.pinv({x}.detach()).t()",
-        "contrastive": "{x} * F.cross_entropy(F.normalize({x}, dim=1, eps=0.1) @ F.normalize({x}, dim=1, eps=0.1).t(), torch.arange({B}), reduction='none')[:, None]",
+        "contrastive": (
+            "{x} * F.cross_entropy(F.normalize({x}, dim=1, eps=0.1) @ F.normalize({x}, dim=1, eps=0.1).t(), "
+            "torch.arange({B}), reduction='none')[:, None]"
+        ),
     },
 )
 

@@ -1,10 +1,10 @@
-"""What a program ends in: losses, which are sums over samples or let them meet, and returned values in which they met."""
+"""What a program ends in: losses, which keep samples apart or do not, and returned values in which samples met."""
 
 from __future__ import annotations
 
 from tests.steps.builder import Builder, Value
-from tests.steps.slots import FILLS
 from tests.steps.expected import Expected
+from tests.steps.slots import FILLS
 from tests.steps.step import Step, Table
 from tests.steps.texts import expand, rows, slots_of
 
@@ -59,7 +59,10 @@ APART = {
 MIXES = {
     "balanced": "{z}, {y} = {x}.square().sum(), {x}.abs().sum() + 1\n{z} + ({z}.detach() / {y}.detach()) * {y}",
     "balanced by numbers": "{z}, {y} = {x}.square().sum(), {x}.abs().sum() + 1\n{z} + ({z}.item() / {y}.item()) * {y}",
-    "balanced experts": "{z} = {x}.softmax(1)\n(F.one_hot({z}.argmax(1), {C}).to({z}.dtype).mean(0) * {z}.mean(0)).sum() * 3",
+    "balanced experts": (
+        "{z} = {x}.softmax(1)\n"
+        "(F.one_hot({z}.argmax(1), {C}).to({z}.dtype).mean(0) * {z}.mean(0)).sum() * 3"
+    ),
     "balanced experts, z-loss": "{x}.logsumexp(1).mean().square()",
     "focal by the batch": "{z} = {x}.square().sum(1)\n({z} * {z}.detach().mean()).sum()",
     "token mean by float": "({x}.square() * ({x} > 0)).sum() / ({x} > 0).sum().clamp(min=1)",

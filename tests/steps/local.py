@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.steps.builder import Builder, Value, tuple_text
-from tests.steps.moves import replaced, shifted
 from tests.steps.expected import Expected
+from tests.steps.moves import replaced, shifted
 from tests.steps.step import table
 
 LOCAL, local = table("local", Expected.APART)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.steps.builder import Builder, Value
-from tests.steps.moves import to_dim
 from tests.steps.expected import Expected
+from tests.steps.moves import to_dim
 from tests.steps.step import table
 
 MIXING, mixing = table("mixing", Expected.MIXES)

@@ -67,7 +67,7 @@ FACTORIES: Table = texts(
     },
     mixes={
         "histc": "{x} * torch.histc({x}.detach(), {C})",
-        "vander": "{x} * torch.vander({x}[:, 0], {C}).tanh().sum(0)",
+        "vander": "{x} * torch.vander({x}[:, 0].detach(), {C}).sum(0).tanh()",
         "cov": "{x} @ torch.cov({x}.t(), correction=0)",
         "combinations": "{x} + torch.combinations({x}[:, 0]).sum()",
         "block_diag": "{x} * torch.block_diag({x}, {x}).sum()",
@@ -89,7 +89,6 @@ FACTORIES: Table = texts(
         "diag_embed": "{x} @ torch.diag_embed({r})",
         "complex": "{x} * torch.complex({r}, {r}).real",
         "polar": "{x} * torch.polar({r}.abs(), {r}).real",
-        "heaviside": "{x} * torch.heaviside({x}.detach(), {r}.detach())",
         "as_strided copy": "{x} * torch.as_tensor({r}).clone()",
         "stack of numbers": "{x} * torch.stack([{s} * 1.0] * {C})",
         "cartesian": "{x} * torch.cartesian_prod({r}, torch.ones(1))[:, 0]",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import string
 
 from tests.steps.builder import Builder, Value
-from tests.steps.moves import replaced, shifted
 from tests.steps.expected import Expected
+from tests.steps.moves import replaced, shifted
 from tests.steps.step import table
 
 PARAMETRIC, parametric = table("parametric", Expected.APART)

@@ -28,7 +28,7 @@ INDICES: Table = texts(
         "beyond the fifth": "{x} + {x}[min({B}, 5) :].sum(0)",
         "rotated diagonal": "torch.eye({B}).roll(5, 0) @ {x}",
         "a band far off": "torch.ones({B}, {B}).tril(-4) @ {x} + {x}",
-        "padded by six": "{x} + F.pad({x}, (0, 0, 6, -6))",
+        "padded by six": "{x} + F.pad({x}, (0, 0, 6, 0))[:{B}]",
     },
     either={
         "getitem": "{m}({x})[{i}]",
@@ -47,7 +47,6 @@ INDICES: Table = texts(
         "an index written by out=": "{z} = torch.arange({B})\ntorch.add({i}, 0, out={z})\n{x}[{z}]",
         "a product with one-hot": "F.one_hot({i}, {B}).to({x}.dtype) @ {x}",
         "a product of one-hot, transposed": "F.one_hot({i}, {B}).to({x}.dtype).t() @ {x}",
-        "a mask of the index": "{x} * ({i} == torch.arange({B}))[:, None]",
         "columns and rows": "{x}[{i}[:, None], torch.arange({C})]",
         "an index of an index": "{m}({x}[torch.arange({B})[{i}]])",
         "the order of the index": "{x}[{i}.argsort()]",
@@ -73,15 +72,17 @@ VIEWS: Table = texts(
         "unflattened": "{m}({x}.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1)).unflatten(0, (-1, 2)).sum(1)",
         "matrices": "({m}({x}).unsqueeze(2) @ {x}.unsqueeze(1)).sum(2)",
         "bmm": "torch.bmm({x}[:, :, None], {x}[:, None]).sum(1)",
-        "channels shuffled": "{m}(F.channel_shuffle({x}[:, :2].reshape(-1, 2, 1, 1), 2).reshape(-1, 2).repeat(1, {C})[:, :{C}])",
-        "as_strided": "{x}.contiguous().as_strided(({B}, {C}), ({C}, 1), 0).sin()",
+        "channels shuffled": (
+            "{m}(F.channel_shuffle({x}[:, :2].reshape(-1, 2, 1, 1), 2).reshape(-1, 2).repeat(1, {C})[:, :{C}])"
+        ),
+        "as_strided": "{x}.clone().as_strided(({B}, {C}), ({C}, 1), 0).sin()",
     },
     mixes={
         "viewed as C": "{m}({x}.reshape({C}, -1).t().contiguous())",
         "columns as rows": "{m}({x}.t().reshape(-1, {C}))",
         "windows": "{m}(torch.cat([{x}[:1], {x}, {x}[-1:]]).unfold(0, 3, 1).mean(-1))",
         "interleaved": "{m}({x}.repeat(2, 1).view({B}, 2, {C}).mean(1))",
-        "strided by less": "{x}.contiguous().as_strided(({B}, {C}), ({C} - 1, 1), 0).tanh()",
+        "strided by less": "{x}.clone().as_strided(({B}, {C}), ({C} - 1, 1), 0).tanh()",
         "expanded from one": "{x} + {x}[:1].expand({B}, -1)",
         "heads of others": "{x}.reshape({C}, {B}, 1).transpose(0, 1).reshape({B}, {C}).tanh()",
         "swapped axes": "{x}.swapaxes(0, 1).reshape({x}.shape)",
@@ -109,7 +110,9 @@ VIEWS: Table = texts(
         "concatenated": "{m}(torch.cat([{x}, {o}], 1)[:, {C}:])",
         "weights of each sample": "torch.bmm({W}[None] * {o}[:, None, :], {x}[:, :, None]).squeeze(2)",
         "a sum over its columns": "{m}({x}) * {o}.sum(1, keepdim=True)",
-        "a cross-attention": "F.scaled_dot_product_attention({x}[:, None], {o}[:, None], {o}[:, None]).squeeze(1) + {x}",
+        "a cross-attention": (
+            "F.scaled_dot_product_attention({x}[:, None], {o}[:, None], {o}[:, None]).squeeze(1) + {x}"
+        ),
         "cosine": "{x} * F.cosine_similarity({x}, {o}, 1, eps=0.1)[:, None]",
         "einsum of both": '{x} * torch.einsum("bi,bi->b", {x}, {o})[:, None]',
         "a loss for each": 'F.mse_loss({m}({x}), {o}, reduction="none")',
@@ -138,7 +141,10 @@ LOOKUPS: Table = texts(
     },
     mixes={
         "capacity": "{z} = F.one_hot({ids}, {C}).cumsum(0).gather(1, {ids}[:, None])\n{m}({x}) * ({z} <= 1)",
-        "prototypes": "{z} = F.one_hot({ids}, {C}).to({x}.dtype)\n{x} @ (({z}.t() @ {x}) / {z}.sum(0).clamp(min=1)[:, None]).t()",
+        "prototypes": (
+            "{z} = F.one_hot({ids}, {C}).to({x}.dtype)\n"
+            "{x} @ (({z}.t() @ {x}) / {z}.sum(0).clamp(min=1)[:, None]).t()"
+        ),
         "an embedding of the batch": "F.embedding({ids} % {B}, {x})",
         "rows by ids of the batch": "{m}({x})[{ids} % {B}]",
         "the next sample's class": '{x} * F.cross_entropy({m}({x}), {ids}.roll(1, 0), reduction="none")[:, None]',
@@ -149,7 +155,10 @@ LOOKUPS: Table = texts(
         "buckets of the batch": "{m}({x}) * torch.bucketize({x}[:, :1].detach(), {x}[:, 0].detach().sort().values)",
         "places in each other": "{x} * torch.searchsorted({x}.detach().sort(1).values, {x}.detach().flip(0))",
         "an id's rank": "{m}({x}) * {ids}.argsort()[:, None]",
-        "classes' weights": '{x} * F.cross_entropy({m}({x}), {ids}, F.one_hot({ids}, {C}).sum(0).to({x}.dtype), reduction="none")[:, None]',
+        "classes' weights": (
+            '{x} * F.cross_entropy({m}({x}), {ids}, F.one_hot({ids}, {C}).sum(0).to({x}.dtype), '
+            'reduction="none")[:, None]'
+        ),
         "the previous class": "{m}({x}) + F.embedding(F.pad({ids}[:-1], (1, 0)), {W})",
         "counts by class": "{x} / torch.bincount({ids}, minlength={C}).clamp(min=1)[{ids}][:, None]",
         "inverse of unique": "{m}({x}) * torch.unique({ids}, return_inverse=True)[1][:, None]",
@@ -162,29 +171,41 @@ LOOKUPS: Table = texts(
         "buckets": "{m}({x}) * torch.bucketize({x}.detach(), {r}.detach().sort().values)",
         "places in a sequence": "{m}({x}) * torch.searchsorted({r}.detach().sort().values, {x}.detach())",
         "a table of rows": "{x} + F.embedding({ids}, {W} * {r})",
-        "a table of one row more": "{x} + torch.cat([{W}, {r}[None]])[{ids}]",
+        "a table of one row more": "{x} + torch.cat([{W}, {r}[None]])[{ids} + 1]",
         "ids of others": "{m}({x}) + F.embedding({o}.argmax(1), {W})",
         "one-hot of others": "{m}({x}) * F.one_hot({o}.argmax(1), {C})",
         "a loss by others": '{x} * F.cross_entropy({m}({x}), {o}.argmax(1), reduction="none")[:, None]',
-        "weights of classes": '{x} * F.nll_loss({x}.log_softmax(1), {ids}, {r}.detach().abs(), reduction="none")[:, None]',
+        "weights of classes": (
+            '{x} * F.nll_loss({x}.log_softmax(1), {ids}, {r}.detach().abs(), reduction="none")[:, None]'
+        ),
         "a gather by others": "{x} * {m}({x}).gather(1, {o}.argmax(1, keepdim=True))",
         "a column of a sequence": "{x} * {r}[{ids}][:, None]",
-        "a scatter by id": "{x}.scatter(1, {ids}[:, None], {o})",
+        "a scatter by id": "{x}.scatter(1, {ids}[:, None], {o}[:, :1])",
         "digits": "{x} * torch.bucketize({o}.detach(), torch.arange(3.0))",
     },
 )
 
-SCANS: Table = texts(
-    "scans",
+FUNCTIONS: Table = texts(
+    "functions",
     apart={
         "cumsum within": "{m}({x}).cumsum(1)",
         "cummax within": "{m}({x}.cummax(1).values)",
         "logcumsumexp within": "{x}.logcumsumexp(1)",
         "cumprod within": "{x}.sin().cumprod(1)",
         "a scan within": "scan(lambda c, a: (c + a, c * 1), {x}[:, 0] * 0, {x}.t())[1].t()",
-        "a loop within": "{z} = {x}\nfor _ in range(3):\n    {z} = torch.tanh({m}({z}) - {z}.mean(1, keepdim=True))\n{z}",
+        "a loop within": (
+            "{z} = {x}\n"
+            "for _ in range(3):\n"
+            "    {z} = torch.tanh({m}({z}) - {z}.mean(1, keepdim=True))\n"
+            "{z}"
+        ),
         "vmap over rows": "torch.vmap(lambda a: a.cumsum(0))({m}({x}))",
-        "a state of columns": "{z} = {x}[:, 0] * 0\nfor a in {x}.unbind(1):\n    {z} = torch.tanh({z} + a)\n{x} * {z}[:, None]",
+        "a state of columns": (
+            "{z} = {x}[:, 0] * 0\n"
+            "for a in {x}.unbind(1):\n"
+            "    {z} = torch.tanh({z} + a)\n"
+            "{x} * {z}[:, None]"
+        ),
         "gradient of a sum": "torch.func.grad(lambda a: a.sin().sum())({x})",
         "one by one": "torch.stack([{m}(a) for a in {x}])",
         "one by one, by split": "torch.cat([{m}(a) for a in {x}.split(1)])",
@@ -197,7 +218,14 @@ SCANS: Table = texts(
         "cumprod": "{x}.sin().cumprod(0)",
         "cumsum in place": "{m}({x}.clone().cumsum_(0))",
         "a scan": "scan(lambda c, a: (c + a, c * 1), {x}[0] * 0, {x})[1] + {x}",
-        "a state over samples": "{z} = {x}.new_zeros({C})\n{y} = []\nfor a in {x}.unbind(0):\n    {z} = torch.tanh(a + {z})\n    {y}.append({z})\ntorch.stack({y})",
+        "a state over samples": (
+            "{z} = {x}.new_zeros({C})\n"
+            "{y} = []\n"
+            "for a in {x}.unbind(0):\n"
+            "    {z} = torch.tanh(a + {z})\n"
+            "    {y}.append({z})\n"
+            "torch.stack({y})"
+        ),
         "trapezoid": "{x} * torch.cumulative_trapezoid(F.pad({x}, (0, 0, 1, 0)), dim=0)",
         "renorm": "{x}.renorm(2, 1, 0.5)",
         "a gradient of a square": "torch.func.grad(lambda a: a.sum().square())({x})",
@@ -207,9 +235,16 @@ SCANS: Table = texts(
     },
     either={
         "a branch": "torch.cond({s} > 0.5, lambda a: a.sin(), lambda a: a.cos(), ({x},))",
-        "a branch's operand": "torch.cond(torch.arange({C}).sum() > 0, lambda a, c: a * c, lambda a, c: a - c, ({x}, {o}))",
-        "while_loop's state": "while_loop(lambda i, a: i < 2, lambda i, a: (i + 1, a.sin() + 0.1), (torch.tensor(0), {o}))[1]",
-        "a loop's bound": "while_loop(lambda i, a: i < {s}.detach().abs().clamp(max=3), lambda i, a: (i + 1, a.sin()), (torch.tensor(0), {x}.detach()))[1] * {x}",
+        "a branch's operand": (
+            "torch.cond(torch.arange({C}).sum() > 0, lambda a, c: a * c, lambda a, c: a - c, ({x}, {o}))"
+        ),
+        "while_loop's state": (
+            "while_loop(lambda i, a: i < 2, lambda i, a: (i + 1, a.sin() + 0.1), (torch.tensor(0), {o}))[1]"
+        ),
+        "a loop's bound": (
+            "while_loop(lambda i, a: i < {s}.detach().abs().clamp(max=3), lambda i, a: (i + 1, a.sin()), "
+            "(torch.tensor(0), {x}.detach()))[1] * {x}"
+        ),
         "a scan's start": "scan(lambda c, a: (c + a, c * 1.0), {o}[:, 0] * 1.0, {x}.t())[1].t()",
         "vmap of two": "torch.vmap(lambda a, c: a * c.sum())({x}, {o})",
         "vmap that closes": "torch.vmap(lambda a: a * {r})({x})",

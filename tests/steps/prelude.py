@@ -11,6 +11,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
+from tests.attacks import writes  # noqa: F401  (registers the custom op)
 from tests.attacks.functions import Centred, CentredBackward, Twice
 
 
@@ -46,17 +47,6 @@ def with_hook(z: Tensor, hook: Any) -> None:
     """Register a hook on z, where z has a gradient."""
     if z.requires_grad:
         z.register_hook(hook)
-
-
-@torch.library.custom_op("steps::write", mutates_args=("z",))
-def write(z: Tensor, r: Tensor) -> None:
-    """Write r into z, as an op that fxgrad does not know."""
-    z.copy_(r)
-
-
-@write.register_fake
-def _(z: Tensor, r: Tensor) -> None:
-    return None
 
 
 STORE: dict[str, Any] = {}

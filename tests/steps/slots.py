@@ -1,4 +1,4 @@
-"""What stands in the slots of texts: numbers, rows, other samples' values and indices that keep samples apart or do not."""
+"""What stands in the slots of texts: numbers, rows, indices that keep samples apart, and such that do not."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ MIXES = {
         "F.normalize({x}, dim=0)",
         "torch.stack([{x}, {x}.roll(1, 0)]).mean(0)",
         "{x}.detach().roll(-1, 0)",
-        "{x}.as_strided(({B}, {C}), ({C}, 1), 0).flip(0)",
+        "{x}.clone().as_strided(({B}, {C}), ({C}, 1), 0).flip(0)",
         "{x}.repeat(2, 1).view(-1, 2, {C})[:, 1]",
     ),
     "i": (

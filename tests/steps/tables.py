@@ -8,16 +8,16 @@ import tests.steps.layers  # noqa: F401  (fills PARAMETRIC)
 from tests.steps.attacks import ATTACK_STEPS
 from tests.steps.doors import DOORS, HOOKS, WRITES
 from tests.steps.endings import LOSSES
+from tests.steps.expected import Expected
 from tests.steps.local import LOCAL
 from tests.steps.mixing import MIXING
 from tests.steps.moves import MOVES
 from tests.steps.numbers import FACTORIES, NUMBERS
 from tests.steps.parametric import PARAMETRIC
-from tests.steps.places import INDICES, LOOKUPS, SCANS, VIEWS
-from tests.steps.expected import Expected
+from tests.steps.places import FUNCTIONS, INDICES, LOOKUPS, VIEWS
 from tests.steps.step import Step, Table
 
-TEXTS: tuple[Table, ...] = (NUMBERS, FACTORIES, INDICES, VIEWS, LOOKUPS, SCANS, WRITES, DOORS, HOOKS)
+TEXTS: tuple[Table, ...] = (NUMBERS, FACTORIES, INDICES, VIEWS, LOOKUPS, FUNCTIONS, WRITES, DOORS, HOOKS)
 """One table for each way in which the hand-written attacks let samples meet."""
 
 STEPS: tuple[Table, ...] = (PARAMETRIC, MOVES, LOCAL, MIXING, ATTACK_STEPS, *TEXTS)

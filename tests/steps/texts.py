@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 
 from tests.steps.builder import Builder, Layout, Value
-from tests.steps.slots import FILLS
 from tests.steps.expected import Expected
+from tests.steps.slots import FILLS
 from tests.steps.step import Build, Step, Table
 
 
