@@ -247,6 +247,18 @@ def a_mean_by_custom_op(m: Any, x: Tensor) -> Tensor:
     return m(x - found)
 
 
+def a_parameter_by_foreach(m: Any, x: Tensor) -> Tensor:
+    found = torch.ones(3)
+    torch._foreach_mul_([found], [m.bias])
+    return m(x) * found
+
+
+def a_parameter_by_foreach_without_gradient(m: Any, x: Tensor) -> Tensor:
+    found = torch.ones(3)
+    torch._foreach_mul_([found], [m.bias.detach()])
+    return m(x) * found
+
+
 # right
 
 
@@ -313,6 +325,7 @@ ATTACKS = attacks(
         "scatter_add within a sample": own_scatter,
         "index_add within a sample": own_index_add,
         "cumsum within a sample": own_cumsum,
+        "a detached parameter by _foreach_mul_": a_parameter_by_foreach_without_gradient,
     },
     refused={
         "each sample onto the next": onto_the_next,
@@ -351,6 +364,7 @@ ATTACKS = attacks(
         "cumsum_ over samples": cumulated_in_place,
         "addmm_": addmm_in_place,
         "zeros that take samples moved by one": set_of_rows,
+        "a parameter by _foreach_mul_": a_parameter_by_foreach,
         "a custom op that writes": by_custom_op,
         "a custom op that writes a mean": a_mean_by_custom_op,
     },
