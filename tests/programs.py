@@ -425,13 +425,24 @@ def compare_gradients(
 KNOWN_REFUSALS: dict[str, str] = {
     r"UnsupportedOp: \w+_ writes into a function of parameters whose size changes": "a batch size taken from an input "
     "that is used for nothing else is not known to be one",
-    r"BatchSizeError: take_along_dim fixes": "PyTorch's own shape rule makes the batch a number",
+    r"UnsupportedOp: _foreach_\w+_ writes a parameter's values": "no tap stands behind a list that is written to",
+    r"UnknownOp: .* (_foreach_\w+|as_strided|higher_order::register_hook) ": "ops that nobody has classified",
+    r"BatchSizeError: (take_along_dim|one_hot|split) fixes": "PyTorch's own shape rule makes the batch a number",
+    r"GraphBreak: TorchDynamo does not capture the model: (PendingUnbacked|Could not extract)": "a number of a tensor "
+    "as a size, or in a factory, that Dynamo cannot follow",
+    r"GraphBreak: the model does not capture as one graph: Failed to trace builtin": "a number made a text",
+    r"LostLayout: … does not work for every number of samples": "modules called on one sample after the other",
     r"LostLayout: \w+ gives a parameter's value": "copies of a parameter over a merged dim, used alone",
     r"UniformOutput: a gradient arrived at an output": "copies of a parameter, one per sample, returned",
     r"MixedSamples: batch_norm .* another dimension than": "eval mode takes samples on dim 0 only",
     r"MixedSamples: (index_add|gather|scatter_add) .* no sample dimension": "merged samples indexed beside them",
-    r"MixedSamples: getitem .* cannot be followed": "a range of merged samples",
-    r"MixedSamples: \w+ .* a value that depends on several samples": "data whose samples were lost on the way",
+    r"MixedSamples: (gather|scatter_\w+|index_\w+) .* it indexes the sample dimension": "an index of samples, each its "
+    "own, written as arithmetic",
+    r"MixedSamples: embedding .* its table holds samples": "rows of samples, looked up by their own numbers",
+    r"MixedSamples: \w+ .* cannot be followed": "a range of merged samples; one sample after the other; samples moved "
+    "and moved back",
+    r"MixedSamples: \w+ .* a value that depends on several samples": "data whose samples were lost on the way, and "
+    "where and lerp of two losses",
 }
 """What the reasons look like for which a program that does not mix samples may be refused, each with its why."""
 

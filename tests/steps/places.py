@@ -234,9 +234,9 @@ FUNCTIONS: Table = texts(
         "a jacobian of all": "{x} + torch.func.grad(lambda a: a.exp().sum().log())({x})",
     },
     either={
-        "a branch": "torch.cond({s} > 0.5, lambda a: a.sin(), lambda a: a.cos(), ({x},))",
+        "a branch": "cond({s} > 0.5, lambda a: a.sin(), lambda a: a.cos(), ({x},))",
         "a branch's operand": (
-            "torch.cond(torch.arange({C}).sum() > 0, lambda a, c: a * c, lambda a, c: a - c, ({x}, {o}))"
+            "cond(torch.arange({C}).sum() > 0, lambda a, c: a * c, lambda a, c: a - c, ({x}, {o}))"
         ),
         "while_loop's state": (
             "while_loop(lambda i, a: i < 2, lambda i, a: (i + 1, a.sin() + 0.1), (torch.tensor(0), {o}))[1]"
