@@ -272,7 +272,7 @@ def quick_dynamo() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """right, refused (mixing, as it must be), refused (with the reason), wrong, crash, host crash or generator."""
+    """right, refused (as it must be, or with the reason), mixing returned, wrong, crash, host crash or generator."""
 
     kind: str
     reason: str = ""
@@ -305,6 +305,7 @@ def check(program: Program, backend: str = "eager", second_batch: int | None = N
     if mixes and program.expected is Expected.APART:
         return Outcome("generator", "the program mixes samples and was not meant to")
     norms = program.ending and program.seed % 2 == 1
+    batch = program.batch
     try:
         model = program.model()
         quantity = fxgrad.NormSample() if norms else fxgrad.GradSample()
@@ -313,13 +314,30 @@ def check(program: Program, backend: str = "eager", second_batch: int | None = N
         for batch, changed in calls(program, second_batch):
             outcome = compare(program, model, transformed, batch, changed)
             if outcome is not None:
-                return outcome
+                returned = program.expected is not Expected.APART and returns_shares(program, backend)
+                return Outcome("mixing returned") if returned else outcome
     except fxgrad.FxgradError as error:
         return Outcome(REFUSED[program.expected], first_sentence(error))
     except Exception as error:
-        host = crashes_without_fxgrad(program, backend)
+        host = crashes_without_fxgrad(program, backend, batch)
         return Outcome("host crash" if host else "crash", first_sentence(error))
     return Outcome("right" if program.expected is Expected.APART else "mixing right")
+
+
+def returns_shares(program: Program, backend: str) -> bool:
+    """Whether samples met in what the program returns: rows are shares, adding up, and no norm of them is given."""
+    args, how = program.sample(program.batch), where_samples_are(program)
+    try:
+        fxgrad.transform(program.model(), backend=backend, quantity=fxgrad.NormSample(), **how)(*args)
+        return False
+    except fxgrad.errors.MixedSamples:
+        pass
+    model = program.model()
+    whole = whole_gradients(program.model(), args)
+    loss_of(fxgrad.transform(model, backend=backend, **how)(*args)).backward()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums = {name: p.grad_sample.sum(0) for name, p in named.items()}  # type: ignore[attr-defined]
+    return grad_error(sums, {name: whole[name] for name in named}) < TOLERANCE
 
 
 def calls(program: Program, second_batch: int | None) -> Iterator[tuple[int, int | None]]:
@@ -332,7 +350,7 @@ def calls(program: Program, second_batch: int | None) -> Iterator[tuple[int, int
         yield MANY, None
 
 
-def crashes_without_fxgrad(program: Program, backend: str) -> bool:
+def crashes_without_fxgrad(program: Program, backend: str, batch: int) -> bool:
     """Whether torch.compile alone fails on the program, into one graph, with this compiler or with none."""
     capture: dict[str, Any] = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     for compiler in dict.fromkeys(("eager", backend)):
@@ -340,7 +358,7 @@ def crashes_without_fxgrad(program: Program, backend: str) -> bool:
         try:
             with torch._dynamo.config.patch(**capture):
                 model = torch.compile(program.model(), backend=compiler, fullgraph=True)
-                loss_of(model(*program.sample(program.batch))).backward()
+                loss_of(model(*program.sample(batch))).backward()
         except Exception:
             return True
     return False
