@@ -382,10 +382,11 @@ def compare(
         args = with_one_changed(args, program.in_dims, changed)
     where = f"at batch size {batch}" + (" with one sample changed" if changed is not None else "")
     try:
-        with restored(model):
-            if batch == 0:
+        if batch == 0:
+            with restored(model):
                 loss_of(model(*args)).backward()
-                fxgrad.zero_grad(model)
+            fxgrad.zero_grad(model)
+        with restored(model):
             with torch.no_grad():
                 plain = tuple_of(model(*args))
             state = [buffer.clone() for buffer in model.buffers()]
