@@ -104,7 +104,7 @@ DOORS: Table = texts(
         "a closure": "{z} = {r}\n{y} = lambda a: a - {z}\n{y}({x})",
         "a closure that writes": "{z} = [{r}]\n{y} = lambda: {z}.append({z}[0] * 2)\n{y}()\n{x} - {z}[-1]",
         "a global": "STORE['value'] = {r}\n{x} - STORE['value']",
-        "an attribute": "self.kept = {r}\n{x} * self.kept",
+        "an attribute": "self.kept = {r} * 1.0\n{x} * self.kept",
         "a list": "{z} = [{x}, {r}]\n{z}[0] * {z}[1]",
         "a dict": "{z} = dict(a={x}, b={r})\n{z}['a'] + {z}['b']",
         "a tuple of calls": "(lambda *a, **k: a[0] * k['c'])({x}, c={r})",
