@@ -22,6 +22,7 @@ from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
 from fxgrad.samples.families import Family, family_of
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import expression
+from fxgrad.samples.written import written_to
 from fxgrad.strategies import Strategy, choose, choose_own, choose_several
 from fxgrad.targets import (
     DeriveTarget,
@@ -89,6 +90,7 @@ class _Attachment:
     def _visit(self, node: fx.Node) -> None:
         samples = node.meta.get("samples")
         call: Call = node.meta["call"]
+        self._check_written(node, call)
         if call.op in OWN_BACKWARDS and isinstance(samples, list) and self._tap_own(node, samples):
             return None
         if isinstance(samples, list):
@@ -122,6 +124,18 @@ class _Attachment:
             assert isinstance(node.args[1], int)
             return source, node.args[1]
         return node, None
+
+    def _check_written(self, node: fx.Node, call: Call) -> None:
+        """A tap stands behind a result: what else an op writes parameters into would be read past it."""
+        places = [place for place in written_to(node, call) if not (call.inplace and place is node.args[0])]
+        used = any(arg in self.keys for arg in node.all_input_nodes)
+        if used and any(place.meta["fake"].requires_grad for place in places):
+            raise UnsupportedOp(
+                f"{call.op}{'_' * call.inplace} writes a parameter's values into tensors that are not its result",
+                where=source_line(node),
+                path=path_to(node, self.ctx),
+                advice="Use an op that returns a new tensor.",
+            )
 
     def _check_several(self, node: fx.Node, call: Call, samples: list[Samples | None]) -> None:
         """Ops with several outputs: functions of parameters are followed from their getitem on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -104,12 +104,20 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
         return node.target(*args, **kwargs)
 
     values = [arg.meta["fake"] for arg in operands]
-    for table in (None, torch._decomp.core_aten_decompositions):
-        body = _traced(call, values, table and table(), ctx, derives=op_name(node.target) == _TORCH_FUNC)
+    for table in (None, _core_table()):
+        body = _traced(call, values, table, ctx, derives=op_name(node.target) == _TORCH_FUNC)
         if body is not None and not any(_foreign(inner) or _lost(body, inner) for inner in body.graph.nodes):
             body.meta["operands"] = operands
             return body
     return None
+
+
+@cache
+def _core_table() -> dict[Any, Any]:
+    """PyTorch's decompositions to core ops but that of ``detach``: as ``alias`` it would let gradients through."""
+    table = dict(torch._decomp.core_aten_decompositions().items())
+    table.pop(torch.ops.aten.detach.default, None)
+    return table
 
 
 def _traced(

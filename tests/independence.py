@@ -87,6 +87,18 @@ def different_copies(x: Tensor, n: int, dim: int) -> Tensor:
     return torch.cat([x.flatten().roll(k).reshape(x.shape) for k in range(n)], dim)
 
 
+def with_one_changed(inputs: Sequence[Tensor], in_dims: Sequence[int | None], n: int) -> list[Tensor]:
+    """The inputs with other values for sample n: far off where they are floats, counted from the other end else."""
+    changed = []
+    for x, dim in zip(inputs, in_dims, strict=True):
+        x = x.clone()
+        if dim is not None:
+            own = x.select(dim, n)
+            own.copy_(0.3 - 2 * own if x.is_floating_point() else x.max() + x.min() - own)
+        changed.append(x)
+    return changed
+
+
 def tensors_of(output: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -12,10 +14,13 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fxgrad.testing import relative_error
-from tests.program_builder import VOCABULARY, Layout
+from tests.independence import with_one_changed
+from tests.steps.attacks import PROGRAMS
+from tests.steps.builder import VOCABULARY, Layout
+from tests.steps.expected import Expected
+from tests.steps.prelude import NAMES
 
 Grads = dict[str, Tensor]
 
@@ -46,7 +51,9 @@ class Program:
     source: str
     inputs: tuple[Input, ...]
     outputs: tuple[Layout | None, ...]  # None: a 0-dim loss, a sum over samples
-    mixes: bool  # by construction
+    expected: Expected
+    ending: bool = False  # its `ending` makes the outputs of what its `body` returns, and samples may meet there
+    steps: tuple[str, ...] = ()
 
     @property
     def in_dims(self) -> tuple[int | None, ...]:
@@ -77,7 +84,7 @@ def load(name: str, source: str) -> type[nn.Module]:
     filename = f"<{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     module = ModuleType(name)
-    vars(module).update(torch=torch, nn=nn, F=F, checkpoint=checkpoint)
+    vars(module).update(NAMES, torch=torch, nn=nn, F=F, ATTACKS=PROGRAMS)
     sys.modules[name] = module
     exec(compile(source, filename, "exec"), vars(module))
     loaded.append(name)
@@ -90,12 +97,29 @@ def load(name: str, source: str) -> type[nn.Module]:
 loaded: deque[str] = deque()
 
 
+def tuple_of(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
 def loss_of(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
     """A sum over samples: a 0-dim output is a loss already, every other one is summed behind a nonlinear function."""
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     return torch.stack(
-        [out if out.dim() == 0 else (out.sin() * 1.3).sum() for out in outputs]
+        [out if out.dim() == 0 else (out.sin() * 1.3).sum() for out in tuple_of(outputs)]
     ).sum()
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """The buffers hold at the end what they held at the beginning."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, values in before:
+            buffer.detach().copy_(values)
+
+
+class NotAlone(Exception):
+    """The model raises an error on a single sample: no gradient is that sample's own."""
 
 
 @dataclass(frozen=True)
@@ -109,28 +133,78 @@ class Truth:
 
 def loop(program: Program, model: nn.Module, args: list[Tensor], batch: int) -> Truth:
     """Run the model on each sample alone, its batch dim kept with size 1."""
+
+    def outputs_of(i: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        single = single_of(program, args, i)
+        return single, tuple_of(model(*single))
+
+    return truth_by(model, batch, outputs_of)
+
+
+def shares(program: Program, model: nn.Module, args: list[Tensor], batch: int) -> Truth:
+    """Run the body on each sample alone, and the ending on all samples, with a gradient for this one only."""
+    with torch.no_grad(), restored(model):
+        parts = [tuple_of(model.body(*single_of(program, args, i))) for i in range(batch)]  # type: ignore[operator]
+
+    def outputs_of(i: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        single = single_of(program, args, i)
+        own = [*parts[:i], tuple_of(model.body(*single)), *parts[i + 1 :]]  # type: ignore[operator]
+        whole = [
+            side_by_side([part[k] for part in own], layout) for k, layout in enumerate(program.outputs)
+        ]
+        return single, tuple_of(model.ending(*whole))  # type: ignore[operator]
+
+    return truth_by(model, batch, outputs_of)
+
+
+def single_of(program: Program, args: list[Tensor], i: int) -> list[Tensor]:
+    """The arguments of sample i alone, the first one with a gradient."""
+    pairs = zip(args, program.in_dims, strict=True)
+    single = [x if dim is None else x.narrow(dim, i, 1) for x, dim in pairs]
+    return [single[0].detach().requires_grad_(), *single[1:]]
+
+
+def side_by_side(parts: list[Tensor], layout: Layout | None) -> Tensor:
+    """The value of a batch from those of its samples."""
+    if layout is None:
+        return torch.stack(parts).sum()
+    d, outer, inner = layout
+    shape = parts[0].shape
+    split = [part.reshape(*shape[:d], outer, 1, inner, *shape[d + 1 :]) for part in parts]
+    return torch.cat(split, d + 1).flatten(d, d + 2)
+
+
+def truth_by(
+    model: nn.Module, batch: int, outputs_of: Callable[[int], tuple[list[Tensor], tuple[Tensor, ...]]]
+) -> Truth:
+    """What plain autograd gives for one sample after the other, each from the same buffers."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads: dict[str, list[Tensor]] = {name: [] for name in trainable}
     outputs, input_grads = [], []
     for i in range(batch):
-        single = [
-            x if dim is None else x.narrow(dim, i, 1)
-            for x, dim in zip(args, program.in_dims, strict=True)
-        ]
-        single[0] = single[0].detach().requires_grad_()
-        out = model(*single)
-        outputs.append(tuple(o.detach() for o in ((out,) if isinstance(out, Tensor) else out)))
-        found = torch.autograd.grad(
-            loss_of(out), [single[0], *trainable.values()], allow_unused=True
-        )
-        input_grads.append(torch.zeros_like(single[0]) if found[0] is None else found[0])
-        for (name, p), g in zip(trainable.items(), found[1:], strict=True):
-            grads[name].append(torch.zeros_like(p) if g is None else g)
+        with restored(model):
+            try:
+                single, out = outputs_of(i)
+            except Exception as error:  # whatever the op objects to
+                raise NotAlone(str(error)) from error
+            outputs.append(tuple(o.detach() for o in out))
+            tensors = [single[0], *trainable.values()]
+            found = gradients(loss_of(out), tensors)
+        input_grads.append(found[0])
+        for name, g in zip(trainable, found[1:], strict=True):
+            grads[name].append(g)
     stacked = {
         n: torch.stack(g) if g else p.new_zeros(0, *p.shape)
         for (n, p), g in zip(trainable.items(), grads.values(), strict=True)
     }
     return Truth(outputs, stacked, input_grads)
+
+
+def gradients(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Plain autograd's, zeros where there is none."""
+    if not loss.requires_grad:
+        return [torch.zeros_like(t) for t in tensors]
+    return list(torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True))
 
 
 def sample_of(out: Tensor, layout: Layout, batch: int, i: int) -> Tensor:
@@ -141,24 +215,24 @@ def sample_of(out: Tensor, layout: Layout, batch: int, i: int) -> Tensor:
 
 
 def forward_error(
-    program: Program, outputs: Tensor | tuple[Tensor, ...], truth: Truth, batch: int
+    program: Program, outputs: tuple[Tensor, ...], truth: Truth, batch: int
 ) -> float:
     """The largest difference between a batch's outputs and the single samples' outputs."""
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     worst = 0.0
     for k, (out, layout) in enumerate(zip(outputs, program.outputs, strict=True)):
         if layout is None:
             pairs = [(out, torch.stack([single[k] for single in truth.outputs]).sum())]
         else:
             pairs = [(sample_of(out, layout, batch, i), truth.outputs[i][k]) for i in range(batch)]
-        for a, b in pairs:
-            if a.shape != b.shape:
-                return float("inf")
-            worst = max(
-                worst,
-                float((a - b).abs().max()) / max(1.0, float(b.abs().max())) if a.numel() else 0.0,
-            )
+        worst = max([worst, *(difference(a, b) for a, b in pairs)])
     return worst
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference relative to b, infinite where shapes differ."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).abs().max()) / max(1.0, float(b.abs().max())) if a.numel() else 0.0
 
 
 def grad_error(found: Grads, truth: Grads) -> float:
@@ -169,12 +243,44 @@ def grad_error(found: Grads, truth: Grads) -> float:
         return float("inf")
 
 
+def whole_gradients(model: nn.Module, args: list[Tensor]) -> Grads:
+    """Plain autograd on the batch: the gradients of trainable parameters, and of the first input as `x0`."""
+    first = args[0].detach().requires_grad_()
+    tensors = {"x0": first, **{name: p for name, p in model.named_parameters() if p.requires_grad}}
+    with restored(model):
+        found = gradients(loss_of(model(first, *args[1:])), list(tensors.values()))
+    return dict(zip(tensors, found, strict=True))
+
+
+def sum_of(program: Program, truth: Truth) -> Grads:
+    """The batch's gradients, if they are those of the single samples."""
+    of_input = torch.cat(truth.input_grads, program.inputs[0].dim or 0)
+    return {"x0": of_input, **{name: g.sum(0) for name, g in truth.grads.items()}}
+
+
 def mixes_by_oracle(program: Program) -> bool:
-    """Whether the batch's forward differs from the single samples' forwards."""
+    """Whether the single samples' forwards or gradients are not the batch's, or move when another sample is changed."""
     model, args = program.model(), program.sample(program.batch)
-    with torch.no_grad():
-        outputs = model(*args)
-    return (
-        forward_error(program, outputs, loop(program, model, args, program.batch), program.batch)
-        > 1e-7
+    try:
+        truth = loop(program, model, args, program.batch)
+    except NotAlone:
+        return True
+    outputs = forward(model, args)
+    if forward_error(program, outputs, truth, program.batch) > 1e-7:
+        return True
+    whole = whole_gradients(model, args)
+    if all(g.isfinite().all() for g in whole.values()) and grad_error(whole, sum_of(program, truth)) > 1e-7:
+        return True
+    last = program.batch - 1
+    changed = forward(model, with_one_changed(args, program.in_dims, last))
+    return any(
+        difference(sample_of(b, layout, program.batch, i), sample_of(a, layout, program.batch, i)) > 1e-7
+        for a, b, layout in zip(outputs, changed, program.outputs, strict=True)
+        if layout is not None and b.isfinite().all()
+        for i in range(last)
     )
+
+
+def forward(model: nn.Module, args: list[Tensor]) -> tuple[Tensor, ...]:
+    with torch.no_grad(), restored(model):
+        return tuple_of(model(*args))

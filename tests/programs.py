@@ -2,10 +2,11 @@
 
 `generate(seed, size)` writes an nn.Module whose forward is readable Python for any batch size. The first `size` steps
 of a larger program are the smaller program's steps, so a failure is shortened by lowering the size alone.
-`check(program, backend)` compares fxgrad with the loop over single samples, the truth.
+`check(program, backend)` compares fxgrad with the loop over single samples, the truth. The steps are those of
+`tests/steps`.
 
-Whether a program mixes samples is known twice: the generator knows which lines it wrote for that purpose, and the
-oracle compares the forward of the batch with the forwards of the single samples.
+Whether a program mixes samples is known twice: each step says what it does with them, and the oracle, which knows
+nothing of fxgrad, compares the forward of the batch with those of the single samples and changes one sample.
 """
 
 from __future__ import annotations
@@ -22,13 +23,29 @@ import torch
 from torch import Tensor, nn
 
 import fxgrad
-import tests.program_layers  # noqa: F401  (fills PARAMETRIC)
-from tests.program_builder import Builder, Layout, TooLarge, Value
-from tests.program_local import LOCAL
-from tests.program_mixing import MIXING
-from tests.program_moves import MOVES, Op, to_dim
-from tests.program_ops import PARAMETRIC, broadcast
-from tests.program_oracle import Input, Program, grad_error, loop, loss_of, mixes_by_oracle
+from tests.independence import with_one_changed
+from tests.program_oracle import (
+    Input,
+    NotAlone,
+    Program,
+    Truth,
+    grad_error,
+    loop,
+    loss_of,
+    mixes_by_oracle,
+    restored,
+    shares,
+    tuple_of,
+    whole_gradients,
+)
+from tests.steps import tables
+from tests.steps.builder import Builder, Layout, TooLarge, Value
+from tests.steps.endings import MIXTURES
+from tests.steps.expected import Expected
+from tests.steps.moves import to_dim
+from tests.steps.parametric import broadcast
+from tests.steps.step import Step
+from tests.steps.texts import PLACE, rows
 
 TOLERANCE = 1e-9
 LARGEST = 1e6  # a program with larger values, outputs or gradients is replaced by the next one
@@ -37,17 +54,31 @@ LARGEST = 1e6  # a program with larger values, outputs or gradients is replaced 
 # ---------------------------------------------------------------------------- generator
 
 
+MANY = 13  # samples: above every number in a step that is expected to depend on how many there are
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Tensors that a program makes by itself have the parameters' dtype."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@float64()
 def generate(seed: int, size: int | None = None) -> Program:
     """The program of this seed; degenerate ones (values too large, not finite) are replaced, always the same way."""
     for attempt in range(20):
         rng = random.Random(f"{seed}/{attempt}")
-        program = write(
-            seed, size or rng.randint(1, 9), rng, random.Random(f"{seed}/{attempt}/end")
-        )
+        drawn = rng.randint(1, 9)
+        program = write(seed, size or drawn, rng, random.Random(f"{seed}/{attempt}/end"))
         try:
             if program is not None and is_tame(program):
                 return program
-        except ValueError:  # PyTorch refuses the sizes: instance_norm of a single position
+        except Exception:  # PyTorch itself refuses, whatever it is: instance_norm of one position
             continue
     raise AssertionError(f"seed {seed}: no program without degenerate values")
 
@@ -56,27 +87,69 @@ def write(seed: int, size: int, rng: random.Random, end: random.Random) -> Progr
     """One attempt at a program of `size` steps; `end` is a source of its own, so that a shorter one is a prefix."""
     b = Builder(rng, batch=rng.choice([2, 3, 3, 4]))
     inputs = draw_inputs(b)
-    mixing_step = rng.randrange(12) if b.chance(0.3) else None
+    mixing_step = rng.randrange(9) if b.chance(0.7) else None
     for step in range(size):
-        take_step(b, MIXING if step == mixing_step else None)
+        take_step(b, tables.TOGETHER if step == mixing_step else tables.APART)
     b.rng = end
     outputs = finish(b)
-    if not outputs:
+    ending = "" if b.expected is not Expected.APART or b.chance(0.9) else mixture(b, outputs)
+    return text_of(b, inputs, outputs, ending, seed, size)
+
+
+@float64()
+def program_of(step: Step, seed: int) -> Program | None:
+    """A program of one step on rows of three columns, or None where the step does not apply to them."""
+    b = Builder(random.Random(f"{step.kind} {step.name} {seed}"), batch=4)
+    b.values.append(Value("x0", (1, 3), Layout(0), False))
+    value = attempt(b, step, b.values[0])
+    if value is None:
+        return None
+    outputs: list[tuple[str, Layout | None]] = [(value.name, value.layout)]
+    if value.layout is not None:
+        scaled = b.like(f"{value.name} * {b.bare(broadcast(b, value))}", value, learned=True)
+        outputs = [(scaled.name, scaled.layout)]
+    elif not b.declarations:  # a loss of rows that nothing is learned in
+        b.lines.insert(0, f"x0 = x0 * {b.bare((3,))}")
+    return text_of(b, [Input("x0", (1, 3), 0)], outputs, "", seed, 1)
+
+
+def text_of(
+    b: Builder,
+    inputs: list[Input],
+    outputs: list[tuple[str, Layout | None]],
+    ending: str,
+    seed: int,
+    size: int,
+) -> Program | None:
+    """The program as Python; None where nothing in it is learned."""
+    if not outputs or not any("nn.Parameter" in line or "= nn." in line for line in b.declarations):
         return None
     first = next(x for x in inputs if x.dim is not None)
-    body = [
-        f"B = {first.name}.shape[{first.dim}]",
-        *b.lines,
-        f"return {', '.join(code for code, _ in outputs)}",
-    ]
-    if not any("nn.Parameter" in line or "= nn." in line for line in b.declarations):
-        return None
     names = ", ".join(x.name for x in inputs)
+    returned = ", ".join(code for code, _ in outputs)
+    body = [f"B = {first.name}.shape[{first.dim}]", *b.lines, f"return {returned}{',' if ending else ''}"]
     source = "class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
     source += "".join(f"        {line}\n" for line in b.declarations)
-    source += f"\n    def forward(self, {names}):\n" + "".join(f"        {line}\n" for line in body)
+    source += f"\n    def {'body' if ending else 'forward'}(self, {names}):\n"
+    source += "".join(f"        {line}\n" for line in body)
+    if ending:
+        source += f"\n    def ending(self, {returned}):\n        return {ending}\n"
+        source += f"\n    def forward(self, {names}):\n        return self.ending(*self.body({names}))\n"
     layouts = tuple(layout for _, layout in outputs)
-    return Program(seed, size, b.batch, source, tuple(inputs), layouts, b.mixed is not None)
+    expected = Expected.MIXES if ending else b.expected
+    return Program(seed, size, b.batch, source, tuple(inputs), layouts, expected, bool(ending), tuple(b.steps))
+
+
+def mixture(b: Builder, outputs: list[tuple[str, Layout | None]]) -> str:
+    """What an ending returns: the last value that has rows as one in which samples met, or nothing."""
+    flat = [v for v in b.values if (v.name, v.layout) in outputs and v.rank == 2 and v.layout == Layout(0)]
+    flat = [v for v in flat if v.shape[0] == 1]
+    if not flat:
+        return ""
+    name = b.rng.choice(list(MIXTURES))
+    b.steps.append(f"mixtures: {name}")
+    code = PLACE.sub(flat[-1].name, MIXTURES[name])
+    return ", ".join(code if output == flat[-1].name else output for output, _ in outputs)
 
 
 def draw_inputs(b: Builder) -> list[Input]:
@@ -100,23 +173,32 @@ def draw_batched(b: Builder, name: str, integer: bool) -> Input:
     return Input(name, shape, dim, integer)
 
 
-def take_step(b: Builder, table: list[Op] | None) -> None:
-    """Apply one op that fits to a value, mostly a recent one; what does not fit leaves nothing behind."""
+def take_step(b: Builder, choice: list[list[Step]]) -> None:
+    """Apply one step that fits to a value, mostly a recent one; what does not fit leaves nothing behind."""
     for _ in range(30):
-        ops = table or b.rng.choice([PARAMETRIC, PARAMETRIC, PARAMETRIC, MOVES, MOVES, LOCAL])
+        step = tables.draw(b.rng, choice)
         value = b.values[-1] if b.chance(0.7) else b.rng.choice(b.values)
-        if table is MIXING and value.layout is None:
+        if step.expected is not Expected.APART and value.layout is None:
             continue
-        before = len(b.declarations), len(b.lines), len(b.values), set(b.used), dict(b.parameters)
-        try:
-            result = b.rng.choice(ops)(b, value)
-            if result is not None:
-                b.mixed = result if table is MIXING else b.mixed
-                return
-        except TooLarge:
-            pass
+        if attempt(b, step, value) is not None:
+            return
+
+
+def attempt(b: Builder, step: Step, value: Value) -> Value | None:
+    """The step's value, or None and everything as it was."""
+    before = len(b.declarations), len(b.lines), len(b.values), set(b.used), dict(b.parameters)
+    try:
+        result = step.build(b, value)
+    except TooLarge:
+        result = None
+    if result is None:
         del b.declarations[before[0] :], b.lines[before[1] :], b.values[before[2] :]
         b.used, b.parameters = before[3], before[4]
+        return None
+    b.steps.append(f"{step.kind}: {step.name}")
+    if step.expected is not Expected.APART:
+        b.mixed, b.expected = result, step.expected
+    return result
 
 
 def finish(b: Builder) -> list[tuple[str, Layout | None]]:
@@ -132,21 +214,17 @@ def finish(b: Builder) -> list[tuple[str, Layout | None]]:
         )
     ends = [rejoined(b, v) for v in ends[-3:]]
     outputs: list[tuple[str, Layout | None]] = [(v.name, v.layout) for v in ends]
-    if b.chance(0.15):
-        form = b.rng.choice(LOSSES)
-        last = ends[-1]
-        outputs[-1] = (form.format(v=last.name, d=b.rng.randrange(last.rank), w=ends[0].name), None)
+    if b.chance(0.2):
+        together = b.chance(0.5) and b.expected is Expected.APART
+        kinds = (Expected.MIXES, Expected.DEPENDS) if together else (Expected.APART,)
+        loss = attempt(b, b.rng.choice(tables.losses(*kinds)), ends[-1])
+        if loss is not None:
+            outputs[-1] = (loss.name, None)
+    elif b.chance(0.3):
+        flat = rows(b, ends[-1])
+        if flat is not None:
+            outputs[-1] = (flat.name, flat.layout)
     return outputs
-
-
-LOSSES = (
-    "{v}.sin().sum()",
-    "-{v}.sin().sum() * 0.5",
-    "{v}.square().sum({d}).sum()",
-    "{v}.sin().sum() * 0.5 + {w}.cos().sum()",
-    "({v}.sum() + {w}.tanh().sum()) / 2",
-    "F.mse_loss({v}, torch.zeros_like({v}), reduction='sum')",
-)
 
 
 def rejoined(b: Builder, v: Value) -> Value:
@@ -157,17 +235,26 @@ def rejoined(b: Builder, v: Value) -> Value:
 def is_tame(program: Program) -> bool:
     """Whether outputs and gradients are finite and of reasonable size, so that 1e-9 tells right from wrong."""
     model, args = program.model(), program.sample(program.batch)
-    if not loss_of(model(*args)).requires_grad:
+    with restored(model):
+        outputs = tuple_of(model(*args))
+    if not loss_of(outputs).requires_grad or not all(is_small(out) for out in outputs):
         return False
-    truth = loop(program, model, args, program.batch)
-    tensors = [
-        *truth.grads.values(),
-        *truth.input_grads,
-        *(o for out in truth.outputs for o in out),
-    ]
-    if not all(t.isfinite().all() and (t.numel() == 0 or t.abs().max() < LARGEST) for t in tensors):
-        return False
-    return any(g.abs().max() > 1e-3 for g in truth.grads.values())
+    whole = whole_gradients(model, args)
+    if program.expected is not Expected.APART and not program.ending:
+        learned = [g for name, g in whole.items() if name != "x0"]
+        return all(map(is_small, whole.values())) and any(g.abs().max() > 1e-3 for g in learned)
+    truth = truth_of(program, model, args, program.batch)
+    tensors = [*truth.grads.values(), *truth.input_grads, *(o for out in truth.outputs for o in out)]
+    return all(map(is_small, tensors)) and any(g.abs().max() > 1e-3 for g in truth.grads.values())
+
+
+def is_small(t: Tensor) -> bool:
+    return t.numel() == 0 or bool(t.isfinite().all() and t.abs().max() < LARGEST)
+
+
+def truth_of(program: Program, model: nn.Module, args: list[Tensor], batch: int) -> Truth:
+    """The loop over single samples, or over their shares where the program returns values in which samples met."""
+    return (shares if program.ending else loop)(program, model, args, batch)
 
 
 # ---------------------------------------------------------------------------- the check
@@ -185,7 +272,7 @@ def quick_dynamo() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """right, refused (mixing, as it must be), refused (with the reason), wrong, crash, host crash or generator."""
+    """right, refused (as it must be, or with the reason), mixing returned, wrong, crash, host crash or generator."""
 
     kind: str
     reason: str = ""
@@ -204,33 +291,76 @@ def first_sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"[:160]
 
 
+REFUSED = {
+    Expected.APART: "refused",
+    Expected.MIXES: "mixing refused",
+    Expected.DEPENDS: "depends refused",
+}
+
+
+@float64()
 def check(program: Program, backend: str = "eager", second_batch: int | None = None) -> Outcome:
-    """Transform, run forward and backward for one or two batch sizes, compare with the loop."""
-    mixes = mixes_by_oracle(program)
-    if mixes and not program.mixes:
+    """Transform, run forward and backward for some batch sizes and with one sample changed, compare with the loop."""
+    mixes = not program.ending and mixes_by_oracle(program)
+    if mixes and program.expected is Expected.APART:
         return Outcome("generator", "the program mixes samples and was not meant to")
+    norms = program.ending and program.seed % 2 == 1
+    batch = program.batch
     try:
         model = program.model()
-        transformed = fxgrad.transform(model, backend=backend, **where_samples_are(program))
-        for batch in [program.batch] + ([] if second_batch is None else [second_batch]):
-            outcome = compare(program, model, transformed, batch)
+        quantity = fxgrad.NormSample() if norms else fxgrad.GradSample()
+        how = where_samples_are(program)
+        transformed = fxgrad.transform(model, backend=backend, quantity=quantity, **how)
+        for batch, changed in calls(program, second_batch):
+            outcome = compare(program, model, transformed, batch, changed)
             if outcome is not None:
-                return outcome
+                returned = program.expected is not Expected.APART and returns_shares(program, backend)
+                return Outcome("mixing returned") if returned else outcome
     except fxgrad.FxgradError as error:
-        return Outcome("mixing refused" if program.mixes else "refused", first_sentence(error))
+        return Outcome(REFUSED[program.expected], first_sentence(error))
     except Exception as error:
-        host = backend != "eager" and crashes_without_fxgrad(program, backend)
+        host = crashes_without_fxgrad(program, backend, batch)
         return Outcome("host crash" if host else "crash", first_sentence(error))
-    return Outcome("mixing right" if mixes else "right")
+    return Outcome("right" if program.expected is Expected.APART else "mixing right")
 
 
-def crashes_without_fxgrad(program: Program, backend: str) -> bool:
-    """Whether torch.compile alone fails on the program, with the same compiler."""
-    torch._dynamo.reset()
+def returns_shares(program: Program, backend: str) -> bool:
+    """Whether samples met in what the program returns: rows are shares, adding up, and no norm of them is given."""
+    args, how = program.sample(program.batch), where_samples_are(program)
     try:
-        loss_of(torch.compile(program.model(), backend=backend)(*program.sample(program.batch))).backward()
-    except Exception:
-        return True
+        fxgrad.transform(program.model(), backend=backend, quantity=fxgrad.NormSample(), **how)(*args)
+        return False
+    except fxgrad.errors.MixedSamples:
+        pass
+    model = program.model()
+    whole = whole_gradients(program.model(), args)
+    loss_of(fxgrad.transform(model, backend=backend, **how)(*args)).backward()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums = {name: p.grad_sample.sum(0) for name, p in named.items()}  # type: ignore[attr-defined]
+    return grad_error(sums, {name: whole[name] for name in named}) < TOLERANCE
+
+
+def calls(program: Program, second_batch: int | None) -> Iterator[tuple[int, int | None]]:
+    """Batch sizes, and the sample that is changed in a call."""
+    yield program.batch, None
+    yield program.batch, program.seed % program.batch
+    if second_batch is not None:
+        yield second_batch, None
+    if program.expected is Expected.DEPENDS:
+        yield MANY, None
+
+
+def crashes_without_fxgrad(program: Program, backend: str, batch: int) -> bool:
+    """Whether torch.compile alone fails on the program, into one graph, with this compiler or with none."""
+    capture: dict[str, Any] = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    for compiler in dict.fromkeys(("eager", backend)):
+        torch._dynamo.reset()
+        try:
+            with torch._dynamo.config.patch(**capture):
+                model = torch.compile(program.model(), backend=compiler, fullgraph=True)
+                loss_of(model(*program.sample(batch))).backward()
+        except Exception:
+            return True
     return False
 
 
@@ -244,60 +374,96 @@ def where_samples_are(program: Program) -> dict[str, Any]:
 
 
 def compare(
-    program: Program, model: nn.Module, transformed: nn.Module, batch: int
+    program: Program, model: nn.Module, transformed: nn.Module, batch: int, changed: int | None
 ) -> Outcome | None:
     """None where outputs, per-sample gradients and the first input's gradient are those of the loop."""
     args = program.sample(batch)
-    truth = loop(program, model, args, batch)
+    if changed is not None:
+        args = with_one_changed(args, program.in_dims, changed)
+    where = f"at batch size {batch}" + (" with one sample changed" if changed is not None else "")
     try:
         if batch == 0:
-            loss_of(model(*args)).backward()
+            with restored(model):
+                loss_of(model(*args)).backward()
             fxgrad.zero_grad(model)
-        with torch.no_grad():
-            plain = model(*args)
+        with restored(model):
+            with torch.no_grad():
+                plain = tuple_of(model(*args))
+            state = [buffer.clone() for buffer in model.buffers()]
     except (RuntimeError, IndexError):  # PyTorch itself has no such op for B = 0: reshape(B, -1), amax(0)
         fxgrad.zero_grad(model)
         return None
+    try:
+        truth = truth_of(program, model, args, batch)
+    except NotAlone as error:
+        truth = None
+        reason = first_sentence(error)
     args[0].requires_grad_(program.seed % 2 == 0)
-    outputs = transformed(*args)
+    outputs = tuple_of(transformed(*args))
     loss_of(outputs).backward()
-    for a, b in zip(*((o,) if isinstance(o, Tensor) else o for o in (outputs, plain)), strict=True):
+    if truth is None:
+        return Outcome("wrong", f"a single sample raises {reason}")
+    if not all(g.isfinite().all() for g in truth.grads.values()):
+        fxgrad.zero_grad(model)
+        return None
+    for a, b in zip(outputs, plain, strict=True):
         if a.shape != b.shape or not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE):
-            return Outcome("wrong", f"forward differs from the plain model's at batch size {batch}")
-    found = {}
+            return Outcome("wrong", f"forward differs from the plain model's {where}")
+    if not all(torch.allclose(a, b, equal_nan=True) for a, b in zip(model.buffers(), state, strict=True)):
+        return Outcome("wrong", f"a buffer differs from the plain model's {where}")
+    outcome = compare_gradients(program, model, args, truth, where)
+    fxgrad.zero_grad(model)
+    return outcome
+
+
+def compare_gradients(
+    program: Program, model: nn.Module, args: list[Tensor], truth: Truth, where: str
+) -> Outcome | None:
+    """None where what fxgrad left on the parameters and on the first input is the truth."""
+    results: dict[str, Tensor] = {}
+    expected = dict(truth.grads)
     for name, p in model.named_parameters():
-        grad_sample = getattr(p, "grad_sample", None)
+        rows, norms = getattr(p, "grad_sample", None), getattr(p, "norm_sample", None)
         if p.grad is not None:
             return Outcome("wrong", "p.grad is set")
-        if (grad_sample is not None) != p.requires_grad:
-            return Outcome(
-                "wrong",
-                "no grad_sample" if p.requires_grad else "grad_sample of a frozen parameter",
-            )
-        if grad_sample is not None:
-            found[name] = grad_sample
-    error = grad_error(found, truth.grads)
-    if error > TOLERANCE:
-        return Outcome("wrong", f"grad_sample differs at batch size {batch}")
-    if args[0].requires_grad and not program.mixes and args[0].grad is not None and batch:
-        expected = torch.cat(truth.input_grads, program.inputs[0].dim or 0)
+        if (rows is None and norms is None) == p.requires_grad:
+            return Outcome("wrong", "no result" if p.requires_grad else "a result for a frozen parameter")
+        if rows is not None:
+            results[name] = rows
+        elif norms is not None:
+            results[name], expected[name] = norms, expected[name].flatten(1).norm(dim=1)
+    if grad_error(results, expected) > TOLERANCE:
+        return Outcome("wrong", f"the samples' gradients differ {where}")
+    of_input = args[0].grad
+    if of_input is not None and program.expected is Expected.APART and truth.input_grads:
         # beside the parameters' gradients: one that is zero but for rounding is measured against those
-        if grad_error({"x0": args[0].grad, **found}, {"x0": expected, **truth.grads}) > TOLERANCE:
+        of_samples = torch.cat(truth.input_grads, program.inputs[0].dim or 0)
+        if grad_error({"x0": of_input, **results}, {"x0": of_samples, **expected}) > TOLERANCE:
             return Outcome("wrong", "gradient of the input differs")
-    fxgrad.zero_grad(model)
     return None
 
 
 KNOWN_REFUSALS: dict[str, str] = {
     r"UnsupportedOp: \w+_ writes into a function of parameters whose size changes": "a batch size taken from an input "
     "that is used for nothing else is not known to be one",
-    r"BatchSizeError: take_along_dim fixes": "PyTorch's own shape rule makes the batch a number",
+    r"UnsupportedOp: _foreach_\w+_ writes a parameter's values": "no tap stands behind a list that is written to",
+    r"UnknownOp: .* (_foreach_\w+|as_strided|higher_order::register_hook) ": "ops that nobody has classified",
+    r"BatchSizeError: (take_along_dim|one_hot|split) fixes": "PyTorch's own shape rule makes the batch a number",
+    r"GraphBreak: TorchDynamo does not capture the model: (PendingUnbacked|Could not extract)": "a number of a tensor "
+    "as a size, or in a factory, that Dynamo cannot follow",
+    r"GraphBreak: the model does not capture as one graph: Failed to trace builtin": "a number made a text",
+    r"LostLayout: … does not work for every number of samples": "modules called on one sample after the other",
     r"LostLayout: \w+ gives a parameter's value": "copies of a parameter over a merged dim, used alone",
     r"UniformOutput: a gradient arrived at an output": "copies of a parameter, one per sample, returned",
     r"MixedSamples: batch_norm .* another dimension than": "eval mode takes samples on dim 0 only",
     r"MixedSamples: (index_add|gather|scatter_add) .* no sample dimension": "merged samples indexed beside them",
-    r"MixedSamples: getitem .* cannot be followed": "a range of merged samples",
-    r"MixedSamples: \w+ .* a value that depends on several samples": "data whose samples were lost on the way",
+    r"MixedSamples: (gather|scatter_\w+|index_\w+) .* it indexes the sample dimension": "an index of samples, each its "
+    "own, written as arithmetic",
+    r"MixedSamples: embedding .* its table holds samples": "rows of samples, looked up by their own numbers",
+    r"MixedSamples: \w+ .* cannot be followed": "a range of merged samples; one sample after the other; samples moved "
+    "and moved back",
+    r"MixedSamples: \w+ .* a value that depends on several samples": "data whose samples were lost on the way, and "
+    "where and lerp of two losses",
 }
 """What the reasons look like for which a program that does not mix samples may be refused, each with its why."""
 

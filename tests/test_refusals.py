@@ -410,6 +410,31 @@ def unknown_op_on_a_parameter(x: Tensor, w: Tensor) -> Any:
     return x * unknown(w)
 
 
+# Lists of tensors
+
+
+@refused(
+    [
+        "UnsupportedOp: _foreach_mul_ writes a parameter's values into tensors that are not its result",
+        "test_refusals.py:N   torch._foreach_mul_([h], [w])",
+        "path: _foreach_mul",
+        "Use an op that returns a new tensor.",
+    ],
+    x(3), w(3),
+)
+def a_parameter_written_into_a_list(x: Tensor, w: Tensor) -> Tensor:
+    h = torch.ones(3, dtype=w.dtype)
+    torch._foreach_mul_([h], [w])
+    return x * h
+
+
+@accepted(x(3), w(3))
+def a_list_that_takes_constants(x: Tensor, w: Tensor) -> Any:
+    h = torch.ones(3, dtype=w.dtype)
+    torch._foreach_mul_([h], [2 * h])
+    return x * h * w
+
+
 # Random numbers
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from fxgrad.calls import op_name
+from fxgrad.calls import Call, op_name
 from fxgrad.context import memory_of
 from fxgrad.samples.every_batch import BATCHES, Batches, EveryBatch
 from fxgrad.samples.families import RANDOM
@@ -245,6 +245,8 @@ class Replay:
         kwargs = _plain(fx.map_arg(dict(node.kwargs), value))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "cpu"}
+        if op_name(node.target) in _ORDERS and _has_ties(args[0], node.meta["call"]):
+            raise _UnknownData
         if isinstance(node.target, str):
             result = getattr(args[0], node.target)(*args[1:], **kwargs)
         else:
@@ -270,6 +272,18 @@ def _is_batched(samples: Any) -> bool:
 
 class _UnknownData(Exception):
     """A constant that the user's data decides: its values are not known here."""
+
+
+_ORDERS = frozenset({"argsort", "sort", "topk", "kthvalue", "mode", "median"})
+
+
+def _has_ties(values: Tensor, call: Call) -> bool:
+    """Whether equal values leave the places open that an op gives: in which order depends on how many there are."""
+    if call.get("stable") is True or values.dim() == 0:
+        return False
+    dim = call.get("dim")
+    ordered = values.sort(-1 if dim is None else dim).values
+    return bool((ordered.diff(dim=-1 if dim is None else dim) == 0).any())
 
 
 def _impure(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, fx
+from torch._ops import OpOverloadPacket
 
 from fxgrad.calls import Call
 
@@ -38,17 +39,25 @@ def result_written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Any]]:
 
 def declared(node: fx.Node, call: Call) -> list[fx.Node]:
     """The tensors that a schema says are written, but for those in which the result lies."""
-    schema = getattr(getattr(node.target, "_opoverload", node.target), "_schema", None)
-    if schema is None:
-        return []
-    given = {argument.name: arg for argument, arg in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    names = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and not a.is_out}
-    if call.inplace:
-        names -= {schema.arguments[0].name}
     found: list[fx.Node] = []
-    for name in names:
-        fx.map_arg(given.get(name), found.append)
-    return list(filter(_is_tensor, found))
+    for schema in _schemas(node.target):
+        arguments = schema.arguments
+        given = {argument.name: arg for argument, arg in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+        names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write and not a.is_out}
+        if call.inplace:
+            names -= {arguments[0].name}
+        for name in names:
+            fx.map_arg(given.get(name), found.append)
+    return list(dict.fromkeys(filter(_is_tensor, found)))
+
+
+def _schemas(target: Any) -> list[Any]:
+    """An op's schema; those of all overloads of ``torch.ops.library.op``, of which the arguments choose one."""
+    target = getattr(target, "_opoverload", target)  # torch.library.custom_op's own object
+    if isinstance(target, OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    schema = getattr(target, "_schema", None)
+    return [] if schema is None else [schema]
 
 
 def _is_tensor(place: fx.Node) -> bool:

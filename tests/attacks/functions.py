@@ -110,6 +110,13 @@ def gradient_of_a_product(m: Any, x: Tensor) -> Tensor:
     return torch.func.grad(lambda z: z.sum().square())(m(x))
 
 
+def detached_in_a_derivative(m: Any, x: Tensor) -> Tensor:
+    """A number beside it lets the derivative be written out by PyTorch's table, in which detach is an alias."""
+    h = m(x)
+    slope = torch.func.grad(lambda z: (z.sin() * (h - h.mean(1, keepdim=True)).detach()).sum())(h)
+    return slope * m.bias.sum().item()
+
+
 def vmapped_pairs(m: Any, x: Tensor) -> Tensor:
     h = m(x)
     return torch.vmap(lambda row: (h @ row).sum())(h)
@@ -174,6 +181,7 @@ ATTACKS = attacks(
         "a branch on a constant": branched_on_a_constant,
         "a loop within a sample": looped_within,
         "the gradient of a sum": gradient_of_a_sum,
+        "a detached factor in a derivative": detached_in_a_derivative,
         "vmap over rows": vmapped_rows,
         "a weight for each sample": hyper,
     },

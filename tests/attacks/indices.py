@@ -38,6 +38,7 @@ ATTACKS = attacks(
         "merged and split": lambda m, x: m(x.repeat_interleave(4, 0)).view(x.shape[0], 4, 3).sum(1),
         "positions of merged rows": lambda m, x: m(x).view(-1)[torch.arange(x.shape[0]) * 3 + 1],
         "columns by a constant": lambda m, x: m(x)[:, torch.arange(3) % 2],
+        "the order of all indices": lambda m, x: m(x)[torch.arange(x.shape[0]).argsort()],
         "a table by positions": lambda m, x: m(x) * torch.arange(3.0).clamp(max=1),
         "each sample repeated": lambda m, x: m(x[torch.arange(2 * x.shape[0]) // 2]).view(-1, 2, 3).sum(1),
     },
@@ -72,6 +73,13 @@ ATTACKS = attacks(
         "scatter_add by indices modulo": lambda m, x: m(
             torch.zeros_like(x).scatter_add(0, (torch.arange(x.shape[0]) % 4)[:, None].expand(-1, 3), x)
         ),
+        "the order of clamped indices": lambda m, x: m(x)[torch.arange(x.shape[0]).clamp(max=3).argsort()],
+        "the order of clamped indices, by topk": lambda m, x: m(x)[
+            torch.arange(x.shape[0]).clamp(max=3).topk(x.shape[0], largest=False).indices
+        ],
+        "the order of clamped indices, by sort": lambda m, x: m(x)[
+            torch.arange(x.shape[0]).clamp(max=3).sort().indices
+        ],
         "padded in front, cut behind": lambda m, x: m(
             torch.nn.functional.pad(x, (0, 0, x.shape[0] // 4, -(x.shape[0] // 4)))
         ),

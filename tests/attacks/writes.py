@@ -10,6 +10,17 @@ from torch import Tensor
 from tests.attacks.model import attacks
 
 
+@torch.library.custom_op("attacks::write", mutates_args=("z",))
+def write(z: Tensor, r: Tensor) -> None:
+    """Write r into z, as an op that fxgrad does not know."""
+    z.copy_(r)
+
+
+@write.register_fake
+def _(z: Tensor, r: Tensor) -> None:
+    return None
+
+
 def onto_the_next(m: Any, x: Tensor) -> Tensor:
     z = x.clone()
     z[1:] += x[:-1].clone()
@@ -224,6 +235,30 @@ def set_of_rows(m: Any, x: Tensor) -> Tensor:
     return m(z)
 
 
+def by_custom_op(m: Any, x: Tensor) -> Tensor:
+    found = torch.zeros_like(x)
+    torch.ops.attacks.write(found, x.flip(0))
+    return m(x + found)
+
+
+def a_mean_by_custom_op(m: Any, x: Tensor) -> Tensor:
+    found = torch.zeros(3)
+    torch.ops.attacks.write.default(found, x.mean(0))
+    return m(x - found)
+
+
+def a_parameter_by_foreach(m: Any, x: Tensor) -> Tensor:
+    found = torch.ones(3)
+    torch._foreach_mul_([found], [m.bias])
+    return m(x) * found
+
+
+def a_parameter_by_foreach_without_gradient(m: Any, x: Tensor) -> Tensor:
+    found = torch.ones(3)
+    torch._foreach_mul_([found], [m.bias.detach()])
+    return m(x) * found
+
+
 # right
 
 
@@ -290,6 +325,7 @@ ATTACKS = attacks(
         "scatter_add within a sample": own_scatter,
         "index_add within a sample": own_index_add,
         "cumsum within a sample": own_cumsum,
+        "a detached parameter by _foreach_mul_": a_parameter_by_foreach_without_gradient,
     },
     refused={
         "each sample onto the next": onto_the_next,
@@ -328,5 +364,8 @@ ATTACKS = attacks(
         "cumsum_ over samples": cumulated_in_place,
         "addmm_": addmm_in_place,
         "zeros that take samples moved by one": set_of_rows,
+        "a parameter by _foreach_mul_": a_parameter_by_foreach,
+        "a custom op that writes": by_custom_op,
+        "a custom op that writes a mean": a_mean_by_custom_op,
     },
 )

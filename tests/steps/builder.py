@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tests.steps.expected import Expected
+
 VOCABULARY = 5  # integer inputs are below this
 MAX_SIZE = 256  # elements per sample of any value
 
@@ -76,7 +78,9 @@ class Builder:
     ids: list[Value] = field(default_factory=list)
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    mixed: Value | None = None  # what the op that mixes samples on purpose gave
+    steps: list[str] = field(default_factory=list)
+    mixed: Value | None = None  # what the step that does not keep samples apart gave
+    expected: Expected = Expected.APART  # of that step
     counter: int = 0
 
     # ---- choices

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from tests.program_builder import Builder, Value
-from tests.program_moves import Op, to_dim
+from tests.steps.builder import Builder, Value
+from tests.steps.expected import Expected
+from tests.steps.moves import to_dim
+from tests.steps.step import table
 
-MIXING: list[Op] = []
-
-
-def mixing(op: Op) -> Op:
-    """An op through which one sample's value reaches another's result."""
-    MIXING.append(op)
-    return op
+MIXING, mixing = table("mixing", Expected.MIXES)
 
 
 def sample_dim(v: Value) -> int:

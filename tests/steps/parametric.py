@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import string
 
-from tests.program_builder import Builder, Value
-from tests.program_moves import Op, replaced, shifted
+from tests.steps.builder import Builder, Value
+from tests.steps.expected import Expected
+from tests.steps.moves import replaced, shifted
+from tests.steps.step import table
 
-PARAMETRIC: list[Op] = []
-
-
-def parametric(op: Op) -> Op:
-    """An op with a parameter."""
-    PARAMETRIC.append(op)
-    return op
+PARAMETRIC, parametric = table("parametric", Expected.APART)
 
 
 def broadcast(b: Builder, v: Value) -> tuple[int, ...]:

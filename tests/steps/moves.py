@@ -7,18 +7,12 @@ None where it does not apply.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from tests.program_builder import Builder, Layout, Value, tuple_text
+from tests.steps.builder import Builder, Layout, Value, tuple_text
+from tests.steps.expected import Expected
+from tests.steps.step import table
 
-Op = Callable[[Builder, Value], Value | None]
-MOVES: list[Op] = []
-
-
-def move(op: Op) -> Op:
-    """A movement or indexing op."""
-    MOVES.append(op)
-    return op
+MOVES, move = table("moves", Expected.APART)
 
 
 def replaced(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:

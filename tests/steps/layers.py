@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.program_builder import VOCABULARY, Builder, Layout, Value, tuple_text
-from tests.program_moves import shifted, to_dim, to_rank
-from tests.program_ops import parametric
+from tests.steps.builder import VOCABULARY, Builder, Layout, Value, tuple_text
+from tests.steps.moves import shifted, to_dim, to_rank
+from tests.steps.parametric import parametric
 
 
 @parametric

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from tests.program_builder import Builder, Value, tuple_text
-from tests.program_moves import Op, replaced, shifted
+from tests.steps.builder import Builder, Value, tuple_text
+from tests.steps.expected import Expected
+from tests.steps.moves import replaced, shifted
+from tests.steps.step import table
 
-LOCAL: list[Op] = []
+LOCAL, local = table("local", Expected.APART)
 
 UNARY = [
     *(
@@ -43,11 +45,6 @@ FUNCTIONS = [
     *("F.mish", "F.logsigmoid", "torch.cos"),
 ]
 
-
-def local(op: Op) -> Op:
-    """An elementwise op or a reduction over dims without samples."""
-    LOCAL.append(op)
-    return op
 
 
 @local

@@ -1,0 +1,1 @@
+"""Steps of random programs, as tables that any generator can draw from."""
