@@ -290,6 +290,7 @@ ATTACKS = attacks(
         "scatter_add within a sample": own_scatter,
         "index_add within a sample": own_index_add,
         "cumsum within a sample": own_cumsum,
+        "a parameter into each sample": lambda m, x: torch.select_scatter(x, m.bias[:1].expand(x.shape[0]), 1, 0),
     },
     refused={
         "each sample onto the next": onto_the_next,
@@ -328,5 +329,6 @@ ATTACKS = attacks(
         "cumsum_ over samples": cumulated_in_place,
         "addmm_": addmm_in_place,
         "zeros that take samples moved by one": set_of_rows,
+        "a parameter into the first sample": lambda m, x: torch.diagonal_scatter(m(x), m.bias[:1], 2),
     },
 )
