@@ -82,5 +82,5 @@ class Before(nn.Module):
 
 def test_a_parameter_in_an_op_where_samples_meet_is_refused() -> None:
     """The generic rule calls the op on one sample alone, where it does something else."""
-    with pytest.raises(fxgrad.errors.UncoveredParameter, match="diff brings a parameter into a value that mixes samples"):
+    with pytest.raises(fxgrad.errors.UncoveredParameter, match="diff brings a parameter into a value that"):
         fxgrad.transform(Before(), mixing="allow", backend="eager")(torch.randn(4, 3))
