@@ -66,13 +66,14 @@ class Ledger:
     def write(self, rows: dict[str, str]) -> None:
         header = [f"# {line}".rstrip() for line in (self.about + LEGEND).splitlines()]
         lines = [f"{name}: {outcomes}" for name, outcomes in sorted(rows.items())]
-        self.path.write_text("\n".join([*header, "", *lines]) + "\n")
+        whole = self.path.with_suffix(".tmp")  # stopped anywhere, it leaves the file as it was
+        whole.write_text("\n".join([*header, "", *lines]) + "\n")
+        whole.replace(self.path)
 
 
 LEGEND = """
-A row is `name: indices outcomes | indices outcomes`, for the samples by their index in PyTorch's database. Where
-there are many, those from all over the list stand for all. Samples with the same
-outcomes follow each other as `first-last`. Outcomes:
+A row is `name: indices outcomes | indices outcomes`, for samples by their index in PyTorch's database; of a row with
+many, one in so many is taken. Samples that follow each other with the same outcomes are one group, `first-last`.
 
 right        the numbers are those of a loop over single samples in float64
 refused:X    a batch exists, and fxgrad raises X all the same
@@ -80,7 +81,7 @@ meets:X      the samples meet, and fxgrad raises X, as it has to
 meets:right  the samples meet, and each has its own share, dL/dW(i)
 none:why     nothing to compare: no gradient, no elements, no batch, random numbers, sparse tensors, or the op fails
 
-`*2` behind an outcome counts the ways in which this sample has it. Written by `python -m tests.ledgers`, not by hand.
+`*2` behind an outcome: in two ways of making a model of the sample. `python -m tests.ledgers` writes this file anew.
 """
 
 
