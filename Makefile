@@ -5,13 +5,17 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2
 
-.PHONY: demo test lint clean
+.PHONY: demo test long lint clean
 
 demo: .venv/installed
 	$(BIN)/python examples/noisy_digits.py
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# What `make test` leaves out: every row of tests/ledger/, long sequences of private steps, all models of the zoo.
+long: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m long
 
 lint: .venv/installed
 	$(BIN)/ruff check

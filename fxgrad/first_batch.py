@@ -255,7 +255,7 @@ class _Steps:
 
     def _gradient(self, i: int, y: Tensor) -> Tensor:
         """See Note [What the two steps can see]."""
-        real = torch.view_as_real(y) if y.is_complex() else y
+        real = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
         wide_y = real.to(accumulating(real.dtype))
         if not y.dim():
             return torch.ones_like(y)

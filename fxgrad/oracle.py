@@ -35,7 +35,7 @@ def default_loss(output: Any, sample_dim: int = 0) -> Tensor:
     for index, leaf in enumerate(pytree.tree_leaves(output)):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             continue
-        y = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        y = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
         y = y.float() if y.dtype in (torch.float16, torch.bfloat16) else y
         if leaf.dim() == 0:
             total = _plus(total, y.sum() * (0.3 + index))
@@ -209,7 +209,7 @@ def state_restored(model: nn.Module) -> Iterator[None]:
 def wide(t: Tensor) -> Tensor:
     """Real and in double precision."""
     t = t.detach()
-    return torch.view_as_real(t.to(torch.complex128)) if t.is_complex() else t.to(torch.float64)
+    return torch.view_as_real(t.to(torch.complex128).resolve_conj()) if t.is_complex() else t.to(torch.float64)
 
 
 def largest(t: Tensor) -> float:

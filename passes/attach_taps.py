@@ -110,8 +110,11 @@ class _Attachment:
                     return self.graph.erase_node(node)
                 self._split(node)
             return self._tap(node, samples.layout)
-        raise UncoveredParameter(
-            f"{call.op} brings a parameter into a value that mixes samples",
+        raise self._uncovered(node)
+
+    def _uncovered(self, node: fx.Node) -> UncoveredParameter:
+        return UncoveredParameter(
+            f"{node.meta['call'].op} brings a parameter into a value that mixes samples",
             where=source_line(node),
             path=path_to(node, self.ctx),
             advice="Add penalties on parameters outside of the model.",
@@ -274,6 +277,8 @@ class _Attachment:
     def _tap(self, node: fx.Node, layout: Layout | None) -> None:
         use, operands = self._use(node, layout, None)
         strategy = choose(use, node.meta["call"], _shapes(operands), where=source_line(node))
+        if node.meta["samples"].met and strategy.name == "generic":  # it calls the op on one sample alone
+            raise self._uncovered(node)
         rest = self._saved(node, operands, strategy)
         handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
         target = TapTarget(strategy, len(handles), use.inplace)

@@ -297,7 +297,7 @@ class _Inference:
         op = Op(node, call, operands, self.symbols, self.replay)
         answer = by_shape(op, output)
         if isinstance(answer, Layout) and call.op not in MOVEMENT:
-            return Samples(Kind.BATCHED, answer, flow)
+            return Samples(Kind.BATCHED, answer, flow, met=family_of(call.op) is not Family.ELEMENTWISE)
         return Samples(Kind.MIXED, traced=flow)
 
     def _refusal(self, node: fx.Node, call: Call, reason: str, advice: str = "") -> MixedSamples:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -14,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxgrad
+from fxgrad.calls import op_name
+from fxgrad.rules import RULES, Rule
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
 from tests.independence import tensors_of
 
@@ -21,7 +21,38 @@ with mock.patch("torch.backends.disable_global_flags"):  # its import would forb
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
-__all__ = ["Case", "Report", "examine", "module_db", "op_db"]
+__all__ = ["Case", "Report", "Verdict", "entries", "examine", "judge", "module_db", "op_db", "verdict"]
+
+WITHOUT_RULE = """
+    __radd__ __rdiv__ __rmul__ __rsub__ add addbmm addcdiv addcmul addmv addr column_stack div gather hstack
+    index_select inner kron lerp masked_fill mul nn.functional.bilinear nn.functional.scaled_dot_product_attention
+    outer rsub sub take_along_dim tensordot true_divide vstack where
+""".split()
+"""Ops of several tensors that reach a rule through their family, a decomposition, or the generic one."""
+
+
+def _rule_of(info: Any) -> Rule | None:
+    return RULES.get(op_name(info.name.removeprefix("nn.functional.")))
+
+
+RULED = {info.name: rule for info in op_db if (rule := _rule_of(info)) is not None}
+OF_ONE_TENSOR = {name for name, rule in RULED.items() if rule.differentiates == {"input"}}
+CRASHES = {"nn.functional.embedding_bag"}
+"""PyTorch's kernel ends the process on offsets outside of the ids, which the search for a batch tries."""
+OF_SEVERAL = RULED.keys() - OF_ONE_TENSOR - CRASHES
+
+
+def entries(*chosen: Collection[str]) -> list[Any]:
+    """The ops of these names."""
+    return [
+        info
+        for info in op_db
+        if any(info.name in names for names in chosen) and torch.float64 in info.supported_dtypes("cpu")
+    ]
+
+
+IN_EVERY_WAY = entries(OF_SEVERAL, WITHOUT_RULE)
+"""Ops of which the ledger has each tensor batched along each of its dims, too."""
 
 
 @dataclass(frozen=True)
@@ -107,42 +138,66 @@ class Report:
     """What became of many cases."""
 
     right: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # reason -> how many that have a batch
     no_batch: int = 0  # refused, and rightly so, or not wrong because there is one sample at most
+    refused: list[str] = field(default_factory=list)  # though there is a batch
     wrong: list[str] = field(default_factory=list)
-    sentences: list[str] = field(default_factory=list)  # of the refusals
 
     def __str__(self) -> str:
-        refused = ", ".join(f"{why} ({n})" for why, n in sorted(self.refused.items())) or "none"
-        return f"{self.right} right, {self.no_batch} without a batch refused, refused though there is one: {refused}"
+        return f"{self.right} right, {self.no_batch} without a batch, {len(self.refused)} refused though there is one"
 
 
-def reason(error: fxgrad.FxgradError) -> str:
-    """What follows the colon in the error's sentence, without numbers and what stands in brackets."""
-    clause = error.sentence.splitlines()[0].split(": ", 1)[-1]
-    return re.sub(r"\b[su]?\d+\b", "#", re.split(r"[(.]", clause)[0])[:80].strip()
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one case, as a ledger says it, and what is behind it."""
+
+    kind: str
+    note: str = ""
+
+    @property
+    def fails(self) -> bool:
+        return self.kind == "wrong" or self.kind.startswith("crashed:")
+
+
+def verdict(run: Callable[[], object], *, alone: bool, describe: Callable[[], str]) -> Verdict:
+    """The verdict on a check: right, refused:X and, where samples meet, meets:right or meets:X; wrong, crashed:X.
+
+    X is the class of the error. `run` raises AssertionError where a number is wrong.
+    """
+    try:
+        run()
+    except fxgrad.FxgradError as error:
+        return Verdict(f"{'refused' if alone else 'meets'}:{type(error).__name__}", f"{describe()}: {error.sentence}")
+    except AssertionError as error:
+        return Verdict("wrong", f"{describe()}: {error}"[:2000])
+    except Exception as error:
+        sentence = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return Verdict(f"crashed:{type(error).__name__}", f"{describe()}: {sentence}"[:2000])
+    return Verdict("right" if alone else "meets:right")
+
+
+def judge(case: Case, backend: str = "eager") -> Verdict:
+    """The verdict on one case; where it has no batch, anything but a refusal is wrong."""
+    if case.out_dims is not None:
+        return verdict(lambda: case.check(backend=backend), alone=True, describe=case.describe)
+    return verdict(lambda: _refused(case, backend), alone=False, describe=case.describe)
+
+
+def _refused(case: Case, backend: str) -> None:
+    assert case.refuse(backend=backend) < 2, "not refused"
 
 
 def examine(cases: Iterable[Case], backend: str = "eager") -> Report:
     """Runs every case; what is neither right nor refused with an error of fxgrad's own is listed in `wrong`."""
     report = Report()
     for case in cases:
-        try:
-            if case.out_dims is None:
-                if case.refuse(backend=backend) > 1:
-                    report.wrong.append(f"{case.describe()}: not refused")
-                report.no_batch += 1
-            else:
-                case.check(backend=backend)
-                report.right += 1
-        except fxgrad.FxgradError as error:
-            if case.out_dims is None:
-                report.no_batch += 1
-            else:
-                report.refused[reason(error)] += 1
-                report.sentences.append(f"{case.describe()}: {error.sentence}")
-        except Exception as error:
-            sentence = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            report.wrong.append(f"{case.describe()}: {type(error).__name__}: {sentence}")
+        found = judge(case, backend)
+        if found.fails:
+            report.wrong.append(found.note)
+        elif case.out_dims is None:
+            report.no_batch += 1
+        elif found.kind == "right":
+            report.right += 1
+        else:
+            report.refused.append(found.note)
     torch._dynamo.reset()
     return report

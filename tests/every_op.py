@@ -1,6 +1,6 @@
-"""Every op of PyTorch's database: `python -m tests.every_op --state FILE` prints what became of each.
+"""The ways in which a sample of PyTorch's operator database, of any op, is a model with samples, and their verdicts.
 
-One case is one sample of an op with one of its floating tensors as the trainable parameter p, shared by all samples of
+One way is one sample of an op with one of its floating tensors as the trainable parameter p, shared by all samples of
 the batch, and another one batched: along a new leading dim where the op takes that, else along the first of its own
 dims that works; then integer tensors, and then all others, may be batched with it. Where no other tensor can be
 batched, p enters through a batched value, `op(x ⊙ p)`, once with a new leading dim and once along a dim that it has.
@@ -8,24 +8,14 @@ batched, p enters through a batched value, `op(x ⊙ p)`, once with a new leadin
 A loop over single samples decides alone what applies: ops that draw no random numbers, gradients that are finite, and
 singles side by side that are the batch. fxgrad then runs on three samples and on four. Where samples meet, it has to
 refuse or to give dL/dW(i), which `op(x ⊙ p)` with p expanded to the batch says.
-
-Every op is one line of the state file, so that a run stopped anywhere goes on where it was.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import sys
-import time
-import warnings
-from collections import Counter
+import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +29,11 @@ from fxgrad.testing import (
     relative_error,
 )
 from tests.database_models import NEW, PADDED, Call, Plan, compiled_module
-from tests.databases import Case, op_db, reason
+from tests.databases import Case, Verdict, op_db, verdict
 from tests.independence import sample_dims_of_output, tensors_of
-from tests.programs import quick_dynamo
 
 BATCHES = (3, 4)  # of the first call and of the second
 COPIES = max(BATCHES)
-SECONDS = 300  # for one op
 
 ROUNDING = {"float": 1e-6, "half": 1e-2, "bfloat16": 5e-2}
 """Ops that compute in another dtype, with the relative error that this leaves."""
@@ -71,54 +59,6 @@ class InPlace:
 
 
 IN_PLACE = [InPlace(info) for info in ENTRIES if info.inplace_variant is not None and info.supports_inplace_autograd]
-
-
-@dataclass
-class Table:
-    """What became of the cases of some ops."""
-
-    right: int = 0
-    met: int = 0  # samples meet, and fxgrad refuses or says dL/dW(i)
-    refused: Counter[str] = field(default_factory=Counter)  # class and reason -> how many that apply
-    wrong: list[str] = field(default_factory=list)
-    crashed: list[str] = field(default_factory=list)  # another error than fxgrad's own
-    sentences: list[str] = field(default_factory=list)
-    inapplicable: Counter[str] = field(default_factory=Counter)  # why
-
-    @property
-    def applicable(self) -> int:
-        return self.right + self.refused.total() + len(self.wrong) + len(self.crashed)
-
-    @property
-    def share(self) -> float:
-        return self.right / max(self.applicable, 1)
-
-    def __iadd__(self, other: Table) -> Table:
-        self.right += other.right
-        self.met += other.met
-        self.refused += other.refused
-        self.inapplicable += other.inapplicable
-        self.wrong += other.wrong
-        self.crashed += other.crashed
-        self.sentences += other.sentences
-        return self
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.applicable} applicable: {self.right} right ({self.share:.1%}), {self.refused.total()} refused, "
-            f"{len(self.wrong)} wrong, {len(self.crashed)} crashed; {self.met} in which samples meet; inapplicable: "
-            + (", ".join(f"{why} ({n})" for why, n in self.inapplicable.most_common()) or "none")
-        ]
-        lines += [f"  refused {n:4d}  {why}" for why, n in self.refused.most_common()]
-        return "\n".join(lines)
-
-    def as_json(self) -> dict[str, Any]:
-        return {key: dict(value) if isinstance(value, Counter) else value for key, value in vars(self).items()}
-
-    @staticmethod
-    def from_json(line: dict[str, Any]) -> Table:
-        found: dict[str, Any] = {key: Counter(v) if isinstance(v, dict) else v for key, v in line.items()}
-        return Table(**found)
 
 
 class Role(Call):
@@ -217,24 +157,34 @@ class Way:
     copies: int | None = None
 
 
-def ways(info: Any, name: str, sample: Any, report: Table) -> Iterator[Way]:
-    """The cases of one sample; what no loop over samples allows is counted in the report."""
+def ways(info: Any, name: str, sample: Any) -> tuple[list[Way], str]:
+    """The cases of one sample, else why no loop over samples says what is right."""
     seen = Role(info.op, name, sample)
-    if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in seen.leaves):
-        report.inapplicable["sparse"] += 1
-        return
-    if not seen.differentiable:
-        report.inapplicable["nothing to differentiate"] += 1
-        return
-    state = _repeats(info.op, sample)
-    if state:
-        report.inapplicable[state] += 1
-        return
-    for p in sorted(seen.differentiable):
-        found = list(_ways_of(info, name, sample, p))
-        if all(way.case.out_dims is None for way in found):
-            report.inapplicable["samples meet" if found else "the op takes no batch"] += 1
-        yield from found
+    why = _inapplicable(info.op, seen, sample)
+    found = [] if why else [way for p in sorted(seen.differentiable) for way in _ways_of(info, name, sample, p)]
+    return found, why or ("" if found else "no-batch")
+
+
+def _inapplicable(op: Any, call: Role, sample: Any) -> str:
+    """Why a sample takes no part; empty where it does."""
+    if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in call.leaves):
+        return "sparse"
+    if not call.differentiable:
+        return "no-gradient"
+    if any(not x.numel() for x in tensors_of([sample.input, sample.args, sample.kwargs])):
+        return "empty"
+    arguments = ((sample.input, *sample.args), sample.kwargs)
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, arguments)  # op may work in place
+    before = torch.get_rng_state()
+    try:
+        found = tensors_of(op(*args, **kwargs))
+    except Exception:  # the op refuses its own sample, or this build of PyTorch does
+        return "fails"
+    if any(y.layout is not torch.strided for y in found):
+        return "sparse"
+    if not any(y.requires_grad and y.numel() for y in found):
+        return "no-gradient"
+    return "" if torch.equal(before, torch.get_rng_state()) else "random"
 
 
 def _ways_of(info: Any, name: str, sample: Any, p: int) -> Iterator[Way]:
@@ -316,6 +266,7 @@ UNCHECKED = {
     "nn.functional.ctc_loss": _none,  # its samples are on different dims
     "_segment_reduce.lengths": _none,  # its segments are no samples
     "_segment_reduce.offsets": _none,
+    "nn.functional.scaled_dot_product_attention": _in_front,
     "lu_unpack": _in_front,
     "native_batch_norm": _of_rows,
     "_native_batch_norm_legit": _of_rows,
@@ -340,22 +291,6 @@ def _finite(case: Case) -> bool:
     except Exception:
         return False
     return all(bool(g.isfinite().all()) for g in grads.values())
-
-
-def _repeats(op: Any, sample: Any) -> str:
-    """Why a sample takes no part by itself; empty where it does."""
-    arguments = ((sample.input, *sample.args), sample.kwargs)
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, arguments)  # op may work in place
-    before = torch.get_rng_state()
-    try:
-        found = tensors_of(op(*args, **kwargs))
-    except Exception:  # the op refuses its own sample, or this build of PyTorch does
-        return "the op fails by itself"
-    if any(y.layout is not torch.strided for y in found):
-        return "sparse"
-    if not any(y.requires_grad and y.numel() for y in found):
-        return "nothing to differentiate"
-    return "" if torch.equal(before, torch.get_rng_state()) else "random"
 
 
 def check(way: Way, *, input_gradients: bool) -> None:
@@ -423,7 +358,7 @@ class Unjudged(AssertionError):
 def _definition(way: Way, inputs: list[Tensor]) -> dict[str, Tensor]:
     """dL/dW(i) of op(x ⊙ p), with a copy of p for every sample."""
     if way.copies is None:
-        return _of_a_sum(way.case, inputs)
+        return _of_a_sum(way.case, inputs) or _of_a_mean(way.case, inputs)
     case, dim = way.case, max(way.copies, 0)
     assert case.in_dims is not None
     (shared,) = case.model.parameters()
@@ -439,7 +374,7 @@ def _definition(way: Way, inputs: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _of_a_sum(case: Case, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """dL/dW(i) where the outputs are sums of the single samples' ones: J_iᵀ dL/dy."""
+    """dL/dW(i) where the outputs are sums of the single samples' ones: J_iᵀ dL/dy; empty where they are not."""
     assert case.in_dims is not None
     pairs = list(zip(inputs, case.in_dims, strict=True))
     names, parameters = zip(*case.model.named_parameters(), strict=True)
@@ -447,136 +382,74 @@ def _of_a_sum(case: Case, inputs: list[Tensor]) -> dict[str, Tensor]:
     try:
         for n in range(inputs[0].shape[case.in_dims[0] or 0]):
             parts.append(tensors_of(case.model(*(x.detach().narrow(d or 0, n, 1) for x, d in pairs))))
-    except Exception as error:
-        raise Unjudged("samples meet, and it is not refused") from error
+    except Exception:  # the op does not take one sample alone
+        return {}
     whole = [y.detach().requires_grad_() for y in tensors_of(case.model(*(x.detach() for x in inputs)))]
     sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True) if len({y.shape for y in column}) == 1]
     if [y.shape for y in sums] != [y.shape for y in whole] or not all(map(torch.allclose, sums, whole)):
-        raise Unjudged("samples meet, and it is not refused")
+        return {}
     grads = torch.autograd.grad(case.loss_fn(whole), whole)
     found = [torch.autograd.grad(part, parameters, grads) for part in parts]
     return {name: torch.stack(column) for name, column in zip(names, zip(*found, strict=True), strict=True)}
 
 
-def examine(info: Any, few: int = 3) -> Table:
-    """All cases of a few samples of one op."""
-    table = Table()
-    torch.manual_seed(0)
-    with warnings.catch_warnings(), quick_dynamo(), mock.patch(f"{_DATABASE}.wrapper_set_seed", _unseeded):
-        warnings.simplefilter("ignore")
-        samples = [s for s in info.sample_inputs("cpu", torch.float64, requires_grad=True) if not _empty(s)]
-        chosen = samples[:: -(-len(samples) // few)] if len(samples) > few else samples
-        for index, sample in enumerate(chosen):
-            for k, way in enumerate(ways(info, f"{info.full_name}[{index}]", sample, table)):
-                _judge(way, table, k % 2 == 0)
-    torch._dynamo.reset()
-    return table
+def _of_a_mean(case: Case, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """dL/dW(i) of a mean whose weights differ, L_i / Σ_m w_m: by the same loss with reduction="sum"."""
+    source = str(case.model.source)
+    arguments = [f"x{k}" for k in range(len(inputs))]
+    names = {"op": type(case.model).forward.__globals__["op"]}
+    summed = compiled_module(copy.deepcopy(case.model), f"{source[:-1]}, reduction='sum')", arguments, names)
+    if "reduction=" in source or sample_dims_of_output(summed, inputs, case.in_dims or ()) != ["sum"]:
+        raise Unjudged("samples meet, and it is not refused")
+    factor = (case.model(*inputs) / summed(*inputs)).detach()
+    found = per_sample_grads(summed, case.loss_fn, [x.detach() for x in inputs], in_dims=case.in_dims)
+    return {name: g * factor for name, g in found.items()}
 
 
-def _empty(sample: Any) -> bool:
-    return any(not x.numel() for x in tensors_of([sample.input, sample.args, sample.kwargs]))
-
-
-_DATABASE = "torch.testing._internal.common_methods_invocations"
-
-
-def _unseeded(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of what sets a random seed around an op, which no graph can hold."""
-    return op(*args, **kwargs)
-
-
-def _judge(way: Way, table: Table, input_gradients: bool) -> None:
+def judge(way: Way, *, input_gradients: bool) -> Verdict:
+    """The verdict on one way."""
     case = way.case
+    return verdict(
+        lambda: check(way, input_gradients=input_gradients), alone=case.out_dims is not None, describe=case.describe
+    )
+
+
+def judge_mixing(way: Way) -> Verdict:
+    """The verdict with mixing="allow": the ordinary gradient is the sum of `grad_sample`, and what Grad() gives."""
+    return verdict(lambda: check_sums(way.case), alone=True, describe=way.case.describe)
+
+
+def check_sums(case: Case) -> None:
+    """AssertionError where, with mixing="allow", the rows' sum or Grad() are not the plain model's gradient."""
+    model, inputs = case.model, [x.detach() if isinstance(x, Tensor) else x for x in case.inputs]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with state_restored(model):
+        loss = case.loss_fn(model(*_clones(inputs)))
+        grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    expected = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(trained.items(), grads, strict=True)}
+    quantities = [fxgrad.GradSample(), fxgrad.Grad()]
+    transformed = fxgrad.transform(
+        model, quantity=quantities, in_dims=case.in_dims, mixing="allow", backend="eager"
+    )
     try:
-        check(way, input_gradients=input_gradients)
-    except fxgrad.FxgradError as error:
-        if case.out_dims is None:
-            table.met += 1
-        else:
-            why = f"{type(error).__name__}: {reason(error)}"
-            table.refused[why] += 1
-            table.sentences.append(f"{case.describe()}: {error.sentence}")
-    except AssertionError as error:
-        table.wrong.append(f"{case.describe()}: {error}")
-    except Exception as error:
-        sentence = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        table.crashed.append(f"{case.describe()}: {type(error).__name__}: {sentence}"[:600])
-    else:
-        if case.out_dims is None:
-            table.met += 1
-        else:
-            table.right += 1
-
-
-def read_state(path: Path | None) -> dict[str, Table]:
-    """The ops done so far; a line cut short by a kill is left out."""
-    done: dict[str, Table] = {}
-    for line in path.read_text().splitlines() if path is not None and path.exists() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        op = entry.pop("op")
-        done[op] = Table.from_json(entry)
-    return done
-
-
-def run(entries: Iterable[Any], state: Path | None = None, few: int = 3) -> dict[str, Table]:
-    """The table of each op, those of the state file as they are."""
-    done = read_state(state)
-    left = [info for info in entries if info.full_name not in done]
-    if left:
-        examine(left[0], 1)  # what the first compilation of all loads, the processes then have
-    for info in left:
-        start = time.perf_counter()
-        table = done[info.full_name] = _apart(info, few)
-        print(f"{info.full_name} ({time.perf_counter() - start:.1f} s): {table}", flush=True)
-        if state is not None:
-            with state.open("a") as file:
-                file.write(json.dumps({"op": info.full_name, **table.as_json()}) + "\n")
-    return done
-
-
-def _apart(info: Any, few: int) -> Table:
-    """The table of one op, found in a process of its own: some ops write beside their memory."""
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: writer.send(examine(info, few).as_json()))
-    process.start()
-    writer.close()
-    try:
-        if reader.poll(SECONDS):
-            return Table.from_json(reader.recv())
-        raise EOFError
-    except EOFError:
-        return Table(crashed=[f"{info.full_name}: the process ends, or does not return"])
+        with state_restored(model):
+            case.loss_fn(transformed(*_clones(inputs))).backward()
+        rows: dict[str, Any] = {name: getattr(p, "grad_sample", None) for name, p in trained.items()}
+        found = {
+            "the sum of grad_sample": {name: _sum(row, trained[name]) for name, row in rows.items()},
+            "Grad()": {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()},
+        }
     finally:
-        process.kill()
-        process.join()
+        fxgrad.zero_grad(model)
+    for what, value in found.items():
+        error = relative_error(_without_noise(value), _without_noise(expected))
+        assert error <= (case.tolerance or TOLERANCE[torch.float64]), f"{what} is off by {error:.1e}"
 
 
-def total(tables: Iterable[Table]) -> Table:
-    whole = Table()
-    for table in tables:
-        whole += table
-    return whole
+def _clones(inputs: list[Any]) -> list[Any]:
+    """What an op in place may change."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--state", type=Path, help="one line for each op; a second run goes on from it")
-    parser.add_argument("--few", type=int, default=3, help="samples of each op")
-    parser.add_argument("--in-place", action="store_true", help="the variants in place")
-    parser.add_argument("--ops", nargs="*", help="these alone")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    every: list[Any] = IN_PLACE if given.in_place else ENTRIES
-    entries = [info for info in every if not given.ops or info.full_name.split(" ")[0] in given.ops]
-    tables = run(entries, given.state, given.few)
-    whole = total(tables[info.full_name] for info in entries)
-    print(*whole.wrong, *whole.crashed, whole, sep="\n")
-    return 1 if whole.wrong or whole.crashed or (not given.ops and whole.share <= 0.9) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _sum(rows: Tensor | None, p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if rows is None else rows.sum(0)

@@ -19,8 +19,9 @@ def sample_dims_of_output(
 ) -> list[int | str] | None:
     """The dim of every output tensor along which the calls on single samples, side by side, give the whole call.
 
-    "sum" or "mean" for a tensor without dims that is this of those of the samples. None if there is no such dim: the
-    samples of these inputs are then not independent, or the call does not take one sample alone.
+    "sum" or "mean" for a tensor without dims that is this of those of the samples, "same" for integers
+    that are equal in all calls. None if there is no such dim: the samples of these inputs are then not independent, or
+    the call does not take one sample alone.
     """
     sizes = {x.shape[dim] for x, dim in zip(inputs, in_dims, strict=True) if dim is not None}
     if len(sizes) != 1:
@@ -46,6 +47,8 @@ def _side_by_side(full: Tensor, parts: list[Tensor]) -> int | str | None:
         reductions = {"sum": torch.stack(parts).sum(), "mean": torch.stack(parts).mean()}
         scale = float(torch.stack(parts).abs().sum())  # a tiny loss is no sum for being tiny
         return next((name for name, y in reductions.items() if _near(full, y, 1e-5 * scale)), None)
+    if not full.is_floating_point() and not full.is_complex() and all(torch.equal(part, full) for part in parts):
+        return "same"  # a status, such as linalg.solve_ex's
     for dim in range(full.dim()):
         if any(part.dim() != full.dim() or part.dtype != full.dtype for part in parts):
             return None

@@ -579,3 +579,25 @@ class TestOpacus:
             with pytest.raises(MixedSamples):
                 model(torch.randn(8, 3))
             assert not privacy.accountant.history
+
+
+class Conjugated(nn.Module):
+    """A model that returns a conjugate, which PyTorch keeps as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.ihfft(x * self.w)
+
+
+def test_conjugated_output() -> None:
+    model, x = Conjugated(), torch.randn(4, 3, dtype=torch.float64)
+    assert model(x).is_conj()
+    view = fxgrad.transform(model, check_first_batch=True, backend="eager")
+    view(x).abs().sum().backward()
+    expected = torch.autograd.functional.jacobian(lambda w: torch.fft.ihfft(x * w).abs().sum(1), model.w.detach())
+    torch.testing.assert_close(model.w.grad_sample, expected)  # type: ignore[attr-defined]
+    fxgrad.zero_grad(model)
+    fxgrad.verify(model, x).raise_if_wrong()

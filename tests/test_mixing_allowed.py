@@ -67,3 +67,20 @@ def test_batch_norm_in_training(quantity: fxgrad.Quantity, shape: tuple[int, ...
     for p, whole in zip(model.parameters(), expected, strict=True):
         found = p.grad if isinstance(quantity, fxgrad.Grad) else p.grad_sample.sum(0)  # type: ignore[attr-defined]
         torch.testing.assert_close(found, whole)
+
+
+class Before(nn.Module):
+    """Differences between samples, with a parameter before the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.diff(x, prepend=self.w, dim=0)
+
+
+def test_a_parameter_in_an_op_where_samples_meet_is_refused() -> None:
+    """The generic rule calls the op on one sample alone, where it does something else."""
+    with pytest.raises(fxgrad.errors.UncoveredParameter, match="diff brings a parameter into a value that"):
+        fxgrad.transform(Before(), mixing="allow", backend="eager")(torch.randn(4, 3))

@@ -49,6 +49,19 @@ def read_layout(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
     return (dim, outer, inner) if not rest and row == expected else None
 
 
+def read_written(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
+    """`read_layout` of what an op wrote over, None where what it wrote lies elsewhere in one sample than in another.
+
+    ``diagonal_scatter(x, w, 1)`` writes w into the matrix of all samples, to a place of one sample alone.
+    """
+    found = read_layout(ids, batch)
+    if found is None:
+        return None
+    dim, outer, inner = found
+    written = ids.movedim(dim, 0).unflatten(0, (outer, batch, inner)) == 0
+    return found if bool((written == written[:, :1]).all()) else None
+
+
 def read_partly(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
     """(dim, outer, inner) of sample ids in which some rows along that dim are of no sample: the only split that fits.
 

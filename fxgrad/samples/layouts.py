@@ -66,6 +66,7 @@ class Samples:
     kind: Kind
     layout: Layout | None = None
     traced: bool = False  # a trainable parameter's gradient flows through it
+    met: bool = False  # mixing="allow": the op that made it let samples meet
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.layout}" if self.layout is not None else self.kind.value

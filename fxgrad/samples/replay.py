@@ -19,7 +19,7 @@ from fxgrad.calls import Call, op_name
 from fxgrad.context import memory_of
 from fxgrad.samples.every_batch import BATCHES, Batches, EveryBatch
 from fxgrad.samples.families import RANDOM
-from fxgrad.samples.ids import read_copies, read_layout, sample_ids
+from fxgrad.samples.ids import read_copies, read_layout, read_written, sample_ids
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.samples.written import written_to
@@ -61,11 +61,17 @@ class Replay:
             return self._indexed(node, outputs, batches)
         runs = [self._run(node, batch, known=self._rows_of(lined_up, batch)) for batch in batches]
         if isinstance(outputs, Tensor):
-            return self.read(runs, outputs, batches=batches)
+            return self.read(runs, outputs, self._reader(node), batches)
         if not all(isinstance(run, tuple | list) and len(run) == len(outputs) for run in runs):
             return [None] * len(outputs)
         columns = zip(*runs, strict=True)
         return [self.read(list(column), out, batches=batches) for column, out in zip(columns, outputs, strict=True)]
+
+    def _reader(self, node: fx.Node) -> Any:
+        """What reads the layout: where a parameter's value is written, it has to be written to each sample."""
+        known = [self.samples(arg) for arg in node.all_input_nodes]
+        uniform = any(isinstance(samples, Samples) and samples.kind is Kind.UNIFORM for samples in known)
+        return read_written if uniform and op_name(node.target) in _WRITES else read_layout
 
     def _rows_of(self, lined_up: Mapping[fx.Node, Layout], batch: int) -> dict[fx.Node, Tensor]:
         shapes = {node: [self.symbols.evaluate(size, batch) for size in node.meta["fake"].shape] for node in lined_up}
@@ -327,6 +333,7 @@ def _call_on_ids(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
+_WRITES = frozenset({"slice_scatter", "select_scatter", "diagonal_scatter"})
 _INDEXING = frozenset({"getitem", "index_select", "index"})
 
 

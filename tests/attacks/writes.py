@@ -326,6 +326,7 @@ ATTACKS = attacks(
         "index_add within a sample": own_index_add,
         "cumsum within a sample": own_cumsum,
         "a detached parameter by _foreach_mul_": a_parameter_by_foreach_without_gradient,
+        "a parameter into each sample": lambda m, x: torch.select_scatter(x, m.bias[:1].expand(x.shape[0]), 1, 0),
     },
     refused={
         "each sample onto the next": onto_the_next,
@@ -367,5 +368,6 @@ ATTACKS = attacks(
         "a parameter by _foreach_mul_": a_parameter_by_foreach,
         "a custom op that writes": by_custom_op,
         "a custom op that writes a mean": a_mean_by_custom_op,
+        "a parameter into the first sample": lambda m, x: torch.diagonal_scatter(m(x), m.bias[:1], 2),
     },
 )
