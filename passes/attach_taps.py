@@ -22,7 +22,7 @@ from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
 from fxgrad.samples.families import Family, family_of
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import expression
-from fxgrad.samples.written import written_to
+from fxgrad.samples.written import places_of_result, written_to
 from fxgrad.strategies import Strategy, choose, choose_own, choose_several
 from fxgrad.targets import (
     DeriveTarget,
@@ -130,7 +130,8 @@ class _Attachment:
 
     def _check_written(self, node: fx.Node, call: Call) -> None:
         """A tap stands behind a result: what else an op writes parameters into would be read past it."""
-        places = [place for place in written_to(node, call) if not (call.inplace and place is node.args[0])]
+        result = (places_of_result(call), node.args[0]) if call.inplace else ()  # the latter stands for it by now
+        places = [place for place in written_to(node, call) if place not in result]
         used = any(arg in self.keys for arg in node.all_input_nodes)
         if used and any(place.meta["fake"].requires_grad for place in places):
             raise UnsupportedOp(

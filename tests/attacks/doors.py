@@ -38,6 +38,7 @@ def of_a_scan(m: Any, x: Tensor) -> Tensor:
 ATTACKS = attacks(
     "doors",
     right={
+        "one by one, by split": lambda m, x: torch.cat([m(part) for part in x.split(1)]),
         "normalised over features": lambda m, x: F.layer_norm(m(x), (3,)),
         "softmax over features": lambda m, x: m(x).softmax(1),
         "attention within a sample": lambda m, x: F.scaled_dot_product_attention(*[m(x).unsqueeze(1)] * 3).squeeze(1),
@@ -56,7 +57,6 @@ ATTACKS = attacks(
         "gated by the mean": gated,
         "a state from sample to sample": of_a_scan,
         "one by one": lambda m, x: torch.stack([m(row) for row in x]),
-        "one by one, by split": lambda m, x: torch.cat([m(part) for part in x.split(1)]),
         "the last one": lambda m, x: m(x) + m(x).unbind(0)[-1],
         "one by one, by index": lambda m, x: torch.stack([m(x[i]) for i in range(x.shape[0])]),
         "halves": lambda m, x: sum(m(part) for part in x.split(x.shape[0] // 2)),
