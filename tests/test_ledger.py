@@ -64,5 +64,5 @@ def test_strides_are_odd() -> None:
 
 def test_a_changed_outcome_fails() -> None:
     ledger = LEDGERS["ops"]
-    with pytest.raises(AssertionError, match=r"add: 0 right\nwritten down: 0 refused:MixedSamples\nWhere it is meant"):
+    with pytest.raises(AssertionError, match="written down: 0 refused:MixedSamples"):
         _agree("0 right", "0 refused:MixedSamples", [], ledger, "add")
