@@ -8,11 +8,12 @@ from tests.databases import Verdict
 from tests.ledgers import LEDGERS, Ledger, chosen, groups_of, outcomes_of, quick_sample, row_of
 
 ROWS = [pytest.param(ledger, name, id=f"{key}-{name}") for key, ledger in LEDGERS.items() for name in ledger.rows]
+QUICK = [row for row in ROWS if not str(row.values[1]).endswith(" in place")]
 WRITTEN = {ledger.file: ledger.read() for ledger in LEDGERS.values()}
 AGAIN = "Where it is meant: python -m tests.ledgers {file} {name!r}, and commit the difference."
 
 
-@pytest.mark.parametrize(("ledger", "name"), ROWS)
+@pytest.mark.parametrize(("ledger", "name"), QUICK)
 def test_one_sample(ledger: Ledger, name: str) -> None:
     """One sample of the row, one that is right if there is one."""
     group = quick_sample(WRITTEN[ledger.file][name])
@@ -63,5 +64,5 @@ def test_strides_are_odd() -> None:
 
 def test_a_changed_outcome_fails() -> None:
     ledger = LEDGERS["ops"]
-    with pytest.raises(AssertionError, match=r"add: 0 right\nwritten down: 0 refused:MixedSamples\nWhere it is meant"):
+    with pytest.raises(AssertionError, match="written down: 0 refused:MixedSamples"):
         _agree("0 right", "0 refused:MixedSamples", [], ledger, "add")
