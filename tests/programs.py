@@ -451,6 +451,10 @@ KNOWN_REFUSALS: dict[str, str] = {
     r"BatchSizeError: (take_along_dim|one_hot|split) fixes": "PyTorch's own shape rule makes the batch a number",
     r"GraphBreak: TorchDynamo does not capture the model: (PendingUnbacked|Could not extract)": "a number of a tensor "
     "as a size, or in a factory, that Dynamo cannot follow",
+    r"GraphBreak: TorchDynamo does not capture the model: This higher order operator": "PyTorch's own cond, whose "
+    "arguments share memory where there is one sample",
+    r"MixedSamples: index_put .* it writes one sample": "places counted by the pieces that the "
+    "batch was cut into: a number",
     r"GraphBreak: the model does not capture as one graph: Failed to trace builtin": "a number made a text",
     r"LostLayout: … does not work for every number of samples": "modules called on one sample after the other",
     r"LostLayout: \w+ gives a parameter's value": "copies of a parameter over a merged dim, used alone",
