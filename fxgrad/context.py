@@ -62,6 +62,14 @@ class Context:
     may_mix: bool = True  # whether an error may advise mixing="allow"
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
 
+    notes: list[str] = field(default_factory=list)  # what explain() says of the samples
+
+    @property
+    def keep_apart(self) -> str:
+        """What to do where samples meet."""
+        allow = ', or pass mixing="allow"' if self.may_mix else ""
+        return f"Keep the op within one sample{',' if allow else ', or'} leave it out of the model{allow}."
+
     def deliveries(self, n: Any) -> list[Delivery]:
         """What the backward of a batch of n delivers, all quantities in turn."""
         metas = self._metas()

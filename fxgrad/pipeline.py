@@ -19,6 +19,7 @@
        separate_draws     dropout(w) -> w * dropout(ones_like(w))
        attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
        prove_coverage     every gradient path that leaves a parameter ends in a tap
+       prove_independence every sample is where infer_samples put it, and nowhere else
        ask_policies       what a selective checkpoint holds asks its policy when it is traced
     --> AOTAutograd + Inductor
 """
@@ -45,6 +46,7 @@ from fxgrad.passes.lower_assignments import lower_assignments
 from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
+from fxgrad.passes.prove_independence import prove_independence
 from fxgrad.passes.replace_reshapes import replace_reshapes
 from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
@@ -78,6 +80,7 @@ PASSES: tuple[Pass, ...] = (
     separate_draws,
     attach_taps,
     prove_coverage,
+    prove_independence,
 )
 
 # A batch of one needs no samples found: its ordinary gradient is the sample's.

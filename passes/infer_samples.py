@@ -22,9 +22,6 @@ from fxgrad.samples.tracking import counts_tokens, track
 from fxgrad.samples.writes import after_write, written
 from fxgrad.user_functions import FUNCTION, HOOK, UserFunction
 
-KEEP = "Keep the op within one sample, or leave it out of the model."
-KEEP_OR_ALLOW = "Keep the op within one sample, leave it out of the model, or pass mixing=\"allow\"."
-
 _ADVICE = {
     "batch_norm": "Use GroupNorm, or put the layer in eval mode.",
     "fxgrad::recurrence": "Say where the inputs hold their samples: in_dims=(0, 1) for x [B, T, in] and a state "
@@ -304,7 +301,7 @@ class _Inference:
         name = call.op.removeprefix("fxgrad::")
         whole = reason.startswith((name, FUNCTION, HOOK))
         sentence = reason if whole else f"{name} lets samples influence each other: {reason}"
-        return self._met(node, sentence, advice or _ADVICE.get(call.op, KEEP_OR_ALLOW if self.ctx.may_mix else KEEP))
+        return self._met(node, sentence, advice or _ADVICE.get(call.op, self.ctx.keep_apart))
 
     def _collective(self, node: fx.Node, call: Call) -> MixedSamples:
         return self._met(

@@ -136,7 +136,7 @@ class _Explainer:
 
     def __init__(self, model: nn.Module, trace: Trace, plain: fx.GraphModule, size: int) -> None:
         self.model, self.graph, self.ctx, self.size = model, trace.graph_module.graph, trace.context, size
-        self.notes: list[str] = []
+        self.notes: list[str] = [*trace.context.notes]
         self.dense = any(quantity.dense for quantity in self.ctx.quantities)
         self.plain = self._rehearse(plain, "the plain step")
         self.own = self._rehearse(trace.graph_module, "the transformed model")

@@ -191,3 +191,8 @@ def _tagged_pointwise(op: str) -> bool:
         if any(isinstance(argument.type, torch.TensorType) for argument in overload._schema.arguments)
     ]
     return bool(overloads) and all(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def believed(op: str) -> bool:
+    """Whether all that is known of an op is a user's word."""
+    return op in _REGISTERED

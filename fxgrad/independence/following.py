@@ -1,0 +1,294 @@
+"""Runs a graph functionalized, op by op, and follows which samples each value depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxgrad.independence import rules
+from fxgrad.independence.calls import Call, Known, Origins, Undecided, settled
+from fxgrad.independence.origins import MANY, SUM, any_samples, folded, joined, no_samples
+from fxgrad.independence.padding import Padding, least, zero_padded
+from fxgrad.independence.trials import Trial
+
+_KEY = "_fxgrad_origins"
+
+
+MEET = " lets samples influence each other"
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def watched(mode: FakeTensorMode, watcher: Callable[[Any, Any, Any, Any], None]) -> Iterator[None]:
+    """Let a watcher know of every ATen op on fake tensors, and of what it returned.
+
+    A TorchDispatchMode of its own would stand above functionalization, where values are still written to; and rules of
+    cond, scan and their kin are found by the very class of a mode.
+    """
+    dispatch, inside = mode.__torch_dispatch__, False
+
+    def watch(_: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal inside
+        if inside:  # the ops that an op is made of are its own
+            return dispatch(func, types, args, kwargs)
+        inside = True
+        try:
+            result = dispatch(func, types, args, kwargs)
+        finally:
+            inside = False
+        watcher(func, args, kwargs or {}, result)
+        return result
+
+    mode.__torch_dispatch__ = MethodType(watch, mode)  # type: ignore[method-assign]
+    try:
+        with mode:
+            yield
+    finally:
+        del mode.__torch_dispatch__
+
+
+class Follow:
+    """Sees every ATen op below functionalization, where nothing is written and nothing is a number of a tensor."""
+
+    def __init__(self, trials: Sequence[Trial], *, clips: bool) -> None:
+        self.trials, self.clips = tuple(trials), clips
+        self.numbers: dict[Any, Origins] = {}  # symbols that stand for what is read from data
+        self.node: Any = None  # of the user's graph
+        self.extents: set[Any] = set()  # of these, those that say how long packed data is
+        self.padding = Padding()
+        self.packs: list[Sequence[Tensor]] = []  # of each packed sequence: the sample of each of its parts
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One op, and what it returned."""
+        several = isinstance(result, tuple | list)
+        outputs = list(result) if several else [result]
+        if any(isinstance(out, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) for out in outputs):
+            with _disable_current_modes():  # ids are plain tensors
+                self._record(func, args, kwargs, outputs, several)
+
+    def of(self, tensor: Tensor) -> Origins:
+        """What is known of a value; one that nobody made here is a constant."""
+        found = getattr(tensor, _KEY, None)
+        if found is None:
+            found = Origins(tuple(no_samples(tensor.dim()) for _ in self.trials))
+        return found
+
+    def set(self, tensor: Tensor, origins: Origins) -> None:
+        setattr(tensor, _KEY, origins)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Any], several: bool) -> None:
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        held = [self.of(tensor) for tensor in tensors]
+        numbers = self._numbers(func, args, kwargs, outputs)
+        source = [*held, *numbers]
+        if all(one.alone for one in source):
+            known = self._known(func, args, kwargs, tensors)
+            return self._constants(outputs, known, held, several)
+        found, blame = self._ids(func, args, kwargs, outputs)
+        own = _is_own(func)
+        for i, out in enumerate(outputs):
+            if isinstance(out, Tensor):
+                ids = [self._with_numbers(func, ids[i], numbers, place) for place, ids in enumerate(found)]
+                origins = self._origins(func, out, ids, source, blame)
+                self.set(out, origins if own else self._with_bounds(func, args, kwargs, held, origins))
+            self._note_symbols(out, held, extent=own)
+        if own:
+            self._packed(func, args, kwargs, outputs)
+        return None
+
+    def _with_bounds(self, func: Any, args: Any, kwargs: Any, held: list[Origins], origins: Origins) -> Origins:
+        """What is known besides of values that are padded, bounded, or tables with rows scaled."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return origins
+        name = func._schema.name.removeprefix("aten::")
+        if name == "embedding_renorm":
+            return replace(origins, renormed=held[1])
+        if held and held[0].renormed is not None and name in ("detach", "alias", "view", "clone"):
+            origins = replace(origins, renormed=held[0].renormed)
+        if not any(one.zero_padded or one.least is not None for one in held):
+            return origins
+        bound = least(name, _bound(func, args, kwargs), self.of)
+        return replace(origins, zero_padded=zero_padded(name, held), least=bound)
+
+    def _packed(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> None:
+        """What fxgrad's own operators on packed data say besides."""
+        arguments = _bound(func, args, kwargs)
+        if func is torch.ops.fxgrad.pack.default:
+            self.set(arguments["lengths"], replace(self.of(arguments["lengths"]), least=1))  # or packing fails
+            for out in outputs[1:]:
+                self.set(out, replace(self.of(out), pack=len(self.packs) - 1))
+        elif func is torch.ops.fxgrad.packed_lengths.default:
+            self.set(outputs[0], replace(self.of(outputs[0]), least=1))
+        elif func is torch.ops.fxgrad.pad_packed_to_longest.default:
+            self.padding.lengths |= _symbols(outputs[0].shape) - set(self.trials[0].values)
+            self.set(outputs[0], replace(self.of(outputs[0]), zero_padded=arguments["value"] == 0))
+
+    def _constants(self, outputs: list[Any], known: Known | None, held: list[Origins], several: bool) -> None:
+        """No operand holds samples, so no output does; its value is known where theirs are."""
+        traced = torch.is_grad_enabled() and any(one.traced for one in held)
+        for i, out in enumerate(outputs):
+            if isinstance(out, Tensor):
+                ids = tuple(no_samples(out.dim()) for _ in self.trials)
+                own = replace(known, select=i, values={}) if known and several else known
+                self.set(out, Origins(ids, traced and out.is_floating_point(), counted=True, known=own))
+
+    def _known(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Known | None:
+        if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        if func._schema.name in (
+            "aten::empty",
+            "aten::empty_like",
+            "aten::new_empty",
+            "aten::empty_strided",
+        ):
+            return None
+        values = {id(tensor): self._value(tensor) for tensor in tensors}
+        if any(value is None for value in values.values()):
+            return None
+
+        def stand_in(arg: Any) -> Any:
+            return values[id(arg)] if isinstance(arg, Tensor) else arg
+
+        own_args, own_kwargs = torch.utils._pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
+        return Known(func, own_args, own_kwargs)
+
+    def _value(self, tensor: Tensor) -> Any:
+        known = self.of(tensor).known
+        if known is not None:
+            return known
+        return tensor if type(tensor) is Tensor and tensor.device.type != "meta" else None
+
+    def _numbers(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> list[Origins]:
+        """The samples in numbers that were read from data, among the arguments and in sizes."""
+        if not self.numbers or _is_own(func):  # ours say themselves what they do with sizes
+            return []
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        sizes = [size for out in outputs if isinstance(out, Tensor) for size in out.shape]
+        formed = isinstance(func, torch._ops.OpOverload) and func._schema.name in _FORMED
+        given = _symbols(leaves) - (self.extents if formed else set())
+        return [self.numbers[one] for one in given | (_symbols(sizes) - self.extents) if one in self.numbers]
+
+    def _with_numbers(self, func: Any, ids: Tensor, numbers: list[Origins], place: int) -> Tensor:
+        parts = [number.ids[place] for number in numbers if bool(number.ids[place].any())]
+        if not parts:
+            return ids
+        found = joined(ids, *parts)
+        counts = all(number.counted for number in numbers) and not self.clips
+        if counts and func in (torch.ops.aten.div.Tensor, torch.ops.aten.true_divide.Tensor):
+            return torch.where(ids == SUM, SUM, found)  # Note [Token counts]
+        return found
+
+    def _note_symbols(self, out: Any, held: list[Origins], *, extent: bool) -> None:
+        """Symbols that appear in a value for the first time hold what its operands hold.
+
+        Where they are an extent, as of packed rows, what has that size need not.
+        """
+        sizes = out.shape if isinstance(out, Tensor) else [out]
+        for size in sizes:
+            if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+                continue
+            for symbol in size.node.expr.free_symbols:
+                if symbol not in self.numbers and symbol not in self.trials[0].values:
+                    whole = [
+                        joined(
+                            no_samples(0),
+                            *(folded(one.ids[p], range(one.ids[p].dim())).reshape([]) for one in held),
+                        )
+                        for p in range(len(self.trials))
+                    ]
+                    self.numbers[symbol] = Origins(tuple(whole), counted=all(one.counted or one.alone for one in held))
+                    if extent:
+                        self.extents.add(symbol)
+
+    def _ids(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> tuple[list[list[Tensor]], str]:
+        """The ids of each output in each trial; of what is not known, MANY, and why."""
+        blank = [[any_samples(out.dim() if isinstance(out, Tensor) else 0) for out in outputs] for _ in self.trials]
+        if not isinstance(func, torch._ops.OpOverload):
+            return blank, f"nobody has said how {func} treats samples"
+        name = func._schema.name.removeprefix("aten::")
+        if func._schema.is_mutable:
+            return blank, f"{name} writes where it cannot be followed"
+        rule = rules.of(func)
+        if rule is None:
+            return blank, f"nobody has said how {name} treats samples"
+        arguments = _bound(func, args, kwargs)
+        found = []
+        new: list[Tensor] = []
+        for place, trial in enumerate(self.trials):
+            call = Call(func, arguments, outputs, trial, place, self.of, self.clips, self.packs, new)
+            if self.padding.lengths and self.padding.seen(call, rule):
+                return blank, f"{name} may see how long the longest sample is"
+            try:
+                ids = rule(call)
+            except Undecided as reason:
+                return blank, f"{name}: {reason}"
+            except (
+                RuntimeError,
+                ValueError,
+                IndexError,
+                TypeError,
+                KeyError,
+                StopIteration,
+            ) as error:
+                log.debug("the rule of %s failed: %s", name, error)
+                return blank, f"{name} is used in a way that is not known"
+            several = ids if isinstance(ids, list) else [ids]
+            found.append(
+                [
+                    settled(one, trial.shape(out.shape), out.dim()) if isinstance(out, Tensor) else one
+                    for one, out in zip(several, outputs, strict=True)
+                ]
+            )
+        if new:
+            self.packs.append(new)
+        return found, name + MEET
+
+    def _origins(self, func: Any, out: Tensor, ids: list[Tensor], held: list[Origins], blame: str) -> Origins:
+        met = any(bool((one == MANY).any()) for one in ids)
+        before = next((one for one in held if one.blame), None)
+        traced = torch.is_grad_enabled() and out.is_floating_point() and any(one.traced for one in held)
+        if isinstance(func, torch._ops.OpOverload) and func._schema.name == "aten::detach":
+            traced = False
+        return Origins(
+            tuple(ids),
+            traced,
+            all(one.counted or one.alone for one in held),
+            None,
+            (before.blame if before else blame) if met else "",
+            (before.where if before else self.node) if met else None,
+        )
+
+
+_FORMED = frozenset(f"aten::{name}" for name in "view _unsafe_view reshape expand new_zeros zeros full".split())
+
+
+def _is_own(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == "fxgrad"
+
+
+def _symbols(numbers: Iterable[Any]) -> set[Any]:
+    symbolic = [one for one in numbers if isinstance(one, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    return {symbol for one in symbolic for symbol in one.node.expr.free_symbols}
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+    """An op's arguments by name, defaults filled in."""
+    found = {}
+    for i, one in enumerate(func._schema.arguments):
+        if i < len(args):
+            found[one.name] = args[i]
+        elif one.name in kwargs:
+            found[one.name] = kwargs[one.name]
+        else:
+            found[one.name] = one.default_value if one.has_default_value() else None
+    return found

@@ -1,0 +1,118 @@
+"""Ops that work along some dimensions, alone over all others: reductions, cumulative and sorting ops, transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fxgrad.independence.calls import Call, Undecided
+from fxgrad.independence.origins import folded, joined
+from fxgrad.independence.rules.registry import follows, names_of
+
+_LINEAR = frozenset(names_of("sum mean nansum cumsum"))
+
+
+def dims_of(call: Call, rank: int) -> list[int]:
+    for name in ("dim", "dims", "axis"):
+        if name in call.arguments:
+            return call.dims(name, rank)
+    return list(range(rank))
+
+
+def reduced(call: Call, ids: Tensor, dims: Sequence[int], *, linear: bool) -> Tensor:
+    """Ids of a reduction over these dimensions, of its first output's rank."""
+    found = folded(ids, dims, linear=linear)
+    if call.out_rank() < found.dim():
+        found = found.squeeze(tuple(dims))
+    return found
+
+
+@follows(
+    *names_of(
+        "sum mean nansum amax amin max min argmax argmin any all prod var std var_mean std_mean logsumexp norm "
+        "linalg_vector_norm median nanmedian mode kthvalue count_nonzero aminmax quantile nanquantile topk sort "
+        "argsort cumsum cumprod cummax cummin logcumsumexp _softmax _log_softmax softmax log_softmax _safe_softmax "
+        "_fft_r2c _fft_c2r _fft_c2c renorm glu _weight_norm_interface _cummax_helper _cummin_helper xor_sum"
+    )
+)
+def along(call: Call) -> Tensor | list[Tensor]:
+    name = "self" if "self" in call.arguments else "input" if "input" in call.arguments else call.tensors()[0][0]
+    ids, rank = call.ids(name), len(call.shape(name))
+    if "other" in call.arguments:  # max(a, b)
+        return call.ranked(joined(*(call.of(tensor) for _, tensor in call.tensors())))
+    for other, tensor in call.tensors():
+        if other != name and bool(call.of(tensor).any()):
+            raise Undecided(f"its {other} holds samples")
+    dims = dims_of(call, rank)
+    if call.name == "renorm":
+        dims = [dim for dim in range(rank) if dim not in dims]
+    found = reduced(call, ids, dims, linear=call.name in _LINEAR)
+    return [found] * len(call.outputs)
+
+
+_VECTORS = ("LU_pivots", "pivots", "tau", "input2")
+
+
+def _matrices(call: Call) -> Tensor | list[Tensor]:
+    """Over the last two dimensions of every operand; the others line up from the right."""
+    held = [_of_matrices(call.of(tensor), vectors=name in _VECTORS) for name, tensor in call.tensors()]
+    return [_spread(joined(*held), output.dim()) for output in call.outputs]
+
+
+def _of_matrices(ids: Tensor, *, vectors: bool) -> Tensor:
+    """Ids of whole matrices, or of whole vectors."""
+    last = 1 if vectors else 2
+    ids = ids.reshape([*[1] * (last - ids.dim()), *ids.shape])
+    return folded(ids, range(ids.dim() - last, ids.dim())).reshape(ids.shape[:-last])
+
+
+@follows(
+    *names_of(
+        "_linalg_solve_ex triangular_solve linalg_solve_triangular linalg_lu_solve linalg_ldl_solve cholesky_solve"
+    )
+)
+def solved(call: Call) -> Tensor | list[Tensor]:
+    """``A x = b`` for matrices b, or for vectors where b has one dimension less and A's others."""
+    sides = {name: call.of(tensor) for name, tensor in call.tensors()}
+    name = "B" if "B" in sides else "self"
+    other = max(ids.dim() for key, ids in sides.items() if key != name and key != "pivots")
+    shape = next(call.shape(key) for key in sides if key not in (name, "pivots"))
+    vectors = sides[name].dim() == 1 or (sides[name].dim() + 1 == other and call.shape(name) == shape[:-1])
+    vectors = vectors and call.name == "_linalg_solve_ex"
+    held = [_of_matrices(ids, vectors=key == "pivots" or (key == name and vectors)) for key, ids in sides.items()]
+    return [_spread(joined(*held), output.dim()) for output in call.outputs]
+
+
+def _spread(ids: Tensor, rank: int) -> Tensor:
+    """Ids of the leading dimensions, as those of a value with further ones behind."""
+    if ids.dim() > rank:
+        return folded(ids, range(ids.dim())).reshape([1] * rank)
+    return ids.reshape([*ids.shape, *[1] * (rank - ids.dim())])
+
+
+for _name in names_of(
+    "linalg_inv_ex linalg_cholesky_ex _linalg_svd _linalg_eigh linalg_qr linalg_eig linalg_lu linalg_lu_factor_ex "
+    "_linalg_det _linalg_slogdet linalg_matrix_exp linalg_householder_product cholesky_inverse linalg_pinv "
+    "linalg_ldl_factor_ex _linalg_eigvals linalg_eigvals inverse cholesky geqrf lu_unpack ormqr"
+):
+    follows(_name)(_matrices)
+
+
+@follows("linalg_cross", "cross")
+def cross(call: Call) -> Tensor:
+    found = joined(*(call.of(tensor) for _, tensor in call.tensors()))
+    return folded(found, [call.get("dim")])
+
+
+@follows("_cdist_forward", "cdist", "_euclidean_dist")
+def cdist(call: Call) -> Tensor:
+    """``[.., P, M], [.., R, M] -> [.., P, R]``"""
+    first = folded(call.ids("x1"), [-1])
+    second = folded(call.ids("x2"), [-1]).transpose(-1, -2)
+    return joined(first, second)
+
+
+@follows("trace")
+def trace(call: Call) -> Tensor:
+    return folded(call.ids("self"), [0, 1], linear=True).reshape([])

@@ -1,0 +1,287 @@
+"""Ops that copy elements to other places: ids are moved as values are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.independence.calls import LARGEST, Call, Undecided
+from fxgrad.independence.origins import (
+    MANY,
+    added,
+    folded,
+    joined,
+    no_samples,
+    regrouped,
+)
+from fxgrad.independence.rules.registry import follows, names_of
+
+
+@follows("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
+def view(call: Call) -> Tensor:
+    if "dtype" in call.arguments:
+        raise Undecided("it reads values as another dtype")
+    source = call.ids("self")
+    if source.numel() == 1:
+        return source.reshape([1] * call.out_rank())
+    return regrouped(source, call.shape("self"), call.out_shape())
+
+
+@follows(
+    *names_of(
+        "permute transpose t expand unsqueeze squeeze diagonal split unbind chunk split_with_sizes unfold movedim "
+        "rot90 permute_copy transpose_copy expand_copy unsqueeze_copy squeeze_copy diagonal_copy unbind_copy "
+        "split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes unsafe_chunk unfold_copy "
+        "tensor_split swapaxes"
+    )
+)
+def moved(call: Call) -> Any:
+    """The op itself, on ids in the place of values."""
+    source, shape = call.ids("self"), call.shape("self")
+    if source.numel() == 1 and len(call.outputs) == 1:
+        return source.reshape([1] * call.out_rank())
+    args = dict(call.arguments)
+    for name in args:
+        if name != "self":
+            args[name] = call.get(name)
+            _check(call, name, shape)
+    result = _run(call, source.expand(shape), args)
+    return list(result) if isinstance(result, tuple | list) else result
+
+
+def _run(call: Call, source: Tensor, args: dict[str, Any]) -> Any:
+    """The op on ids."""
+    args["self"] = source
+    positional = [args[one.name] for one in call.func._schema.arguments if not one.kwarg_only]
+    return call.func(*positional)
+
+
+def _check(call: Call, name: str, shape: Sequence[int]) -> None:
+    """Sizes are no thresholds; offsets and lengths are, where they are along what varies."""
+    if name in ("split_size", "split_sizes", "offset", "size", "step") and call.name not in (
+        "expand",
+        "expand_copy",
+    ):
+        dims = call.dims("dim", len(shape)) if "dim" in call.arguments else range(len(shape))
+        for dim in dims:
+            if call.ids("self").shape[dim] != 1:
+                call.check_numbers(call.arguments[name], "self", dim)
+
+
+@follows("slice", "slice_copy", "select", "select_copy", "narrow", "narrow_copy")
+def cut(call: Call) -> Tensor:
+    """A part along one dimension; its bounds are looked at where ids change along that."""
+    source, shape = call.ids("self"), call.shape("self")
+    (dim,) = call.dims("dim", len(shape))
+    if source.shape[dim] == 1:
+        return source.squeeze(dim) if call.name.startswith("select") else source
+    args = dict(call.arguments)
+    for name in args:
+        if name not in ("self", "dim"):
+            call.check_numbers(args[name], "self", dim)
+            args[name] = call.get(name)
+    return _run(call, call.full(source, shape, [dim]), args)  # type: ignore[no-any-return]
+
+
+@follows("cat", "concat", "concatenate")
+def cat(call: Call) -> Tensor:
+    parts = [part for part in call.arguments["tensors"] if part.dim() == call.out_rank()]
+    (dim,) = call.dims("dim", call.out_rank())
+    ids = [call.of(part) for part in parts]
+    if all(one.shape[dim] == 1 for one in ids) and all(torch.equal(one, ids[0]) for one in ids):
+        return ids[0]
+    sizes = [max(one.shape[d] for one in ids) for d in range(call.out_rank())]
+    full = []
+    for part, one in zip(parts, ids, strict=True):
+        sizes[dim] = call.trial.shape(part.shape)[dim]
+        full.append(call.full(one, sizes, range(len(sizes))))
+    return torch.cat(full, dim)
+
+
+@follows("stack")
+def stack(call: Call) -> Tensor:
+    parts = call.arguments["tensors"]
+    (dim,) = call.dims("dim", call.out_rank())
+    ids = torch.broadcast_tensors(*(call.of(part) for part in parts))
+    return torch.stack(ids, dim)
+
+
+@follows("roll", "flip")
+def turned(call: Call) -> Tensor:
+    source, shape = call.ids("self"), call.shape("self")
+    dims = call.dims("dims", len(shape))
+    if all(source.shape[dim] == 1 for dim in dims):
+        return source
+    args = dict(call.arguments)
+    if call.name == "roll":
+        shifts = args["shifts"] if isinstance(args["shifts"], list | tuple) else [args["shifts"]]
+        if not call.get("dims"):
+            raise Undecided("it rolls over all elements")
+        for shift, dim in zip(shifts, dims, strict=True):
+            if source.shape[dim] != 1:
+                call.check_numbers(shift, "self", dim)
+        pairs = [(s, d) for s, d in zip(call.get("shifts"), dims, strict=True) if source.shape[d] != 1]
+        return torch.roll(call.full(source, shape, dims), [s for s, _ in pairs], [d for _, d in pairs])
+    return torch.flip(call.full(source, shape, dims), dims)
+
+
+@follows("repeat")
+def repeat(call: Call) -> Tensor:
+    repeats, shape = call.get("repeats"), call.shape("self")
+    source = call.ids("self")
+    source = source.reshape([1] * (len(repeats) - source.dim()) + list(source.shape))
+    own = [1] * (len(repeats) - len(shape)) + shape
+    varying = [dim for dim, size in enumerate(source.shape) if size != 1]
+    times = [times if dim in varying else 1 for dim, times in enumerate(repeats)]
+    return call.full(source, own, varying).repeat(times)
+
+
+@follows("constant_pad_nd")
+def pad(call: Call) -> Tensor:
+    source, shape = call.ids("self"), call.shape("self")
+    widths = call.get("pad")
+    raw = call.arguments["pad"]
+    kept = []
+    for i in range(len(widths) // 2):
+        dim = len(shape) - 1 - i
+        pair = widths[2 * i : 2 * i + 2]
+        if source.shape[dim] == 1:  # as if the constants were the samples', too
+            pair = [0, 0]
+        else:
+            call.check_numbers(raw[2 * i : 2 * i + 2], "self", dim)
+        kept += pair
+    value = torch.nn.functional.pad(source, kept)
+    empty = any(p and size == 1 for p, size in zip(widths[::2], reversed(shape), strict=False))
+    return joined(value) if empty else value
+
+
+@follows("slice_scatter", "select_scatter", "diagonal_scatter")
+def written(call: Call) -> Tensor:
+    """Values put into a part of others."""
+    base, source, shape = call.ids("self"), call.ids("src"), call.shape("self")
+    if call.name == "diagonal_scatter":
+        if base.numel() == source.numel() == 1:
+            return added(base.reshape([1] * len(shape)), source.reshape([1] * len(shape)))
+        dims = [call.get("dim1") % len(shape), call.get("dim2") % len(shape)]
+        return torch.diagonal_scatter(
+            call.full(base, shape, range(len(shape))),
+            call.full(source, call.shape("src"), range(len(shape) - 1)),
+            call.get("offset"),
+            *dims,
+        )
+    (dim,) = call.dims("dim", len(shape))
+    select = call.name == "select_scatter"
+    if select:
+        source = source.unsqueeze(dim)
+    fixed = base.shape[dim] == 1 and source.shape[dim] == 1
+    if fixed and torch.equal(*torch.broadcast_tensors(base, source)):
+        return base
+    whole = [max(a, b) for a, b in zip(base.shape, source.shape, strict=True)]
+    whole[dim] = shape[dim]
+    args = dict(call.arguments)
+    for name in args:
+        if name not in ("self", "src", "dim"):
+            if not fixed:
+                call.check_numbers(args[name], "self", dim)
+            args[name] = call.get(name)
+    part = list(whole)
+    part[dim] = 1 if select else call.shape("src")[dim]
+    into, of = call.full(base, whole, range(len(whole))), call.full(source, part, range(len(whole)))
+    args["src"] = of.squeeze(dim) if select else of
+    return _run(call, into, args)  # type: ignore[no-any-return]
+
+
+@follows("tril", "triu")
+def kept(call: Call) -> Tensor:
+    return call.ids("self")
+
+
+@follows("as_strided", "as_strided_copy")
+def as_strided(call: Call) -> Tensor:
+    """Memory read again by other strides: what is not the operand's own is not known."""
+    ids, shape, size = call.ids("self"), call.shape("self"), call.get("size")
+    if ids.numel() == 1:
+        return ids.reshape([1] * len(size))
+    source = call.arguments["self"]
+    begin = call.trial.number(source.storage_offset())
+    given = call.get("storage_offset")
+    offset = 0 if given is None else given - begin
+    for name in ("size", "stride"):
+        call.check_linear(call.arguments[name])
+    own, new = [call.trial.number(stride) for stride in source.stride()], call.get("stride")
+    count = 1 + max(_last(shape, own), offset + _last(size, new))
+    if count > LARGEST or offset < 0:
+        raise Undecided("it reads memory by strides")
+    memory = torch.full([count], MANY, dtype=torch.int32)
+    memory.as_strided(shape, own).copy_(ids.expand(shape))
+    return memory.as_strided(size, new, offset)
+
+
+def _last(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Where the last element of a strided tensor is."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@follows("view_as_real")
+def view_as_real(call: Call) -> Tensor:
+    return call.ids("self").unsqueeze(-1)
+
+
+@follows("view_as_complex")
+def view_as_complex(call: Call) -> Tensor:
+    return folded(call.ids("self"), [-1]).squeeze(-1)
+
+
+@follows("diag_embed")
+def diag_embed(call: Call) -> Tensor:
+    source = call.ids("self")
+    rank = call.out_rank()
+    if source.shape[-1] == 1 and [call.get(name) % rank for name in ("dim1", "dim2")] == [
+        rank - 2,
+        rank - 1,
+    ]:
+        return source.unsqueeze(-1)
+    return torch.diag_embed(
+        call.full(source, call.shape("self"), [source.dim() - 1]),
+        call.get("offset"),
+        call.get("dim1"),
+        call.get("dim2"),
+    )
+
+
+@follows("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+def shuffled(call: Call) -> Tensor:
+    """Within one image: the op itself, on the ids of what it moves."""
+    source = call.ids("self")
+    dims = [1] if call.name == "channel_shuffle" else [source.dim() - 3, source.dim() - 2, source.dim() - 1]
+    if all(source.shape[dim] == 1 for dim in dims):
+        return source
+    factor = next(name for name in ("groups", "upscale_factor", "downscale_factor") if name in call.arguments)
+    return call.func(call.full(source, call.shape("self"), dims), call.get(factor))  # type: ignore[no-any-return]
+
+
+@follows("repeat_interleave")
+def repeat_interleave(call: Call) -> Tensor:
+    raise Undecided("it repeats rows a number of times that only the values say")
+
+
+@follows(
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "scalar_tensor",
+    "eye",
+    "linspace",
+    "logspace",
+    "empty_strided",
+)
+def made(call: Call) -> Tensor:
+    found = [call.of(tensor) for _, tensor in call.tensors()]
+    if not found or all(not bool(ids.any()) for ids in found):
+        return no_samples(call.out_rank())
+    return joined(*(ids.reshape([]) for ids in found if ids.numel() == 1)).reshape([1] * call.out_rank())

@@ -1,0 +1,72 @@
+"""Prove that no sample is where infer_samples did not put it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from fxgrad.context import Context, path_to, source_line
+from fxgrad.errors import MixedSamples
+from fxgrad.independence.following import MEET, Follow, watched
+from fxgrad.independence.sharing import Written
+from fxgrad.independence.trials import trials_of
+from fxgrad.independence.values import Met
+from fxgrad.independence.walking import Walk
+from fxgrad.samples.families import believed
+
+
+def prove_independence(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: taps are attached. After: the graph, unaltered, or an error naming the line.
+
+    The graph is run once more, functionalized: ATen ops that write nothing, on fake tensors, each with ids of the
+    samples that its elements depend on. What infer_samples found is not looked at until a tap, or an output, says where
+    it takes the samples to be.
+    """
+    if ctx.single or not ctx.sample_dims:
+        return gm
+    ops = {node.meta["call"].op for node in gm.graph.nodes if "call" in node.meta}
+    ctx.notes += [f"your word for it: {op} treats samples alone" for op in sorted(filter(believed, ops))]
+    try:
+        try:
+            _walk(gm, ctx, share=True)
+        except Written:
+            _walk(gm, ctx, share=False)
+    except Met as met:
+        refusal = _refusal(met, ctx)
+        if ctx.mixing != "allow":
+            raise refusal from None
+        ctx.notes.append(f"{refusal.sentence} ({refusal.where})")
+    return gm
+
+
+def _walk(gm: fx.GraphModule, ctx: Context, *, share: bool) -> None:
+    follow = Follow(trials_of(ctx.symbols), clips=any(quantity.guards_grad for quantity in ctx.quantities))
+    walk = Walk(gm, ctx, follow, share=share)
+    mode = FunctionalTensorMode(_allow_token_discovery=True)  # checks of linear algebra have an order
+    with torch.enable_grad(), watched(ctx.symbols.mode, follow), enable_python_dispatcher(), mode:
+        walk.run(*walk.inputs())
+
+
+def _refusal(met: Met, ctx: Context) -> MixedSamples:
+    node = met.origins.where if isinstance(met.origins.where, fx.Node) else met.node
+    sentence, call = met.origins.blame or met.what, node.meta.get("call")
+    if sentence.endswith(MEET) and call is not None:
+        sentence = call.op + MEET
+    return MixedSamples(sentence, where=source_line(node), path=path_to(node, ctx), advice=_advice(met, ctx))
+
+
+def _advice(met: Met, ctx: Context) -> str:
+    for words, advice in _ADVICE.items():
+        if words in met.origins.blame:
+            return advice
+    return ctx.keep_apart
+
+
+_ADVICE = {
+    "nobody has said": "If it treats each sample alone, put it in a function that torch.library.custom_op makes, and "
+    "say so with fxgrad.extend.register_op.",
+    "the longest sample": "Pass total_length= to pad_packed_sequence; or read places with gather, or sum what is "
+    "padded with zeros.",
+}
