@@ -31,9 +31,9 @@ def reduced(call: Call, ids: Tensor, dims: Sequence[int], *, linear: bool) -> Te
 @follows(
     *names_of(
         "sum mean nansum amax amin max min argmax argmin any all prod var std var_mean std_mean logsumexp norm "
-        "linalg_vector_norm median nanmedian mode kthvalue count_nonzero aminmax quantile nanquantile topk sort "
-        "argsort cumsum cumprod cummax cummin logcumsumexp _softmax _log_softmax softmax log_softmax _safe_softmax "
-        "_fft_r2c _fft_c2r _fft_c2c renorm glu _weight_norm_interface _cummax_helper _cummin_helper xor_sum"
+        "linalg_vector_norm median nanmedian mode kthvalue count_nonzero aminmax topk sort cumsum cumprod cummax "
+        "cummin logcumsumexp _softmax _log_softmax softmax log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c "
+        "renorm glu _weight_norm_interface"
     )
 )
 def along(call: Call) -> Tensor | list[Tensor]:
@@ -45,7 +45,7 @@ def along(call: Call) -> Tensor | list[Tensor]:
         if other != name and bool(call.of(tensor).any()):
             raise Undecided(f"its {other} holds samples")
     dims = dims_of(call, rank)
-    if call.name == "renorm":
+    if call.name in ("renorm", "_weight_norm_interface"):
         dims = [dim for dim in range(rank) if dim not in dims]
     found = reduced(call, ids, dims, linear=call.name in _LINEAR)
     return [found] * len(call.outputs)
@@ -69,7 +69,8 @@ def _of_matrices(ids: Tensor, *, vectors: bool) -> Tensor:
 
 @follows(
     *names_of(
-        "_linalg_solve_ex triangular_solve linalg_solve_triangular linalg_lu_solve linalg_ldl_solve cholesky_solve"
+        "_linalg_solve_ex triangular_solve linalg_solve_triangular linalg_lu_solve linalg_ldl_solve "
+        "cholesky_solve"
     )
 )
 def solved(call: Call) -> Tensor | list[Tensor]:
@@ -94,18 +95,18 @@ def _spread(ids: Tensor, rank: int) -> Tensor:
 for _name in names_of(
     "linalg_inv_ex linalg_cholesky_ex _linalg_svd _linalg_eigh linalg_qr linalg_eig linalg_lu linalg_lu_factor_ex "
     "_linalg_det _linalg_slogdet linalg_matrix_exp linalg_householder_product cholesky_inverse linalg_pinv "
-    "linalg_ldl_factor_ex _linalg_eigvals linalg_eigvals inverse cholesky geqrf lu_unpack ormqr"
+    "linalg_ldl_factor_ex _linalg_eigvals linalg_eigvals cholesky geqrf lu_unpack ormqr"
 ):
     follows(_name)(_matrices)
 
 
-@follows("linalg_cross", "cross")
+@follows("linalg_cross")
 def cross(call: Call) -> Tensor:
     found = joined(*(call.of(tensor) for _, tensor in call.tensors()))
     return folded(found, [call.get("dim")])
 
 
-@follows("_cdist_forward", "cdist", "_euclidean_dist")
+@follows("_cdist_forward", "_euclidean_dist")
 def cdist(call: Call) -> Tensor:
     """``[.., P, M], [.., R, M] -> [.., P, R]``"""
     first = folded(call.ids("x1"), [-1])

@@ -54,7 +54,7 @@ def _affine(call: Call, found: Tensor, channel: int | None) -> Tensor:
     return found
 
 
-@follows("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+@follows("native_layer_norm", "_fused_rms_norm")
 def layer_norm(call: Call) -> list[Tensor]:
     ids = call.ids("input")
     count = len(call.get("normalized_shape"))
@@ -87,20 +87,21 @@ def batch_norm(call: Call) -> list[Tensor]:
         if call.has(name):
             found = joined(found, call.ids(name).reshape([1, -1, *[1] * (ids.dim() - 2)]))
     of_channels = folded(ids, [dim for dim in range(ids.dim()) if dim != 1]).reshape(-1) if training else no_samples(1)
-    rest = [of_channels if out.dim() == 1 else no_samples(out.dim()) for out in call.outputs[1:]]
+    before = [call.ids(name) for name in ("running_mean", "running_var") if call.has(name)]
+    statistics = joined(of_channels, *before)
+    rest = [statistics if out.dim() == 1 else no_samples(out.dim()) for out in call.outputs[1:]]
     return [_affine(call, found, 1), *rest]
 
 
 @follows(
     *names_of(
         "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d "
-        "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d adaptive_max_pool1d "
-        "max_pool1d_with_indices upsample_linear1d upsample_nearest1d "
-        "upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
-        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa "
-        "_upsample_bicubic2d_aa reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
-        "replication_pad3d fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d "
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward"
+        "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d upsample_linear1d "
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
+        "upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad1d reflection_pad2d reflection_pad3d "
+        "replication_pad1d replication_pad2d replication_pad3d fractional_max_pool2d fractional_max_pool3d "
+        "max_unpool2d max_unpool3d max_pool2d_with_indices_backward max_pool3d_with_indices_backward"
     )
 )
 def images(call: Call) -> list[Tensor]:
@@ -168,7 +169,7 @@ def margin_loss(call: Call) -> list[Tensor]:
     return [first, *[found] * (len(call.outputs) - 1)]
 
 
-@follows("nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d")
+@follows("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(call: Call) -> list[Tensor]:
     """``[N, C, ..]`` and targets ``[N, ..]``; its mean divides by what the targets decide, a count of tokens."""
     source, target = call.ids("self"), call.ids("target")

@@ -32,10 +32,9 @@ def view(call: Call) -> Tensor:
 
 @follows(
     *names_of(
-        "permute transpose t expand unsqueeze squeeze diagonal split unbind chunk split_with_sizes unfold movedim "
-        "rot90 permute_copy transpose_copy expand_copy unsqueeze_copy squeeze_copy diagonal_copy unbind_copy "
-        "split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes unsafe_chunk unfold_copy "
-        "tensor_split swapaxes"
+        "permute transpose t expand unsqueeze squeeze diagonal split unbind split_with_sizes unfold rot90 "
+        "permute_copy transpose_copy expand_copy unsqueeze_copy squeeze_copy diagonal_copy unbind_copy split_copy "
+        "split_with_sizes_copy unsafe_split unsafe_split_with_sizes unfold_copy"
     )
 )
 def moved(call: Call) -> Any:
@@ -71,7 +70,7 @@ def _check(call: Call, name: str, shape: Sequence[int]) -> None:
                 call.check_numbers(call.arguments[name], "self", dim)
 
 
-@follows("slice", "slice_copy", "select", "select_copy", "narrow", "narrow_copy")
+@follows("slice", "slice_copy", "select", "select_copy", "narrow_copy")
 def cut(call: Call) -> Tensor:
     """A part along one dimension; its bounds are looked at where ids change along that."""
     source, shape = call.ids("self"), call.shape("self")
@@ -86,7 +85,7 @@ def cut(call: Call) -> Tensor:
     return _run(call, call.full(source, shape, [dim]), args)  # type: ignore[no-any-return]
 
 
-@follows("cat", "concat", "concatenate")
+@follows("cat")
 def cat(call: Call) -> Tensor:
     parts = [part for part in call.arguments["tensors"] if part.dim() == call.out_rank()]
     (dim,) = call.dims("dim", call.out_rank())

@@ -103,4 +103,5 @@ def _samples(call: Call, dim: int) -> Tensor:
 @follows("embedding_renorm")
 def embedding_renorm(call: Call) -> Tensor:
     """Rows that somebody reads are scaled; `embedding` knows whose they are."""
-    return joined(folded(call.ids("indices"), range(call.ids("indices").dim())).reshape(1, 1), call.ids("self"))
+    readers = folded(call.ids("indices"), range(call.ids("indices").dim())).reshape(1, 1)
+    return joined(readers, folded(call.ids("self"), [1]))

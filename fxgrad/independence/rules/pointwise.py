@@ -16,7 +16,7 @@ def pointwise(call: Call) -> Tensor | list[Tensor]:
     return [found] * len(call.outputs)
 
 
-@follows(*names_of("neg clone _to_copy alias detach lift_fresh lift_fresh_copy positive contiguous to conj_physical"))
+@follows(*names_of("neg clone _to_copy alias detach lift_fresh lift_fresh_copy conj_physical"))
 def same(call: Call) -> Tensor:
     """Linear in the one operand; a cast to whole numbers is not."""
     (_, source), *_ = call.tensors()
@@ -48,7 +48,7 @@ def mul(call: Call) -> Tensor:
     return call.ranked(parts[0] if len(parts) == 1 else multiplied(*parts))
 
 
-@follows("div", "true_divide")
+@follows("div")
 def div(call: Call) -> Tensor:
     """Linear in the dividend, where it rounds nothing; a number of tokens may divide a sum (Note [Token counts])."""
     a = call.ids("self")
@@ -109,13 +109,12 @@ def form_alone(call: Call) -> Tensor:
 
 
 for _name in names_of(
-    "native_dropout bernoulli prelu _prelu_kernel gelu silu mish elu celu selu leaky_relu rrelu_with_noise "
-    "hardtanh hardswish hardsigmoid log_sigmoid_forward softplus softshrink hardshrink threshold logit addcmul "
-    "addcdiv lerp clamp clamp_min clamp_max nan_to_num floor_divide remainder isclose real imag conj resolve_conj "
-    "resolve_neg square maximum minimum fmod float_power ldexp xlogy polar complex uniform normal "
-    "normal_functional random exponential cauchy log_normal geometric poisson binomial frexp heaviside hypot "
-    "atan2 nextafter gcd lcm special_zeta special_xlog1py _conj _neg_view _efficientzerotensor "
-    "fake_quantize_per_tensor_affine rrelu_with_noise_functional native_dropout_functional"
+    "native_dropout bernoulli _prelu_kernel gelu silu mish elu celu leaky_relu rrelu_with_noise hardtanh "
+    "hardswish hardsigmoid log_sigmoid_forward softplus softshrink hardshrink threshold logit addcmul addcdiv "
+    "lerp clamp clamp_min clamp_max nan_to_num floor_divide remainder maximum minimum fmod ldexp xlogy polar "
+    "complex uniform normal normal_functional random exponential log_normal geometric poisson binomial frexp "
+    "heaviside hypot atan2 nextafter gcd lcm special_zeta special_xlog1py _conj _neg_view _efficientzerotensor "
+    "rrelu_with_noise_functional"
 ):
     follows(_name)(pointwise)
 

@@ -62,7 +62,7 @@ def dot(call: Call) -> Tensor:
     return folded(multiplied(call.ids("self"), call.ids(other)), [0], linear=True).reshape([])
 
 
-@follows("linear", "mkldnn_linear", "_linear_pointwise")
+@follows("linear", "mkldnn_linear")
 def linear(call: Call) -> Tensor:
     name = "input" if "input" in call.arguments else "self"
     source = call.ids(name)
@@ -87,7 +87,7 @@ def trilinear(call: Call) -> Tensor:
     return found.squeeze(tuple(dims)) if dims else found
 
 
-@follows("addr", "ger", "outer")
+@follows("addr")
 def outer(call: Call) -> Tensor:
     a, b = ("vec1", "vec2") if call.name == "addr" else ("self", "vec2")
     found = multiplied(call.ids(a).unsqueeze(-1), call.ids(b).unsqueeze(-2))
