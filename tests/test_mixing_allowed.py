@@ -84,3 +84,17 @@ def test_a_parameter_in_an_op_where_samples_meet_is_refused() -> None:
     """The generic rule calls the op on one sample alone, where it does something else."""
     with pytest.raises(fxgrad.errors.UncoveredParameter, match="diff brings a parameter into a value that"):
         fxgrad.transform(Before(), mixing="allow", backend="eager")(torch.randn(4, 3))
+
+
+def test_explain_says_where_samples_meet() -> None:
+    class Meets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * x.softmax(0))
+
+    transformed = fxgrad.transform(Meets(), mixing="allow", backend="eager")
+    (note,) = fxgrad.explain(transformed, torch.randn(4, 3)).notes
+    assert note.startswith("softmax lets samples influence each other (test_mixing_allowed.py")

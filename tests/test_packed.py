@@ -365,3 +365,84 @@ def test_what_depends_on_the_order_of_all_is_refused() -> None:
     gs = fxgrad.transform(Body(by_batch_sizes).double(), backend="eager")
     with pytest.raises(FxgradError):
         gs(pack_sequence(sample([3, 2])))
+
+
+class Padded(nn.Module):
+    """Packs, pads to the longest sample again, and reads that."""
+
+    def __init__(self, read: Callable[[Padded, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rnn, self.head, self.read = nn.GRU(IN, H, batch_first=True), nn.Linear(H, 2), read
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.read(self, pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0], lengths)
+
+
+def a_sum_of_zeros(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(2 * out.tanh().sum(1))
+
+
+def the_last_step_by_gather(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out).gather(1, (lengths - 1)[:, None, None].expand(-1, 1, 2)).squeeze(1)
+
+
+def the_last_step_by_index(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out)[torch.arange(len(out)), lengths - 1]
+
+
+def the_first_step(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out.tanh())[:, 0]
+
+
+def a_mean(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out.mean(1))
+
+
+def a_largest(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out.amax(1))
+
+
+def the_last_place(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out[:, -1])
+
+
+def places_from_the_end(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out)[torch.arange(len(out)), -lengths]
+
+
+def turned_around(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out.flip(1)[:, 0])
+
+
+def a_layer_on_the_padding(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head(out).sum(1)
+
+
+def weights_of_all_steps(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head((out.softmax(1) * out).sum(1))
+
+
+def steps_with_each_other(m: Padded, out: Tensor, lengths: Tensor) -> Tensor:
+    return m.head((out @ out.mT @ out)[:, 0])
+
+
+@pytest.mark.parametrize("read", [a_sum_of_zeros, the_last_step_by_gather, the_last_step_by_index, the_first_step])
+def test_what_does_not_see_the_longest_sample(read: Any) -> None:
+    model, lengths = Padded(read).double(), torch.tensor([3, 5, 1, 2])
+    x = torch.randn(4, 5, IN, dtype=torch.float64)
+    loss(fxgrad.transform(model, backend="aot_eager")(x, lengths)).backward()
+    calls = [lambda i=i: model(x[i : i + 1], lengths[i : i + 1]) for i in range(4)]
+    assert relative_error(found(model), grads_alone(model, calls)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "read",
+    [a_mean, a_largest, the_last_place, places_from_the_end, turned_around, a_layer_on_the_padding,
+     weights_of_all_steps, steps_with_each_other],
+)  # fmt: skip
+def test_what_sees_the_longest_sample_is_refused(read: Any) -> None:
+    gs = fxgrad.transform(Padded(read).double(), backend="eager")
+    with pytest.raises(FxgradError, match=r"may see how long the longest sample is[^$]*test_packed\.py") as caught:
+        gs(torch.randn(4, 5, IN, dtype=torch.float64), torch.tensor([3, 5, 1, 2]))
+    assert "total_length=" in str(caught.value)

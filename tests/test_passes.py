@@ -14,6 +14,8 @@ import fxgrad
 from fxgrad.api import engine_of
 from fxgrad.context import last_own_line
 from fxgrad.errors import MixedSamples, SpecViolation, UncoveredParameter
+from fxgrad.independence.following import Follow
+from fxgrad.independence.rules import RULES
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.prove_coverage import prove_coverage
 from fxgrad.passes.prove_independence import prove_independence
@@ -450,3 +452,53 @@ def test_lines_of_a_folder_that_is_called_as_the_package(folder: str) -> None:
     own = f'  File "{folder}/model.py", line 7, in forward\n    return x - x.mean(0)\n'
     inside = f'  File "{fxgrad.__path__[0]}/api.py", line 9, in __call__\n    return call()\n'
     assert last_own_line(own + inside) == "model.py:7   return x - x.mean(0)"
+
+
+class Layers(nn.Module):
+    """Equal layers; one may write to its input, or hide a write from the graph."""
+
+    def __init__(self, depth: int, change: Callable[[Tensor], Any] = lambda h: h) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(depth))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.change(x)
+        return x
+
+
+def followed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many ATen ops the proof follows."""
+    count = 0
+    record = Follow._record
+
+    def counted(self: Follow, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        record(self, *args)
+
+    monkeypatch.setattr(Follow, "_record", counted)
+    after("prove_independence", model, torch.randn(4, 3))
+    monkeypatch.setattr(Follow, "_record", record)
+    return count
+
+
+def test_alike_layers_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    assert followed(Layers(3), monkeypatch) == followed(Layers(9), monkeypatch)
+
+
+def test_what_is_written_to_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's value is written to with samples; the layers before it are alike, and hold none of that."""
+    after("prove_independence", Layers(3, lambda h: h.mul_(2)), torch.randn(4, 3))
+    with pytest.raises(MixedSamples):
+        after("prove_independence", Layers(3, lambda h: h[1:].add_(h[:-1].clone())), torch.randn(4, 3))
+
+
+def test_an_op_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RULES, "mm")
+    monkeypatch.delitem(RULES, "addmm")
+    with pytest.raises(MixedSamples, match=r"nobody has said how addmm treats samples[^$]*register_op"):
+        after("prove_independence", Layers(1), torch.randn(4, 3))

@@ -73,17 +73,17 @@ def _reach(arg: Any, trial: Trial) -> float:
     if isinstance(arg, torch.SymInt):
         arg = arg.node.expr.subs({trial.symbol: 0})
         return max(1.0, abs(float(arg))) if arg.is_number else 1.0
-    if isinstance(arg, bool) or not isinstance(arg, int | float) or not arg or abs(arg) >= _NO_END:
+    if isinstance(arg, bool) or not isinstance(arg, int | float) or not arg or abs(arg) >= NO_END:
         return 1.0
     return max(abs(arg), 1 / abs(arg))
 
 
-_NO_END = 1 << 62  # what ATen says for a slice without an end
+NO_END = 1 << 62  # what ATen says for a slice without an end
 
 
 def _is_whole(one: Known) -> bool:
     """``x[:]``"""
-    return _name(one.func) == "slice" and one.args[2:3] in ((0,), (None,)) and one.args[3] >= _NO_END
+    return _name(one.func) == "slice" and one.args[2:3] in ((0,), (None,)) and one.args[3] >= NO_END
 
 
 def _name(func: Any) -> str:

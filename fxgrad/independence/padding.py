@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.independence.calls import Call, Origins
+from fxgrad.independence.calls import NO_END, Call, Origins
 from fxgrad.independence.rules import pointwise
 from fxgrad.independence.rules.along import along, dims_of
 from fxgrad.independence.rules.registry import Rule
@@ -49,8 +49,8 @@ class Padding:
             return not kept or self.held(call.arguments[_ROWS[call.name]])
         if rule is along:
             return self._worked_along(call)
-        if call.name == "select":
-            return self._over(call, [call.arguments["dim"]]) and call.arguments["index"] != 0
+        if call.name in ("select", "slice"):
+            return self._over(call, [call.arguments["dim"]]) and not _at_the_front(call)
         if call.name == "gather":  # takes no index that counts from the end
             return False
         if call.name in ("cat", "stack"):
@@ -73,6 +73,14 @@ class Padding:
         at = [one for dim, one in enumerate(indices) if one is not None and self.along(source.shape[dim])]
         known = [call.origins(one).least for one in at]
         return all(one is not None and one >= 0 for one in known)
+
+
+def _at_the_front(call: Call) -> bool:
+    """``x[0]``, ``x[:]``, ``x[:1]``"""
+    if call.name == "select":
+        return type(call.arguments["index"]) is int and call.arguments["index"] == 0
+    start, end = call.arguments["start"], call.arguments["end"]
+    return start in (0, None) and (end is None or (type(end) is int and (end == 1 or end >= NO_END)))
 
 
 def zero_padded(name: str, operands: Sequence[Origins]) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import fx
 
+from fxgrad import pipeline
+from fxgrad.context import Context
+from fxgrad.passes.prove_independence import prove_independence
 from tests.attacks import (
     doors,
     factories,
@@ -39,6 +44,21 @@ def test_attack(attack: Attack, device: torch.device) -> None:
     torch._dynamo.reset()
     found, said = outcome(attack, device)
     assert found == (RIGHT if attack.right else REFUSED), said
+
+
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if not attack.right], ids=str)
+def test_by_the_proof_alone(attack: Attack, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """infer_samples lets all pass (`mixing="allow"`); what gets as far as the proof is refused by it."""
+    reached = []
+
+    def strict(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        reached.append(attack)
+        return prove_independence(gm, replace(ctx, mixing="error"))
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(pipeline, "PASSES", tuple(strict if p is prove_independence else p for p in pipeline.PASSES))
+    found, said = outcome(attack, device, mixing="allow")
+    assert found == REFUSED or not reached, said
 
 
 def test_names_are_unique() -> None:
