@@ -140,6 +140,7 @@ class Walk(fx.Interpreter):
             return super().run_node(n)
         if n.op == "get_attr":
             return self._shared(n, super().run_node(n))
+        self.sharing.check(n, self.env)
         key = self.sharing.key(n, self.fetch_args_kwargs_from_env(n), self.kind)
         if key is not None and key in self.sharing.results:
             return self.sharing.results[key]
