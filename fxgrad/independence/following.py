@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxgrad.independence import rules
@@ -71,16 +71,18 @@ class Follow:
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """One op, and what it returned."""
         several = isinstance(result, tuple | list)
-        outputs = list(result) if several else [result]
+        outputs = list(result) if several else [result]  # what lists in it hold, nobody sees
         if any(isinstance(out, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) for out in outputs):
             with _disable_current_modes():  # ids are plain tensors
                 self._record(func, args, kwargs, outputs, several)
 
     def of(self, tensor: Tensor) -> Origins:
-        """What is known of a value; one that nobody made here is a constant."""
+        """What is known of a value: of a tensor that is in the graph as it is, that it is a constant."""
         found = getattr(tensor, _KEY, None)
         if found is None:
-            found = Origins(tuple(no_samples(tensor.dim()) for _ in self.trials))
+            unseen = isinstance(tensor, FakeTensor)
+            ids = tuple((any_samples if unseen else no_samples)(tensor.dim()) for _ in self.trials)
+            found = Origins(ids, blame="it is not known where a value comes from" if unseen else "")
         return found
 
     def set(self, tensor: Tensor, origins: Origins) -> None:
