@@ -90,7 +90,7 @@ def zero_padded(name: str, operands: Sequence[Origins]) -> bool:
         return any(zero)
     if name in _OF_ZERO or name in _MOVES:
         return zero[0]
-    return name == "add" and all(zero)
+    return name == "add" and len(zero) == 2 and all(zero)
 
 
 def least(name: str, arguments: Mapping[str, Any], of: Callable[[Tensor], Origins]) -> int | None:

@@ -41,6 +41,8 @@ class Sharing:
 
     def kind(self, value: FunctionalTensor, origins: Origins) -> int | None:
         """A number for all values of which the same is known; None for those that are like no other."""
+        if torch._functionalize_mutation_counter(value.elem):
+            return None  # it is not what it was
         kept = self.numbers.get(id(value))
         if kept is not None:
             return kept[1]
