@@ -35,6 +35,8 @@ def function(values: Values, n: fx.Node, function: UserFunction, args: Sequence[
 def control(values: Values, n: fx.Node, flow: ControlFlow, args: Sequence[Any]) -> Any:
     run = [fx.Interpreter(body).run for body in flow.bodies]
     if isinstance(flow, Cond):
+        if isinstance(args[0], torch.SymBool) and args[0].node.expr.free_symbols & values.follow.numbers.keys():
+            raise Met("cond lets a number of samples decide", n, Origins(()))
         sides = [_listed(one(*args[1:])) for one in run]
         return [_either(values, n, i, pair, args[:1]) for i, pair in enumerate(zip(*sides, strict=True))]
     if isinstance(flow, Scan):
@@ -97,8 +99,18 @@ def _sliced(values: Values, value: Any) -> Any:
     return values.fresh(step, replace(origins, ids=ids, known=None))
 
 
+def _any_value(values: Values, value: Any) -> Any:
+    """What a step begins with: of the same samples, with another value each time."""
+    if not isinstance(value, FunctionalTensor):
+        return value
+    origins = values.origins(value)
+    kept = Origins(origins.ids, origins.traced, blame=origins.blame, where=origins.where)
+    return values.fresh(values.inner(value), kept)
+
+
 def _scan(values: Values, n: fx.Node, flow: Scan, args: Sequence[Any], body: Any) -> Any:
     init, xs, rest = flow.groups(args)
+    init = [_any_value(values, one) for one in init]
     slices = [_sliced(values, x) for x in xs]
     carry, found = _settle(values, list(init), lambda values: body(*values, *slices, *rest))
     last = [_either(values, n, i, [value]) for i, value in enumerate(carry)]
@@ -110,7 +122,7 @@ def _scan(values: Values, n: fx.Node, flow: Scan, args: Sequence[Any], body: Any
 
 def _while(values: Values, n: fx.Node, flow: WhileLoop, args: Sequence[Any], run: Sequence[Any]) -> Any:
     carried, rest = flow.groups(args)
-    carry, _ = _settle(values, list(carried), lambda values: run[1](*values, *rest))
+    carry, _ = _settle(values, [_any_value(values, one) for one in carried], lambda values: run[1](*values, *rest))
     decides = _listed(run[0](*carry, *rest))
     return [_either(values, n, i, [value], decides) for i, value in enumerate(carry)]
 

@@ -228,7 +228,8 @@ def linear_in_batch(number: Any, trial: Trial) -> bool:
     batch = trial.symbol
     if batch not in expr.free_symbols:
         return True
-    return not any(batch in one.free_symbols for one in expr.atoms(sympy.Function)) and expr.is_polynomial(batch)
+    inside = any(batch in one.free_symbols for one in expr.atoms(sympy.Function))
+    return not inside and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
 
 
 def settled(ids: Tensor, shape: Sequence[int], rank: int) -> Tensor:

@@ -103,7 +103,7 @@ def least(name: str, arguments: Mapping[str, Any], of: Callable[[Tensor], Origin
     if name in _SAME_NUMBERS:
         return own
     low = arguments.get("min")
-    if name in ("clamp", "clamp_min") and type(low) is int:
+    if name in ("clamp", "clamp_min") and type(low) is int and arguments.get("max") is None:
         return low if own is None else max(low, own)
     if own is None or type(other) is not int or arguments.get("alpha", 1) != 1:
         return None

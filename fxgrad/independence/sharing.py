@@ -55,7 +55,8 @@ class Sharing:
         if not self.from_sizes(*value.shape):
             return None
         known = None if origins.known is None else id(origins.known)
-        key = (form_of(value), ids, origins.traced, origins.counted, known, origins.pack)
+        bounds = (origins.zero_padded, origins.least, None if origins.renormed is None else id(origins.renormed))
+        key = (form_of(value), ids, origins.traced, origins.counted, known, origins.pack, bounds)
         number = self.kinds.setdefault(key, len(self.kinds))
         self.numbers[id(value)] = (value, number)
         return number

@@ -85,7 +85,7 @@ class Walk(fx.Interpreter):
         if not isinstance(fake, Tensor):
             return fake
         dim = self.ctx.sample_dims.get(name)
-        counted = not fake.dtype.is_floating_point
+        counted = not fake.dtype.is_floating_point and not fake.dtype.is_complex
         if name in self.ctx.packed:
             rows = self.ctx.packed[name]
             if rows is not None:

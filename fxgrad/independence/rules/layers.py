@@ -164,6 +164,8 @@ def margin_loss(call: Call) -> list[Tensor]:
     source, target = call.ids("self"), call.ids("target")
     rows = folded(source, [-1])
     target = target.unsqueeze(-1) if target.dim() < source.dim() else folded(target, [-1])
+    if call.has("weight") and bool(call.ids("weight").any()):
+        raise Undecided("its weights of classes hold samples")
     found = joined(rows, target)
     first = _reduced(call, found.squeeze(-1))
     return [first, *[found] * (len(call.outputs) - 1)]

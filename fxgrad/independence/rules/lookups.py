@@ -286,6 +286,7 @@ def sought(call: Call) -> Tensor:
     boundaries = "boundaries" if call.has("boundaries") else "sorted_sequence"
     where = call.ids(boundaries)
     values = call.ids("self") if call.has("self") else no_samples(call.out_rank())
+    where = joined(where, call.ids("sorter")) if call.has("sorter") else where
     rows = folded(where, [-1])
     return call.ranked(joined(values, rows) if rows.dim() > 1 else joined(values, rows.reshape([])))
 
@@ -297,6 +298,8 @@ def embedding_bag(call: Call) -> list[Tensor]:
     bags = call.out_shape()[0]
     if call.has("per_sample_weights"):
         ids = joined(ids, call.ids("per_sample_weights"))
+    if bool(call.ids("offsets").any()):
+        raise Undecided("which of its rows are in a bag, samples say")
     if ids.shape[0] == 1:
         held = ids.reshape(1, 1)
     else:

@@ -111,7 +111,7 @@ def stack(call: Call) -> Tensor:
 @follows("roll", "flip")
 def turned(call: Call) -> Tensor:
     source, shape = call.ids("self"), call.shape("self")
-    dims = call.dims("dims", len(shape))
+    dims = call.dims("dims", len(shape)) if call.get("dims") or call.name == "roll" else []
     if all(source.shape[dim] == 1 for dim in dims):
         return source
     args = dict(call.arguments)
@@ -202,8 +202,6 @@ def kept(call: Call) -> Tensor:
 def as_strided(call: Call) -> Tensor:
     """Memory read again by other strides: what is not the operand's own is not known."""
     ids, shape, size = call.ids("self"), call.shape("self"), call.get("size")
-    if ids.numel() == 1:
-        return ids.reshape([1] * len(size))
     source = call.arguments["self"]
     begin = call.trial.number(source.storage_offset())
     given = call.get("storage_offset")

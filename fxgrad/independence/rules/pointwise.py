@@ -61,7 +61,7 @@ def div(call: Call) -> Tensor:
     a, b = torch.broadcast_tensors(a, b)
     by = torch.where(b == NONE, NONE, joined(a, b))
     found = torch.where(by == NONE, a, torch.where(a == NONE, joined(b), by))
-    if other.counted and not call.clips:
+    if other.counted and not other.traced and not call.clips:
         found = torch.where((a == SUM) & (b != NONE), SUM, found)
     return call.ranked(found)
 
