@@ -38,27 +38,51 @@ class Known:
             self.values[trial.batch] = found if self.select is None else found[self.select]
         return self.values[trial.batch]
 
+    def varies(self, trial: Trial) -> bool:
+        """Whether it depends on the number of samples."""
+        for arg in torch.utils._pytree.tree_leaves((self.args, self.kwargs)):
+            if isinstance(arg, Known) and arg.varies(trial):
+                return True
+            if _has_batch(arg, trial):
+                return True
+        return False
+
     def certain(self, trial: Trial) -> bool:
         """Whether what it is at these samples says what it is at any other number of them.
 
-        Sums and products of whole numbers are linear in B and in the position, so they hide nothing. Anything else may
-        do something else from some sample on, at the product of all its numbers at the latest; trials go that far.
+        Sums of whole numbers and products with constants are linear in B and in the position, so they hide nothing.
+        Quotients, remainders, comparisons and limits may do something else from some sample on, at the product of
+        all constants at the latest; trials go that far. Of anything else nothing is known.
         """
-        bends, reach = False, 1.0
-        stack: list[Known] = [self]
+        bends, filled, reach, factors = False, False, 1.0, 1.0
+        stack: list[Known] = [self] if self.varies(trial) else []
         while stack:
             one = stack.pop()
             name = _name(one.func)
-            bends = bends or (name not in _LINEAR and not _is_whole(one))
-            for arg in torch.utils._pytree.tree_leaves((one.args, one.kwargs)):
+            if name not in _LINEAR | _BENDING or one.value(trial).dtype in _NARROW:
+                return False
+            bends = bends or (name in _BENDING and not _is_whole(one))
+            filled = filled or name in _FILLED
+            leaves = torch.utils._pytree.tree_leaves((one.args, one.kwargs))
+            varying = [arg for arg in leaves if isinstance(arg, Known) and arg.varies(trial)]
+            if name == "mul" and len(varying) > 1:
+                return False
+            stack += varying
+            for arg in leaves:
                 if isinstance(arg, Known):
-                    stack.append(arg)
+                    reach *= 1.0 if arg.varies(trial) else _reach(arg.value(trial), trial)
                 elif not linear_in_batch(arg, trial):
                     return False
-                elif name not in _OF_FORM and not (name == "mul" and isinstance(arg, int)):
-                    bends = bends or isinstance(arg, float | Tensor)
+                elif name == "mul" and isinstance(arg, int):
+                    factors *= _reach(arg, trial)
+                elif name not in _OF_FORM:
+                    bends = bends or isinstance(arg, float)
                     reach *= _reach(arg, trial)
-        return not bends or reach < _FURTHEST
+        return not bends or reach * (factors if filled else 1.0) < _FURTHEST
+
+
+def _has_batch(arg: Any, trial: Trial) -> bool:
+    return isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool) and trial.symbol in arg.node.expr.free_symbols
 
 
 _FURTHEST = 64  # below the third trial's number of samples
@@ -93,6 +117,13 @@ def _name(func: Any) -> str:
 _OF_FORM = frozenset(  # whose numbers are shapes and dimensions
     """zeros ones detach clone alias view _unsafe_view unsqueeze squeeze expand transpose permute t lift_fresh_copy
     lift_fresh zeros_like ones_like new_zeros new_ones repeat""".split()
+)
+_FILLED = frozenset("ones ones_like new_ones full full_like new_full".split())
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16)
+_BENDING = frozenset(
+    """floor_divide div remainder eq ne lt le gt ge clamp clamp_min clamp_max minimum maximum where logical_and
+    logical_or logical_not bitwise_and floor trunc ceil index index_select gather select slice cat stack flip roll
+    sort""".split()
 )
 _LINEAR = _OF_FORM | frozenset("arange full add sub mul neg rsub _to_copy scalar_tensor full_like".split())
 
@@ -223,7 +254,7 @@ def linear_in_batch(number: Any, trial: Trial) -> bool:
     import sympy
 
     if not isinstance(number, torch.SymInt):
-        return True
+        return not _has_batch(number, trial)
     expr = number.node.expr
     batch = trial.symbol
     if batch not in expr.free_symbols:
