@@ -34,6 +34,8 @@ def function(values: Values, n: fx.Node, function: UserFunction, args: Sequence[
 
 def control(values: Values, n: fx.Node, flow: ControlFlow, args: Sequence[Any]) -> Any:
     run = [fx.Interpreter(body).run for body in flow.bodies]
+    if not isinstance(flow, Cond) and any(map(values.follow.padding.along, _sizes(args))):
+        raise Met("a loop may see how long the longest sample is", n, Origins(()))
     if isinstance(flow, Cond):
         if isinstance(args[0], torch.SymBool) and args[0].node.expr.free_symbols & values.follow.numbers.keys():
             raise Met("cond lets a number of samples decide", n, Origins(()))
@@ -45,6 +47,10 @@ def control(values: Values, n: fx.Node, flow: ControlFlow, args: Sequence[Any]) 
         return _while(values, n, flow, args, run)
     assert isinstance(flow, Map)
     return _map(values, n, flow, args, run[0])
+
+
+def _sizes(args: Sequence[Any]) -> list[Any]:
+    return [size for value in args if isinstance(value, Tensor) for size in value.shape]
 
 
 def _either(
@@ -96,7 +102,7 @@ def _sliced(values: Values, value: Any) -> Any:
     with _disable_current_modes():
         ids = tuple(folded(one, [0]).squeeze(0) for one in origins.ids)
         step = inner[0]
-    return values.fresh(step, replace(origins, ids=ids, known=None))
+    return values.fresh(step, replace(origins, ids=ids, known=None, padded={}))
 
 
 def _any_value(values: Values, value: Any) -> Any:

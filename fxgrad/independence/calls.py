@@ -145,8 +145,10 @@ class Origins:
     blame: str = ""  # how samples met in it
     where: Any = None  # the node of the user's graph in which they did
     pack: int | None = None  # the packed sequences that it says the sizes or the order of
-    zero_padded: bool = False  # padded to the longest sample, with zeros
+    padded: Mapping[int, Any] = field(default_factory=dict)  # dimensions with the steps of the longest sample
     least: int | None = None  # integers: none is smaller
+    ends: int | None = None  # it is how many steps each sample of this packed sequence has
+    cast_of: Any = None  # the tensor that it has the whole numbers of
     renormed: Any = None  # a table: what is known of the indices of the rows that were scaled
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxgrad.independence import rules
 from fxgrad.independence.calls import Call, Known, Origins, Undecided, settled
+from fxgrad.independence.longest.steps import Padded, Seen, Steps
 from fxgrad.independence.origins import MANY, SUM, any_samples, folded, joined, no_samples
-from fxgrad.independence.padding import Padding, least, zero_padded
+from fxgrad.independence.padding import Padding, numbers_of
 from fxgrad.independence.trials import Trial
 
 _KEY = "_fxgrad_origins"
@@ -64,8 +66,7 @@ class Follow:
         self.trials, self.clips = tuple(trials), clips
         self.numbers: dict[Any, Origins] = {}  # symbols that stand for what is read from data
         self.node: Any = None  # of the user's graph
-        self.extents: set[Any] = set()  # of these, those that say how long packed data is
-        self.padding = Padding()
+        self.padding = Padding()  # those of these that say how long packed data is
         self.packs: list[Sequence[Tensor]] = []  # of each packed sequence: the sample of each of its parts
 
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -93,23 +94,38 @@ class Follow:
         held = [self.of(tensor) for tensor in tensors]
         numbers = self._numbers(func, args, kwargs, outputs)
         source = [*held, *numbers]
-        if all(one.alone for one in source):
+        padded = self._padded(func, args, kwargs, outputs)
+        if padded is not None and all(one.alone for one in source):
             known = self._known(func, args, kwargs, tensors)
-            return self._constants(outputs, known, held, several)
-        found, blame = self._ids(func, args, kwargs, outputs)
+            return self._constants(outputs, known, held, several, padded)
+        found, blame = self._ids(func, args, kwargs, outputs, seen=padded is None)
         own = _is_own(func)
         for i, out in enumerate(outputs):
             if isinstance(out, Tensor):
                 ids = [self._with_numbers(func, ids[i], numbers, place) for place, ids in enumerate(found)]
                 origins = self._origins(func, out, ids, source, blame)
-                self.set(out, origins if own else self._with_bounds(func, args, kwargs, held, origins))
+                origins = replace(origins, padded=padded[i] if padded else {})
+                self.set(out, origins if own else self._with_bounds(func, args, kwargs, held, origins, out))
             self._note_symbols(out, held, extent=own)
         if own:
             self._packed(func, args, kwargs, outputs)
         return None
 
-    def _with_bounds(self, func: Any, args: Any, kwargs: Any, held: list[Origins], origins: Origins) -> Origins:
-        """What is known besides of values that are padded, bounded, or tables with rows scaled."""
+    def _padded(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> list[Padded] | None:
+        """What is known of each output along longest samples; None where the op may see how long they are."""
+        if not self.padding or not isinstance(func, torch._ops.OpOverload):
+            return [{} for _ in outputs]
+        arguments = _bound(func, args, kwargs)
+        call = Call(func, arguments, outputs, self.trials[0], 0, self.of, self.clips, self.packs)
+        try:
+            return self.padding.after(call, rules.of(func))
+        except Seen:
+            return None
+
+    def _with_bounds(
+        self, func: Any, args: Any, kwargs: Any, held: list[Origins], origins: Origins, out: Any
+    ) -> Origins:
+        """What is known besides of whole numbers, and of tables with rows scaled."""
         if not isinstance(func, torch._ops.OpOverload):
             return origins
         name = func._schema.name.removeprefix("aten::")
@@ -117,32 +133,43 @@ class Follow:
             return replace(origins, renormed=held[1])
         if held and held[0].renormed is not None and name in ("detach", "alias", "view", "clone"):
             origins = replace(origins, renormed=held[0].renormed)
-        if not any(one.zero_padded or one.least is not None for one in held):
-            return origins
-        bound = least(name, _bound(func, args, kwargs), self.of)
-        return replace(origins, zero_padded=zero_padded(name, held), least=bound)
+        return numbers_of(name, _bound(func, args, kwargs), self.of, out, origins)
 
     def _packed(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> None:
         """What fxgrad's own operators on packed data say besides."""
         arguments = _bound(func, args, kwargs)
         if func is torch.ops.fxgrad.pack.default:
-            self.set(arguments["lengths"], replace(self.of(arguments["lengths"]), least=1))  # or packing fails
+            self._are_lengths(arguments["lengths"], len(self.packs) - 1)  # or packing fails
             for out in outputs[1:]:
                 self.set(out, replace(self.of(out), pack=len(self.packs) - 1))
         elif func is torch.ops.fxgrad.packed_lengths.default:
-            self.set(outputs[0], replace(self.of(outputs[0]), least=1))
+            self._are_lengths(outputs[0], self.of(arguments["batch_sizes"]).pack)
         elif func is torch.ops.fxgrad.pad_packed_to_longest.default:
-            self.padding.lengths |= _symbols(outputs[0].shape) - set(self.trials[0].values)
-            self.set(outputs[0], replace(self.of(outputs[0]), zero_padded=arguments["value"] == 0))
+            (length,) = _symbols(outputs[0].shape[:1])
+            self.padding.rows.discard(length)
+            self.padding.lengths[length] = self.of(arguments["batch_sizes"]).pack
+            value = float(arguments["value"])
+            steps = Steps(length, number=value, finite=math.isfinite(value))
+            self.set(outputs[0], replace(self.of(outputs[0]), padded={0: steps}))
 
-    def _constants(self, outputs: list[Any], known: Known | None, held: list[Origins], several: bool) -> None:
+    def _are_lengths(self, tensor: Any, pack: int | None) -> None:
+        """A value, and what it is a cast of, says how many steps the samples of a packed sequence have."""
+        while tensor is not None:
+            origins = self.of(tensor)
+            self.set(tensor, replace(origins, least=1, ends=pack))
+            tensor = origins.cast_of
+
+    def _constants(
+        self, outputs: list[Any], known: Known | None, held: list[Origins], several: bool, padded: list[Padded]
+    ) -> None:
         """No operand holds samples, so no output does; its value is known where theirs are."""
         traced = torch.is_grad_enabled() and any(one.traced for one in held)
         for i, out in enumerate(outputs):
             if isinstance(out, Tensor):
                 ids = tuple(no_samples(out.dim()) for _ in self.trials)
                 own = replace(known, select=i, values={}) if known and several else known
-                self.set(out, Origins(ids, traced and out.is_floating_point(), counted=True, known=own))
+                flows = traced and out.is_floating_point()
+                self.set(out, Origins(ids, flows, counted=True, known=own, padded=padded[i]))
 
     def _known(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Known | None:
         if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
@@ -175,10 +202,11 @@ class Follow:
         if not self.numbers or _is_own(func):  # ours say themselves what they do with sizes
             return []
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        sizes = [size for out in outputs if isinstance(out, Tensor) for size in out.shape]
-        formed = isinstance(func, torch._ops.OpOverload) and func._schema.name in _FORMED
-        given = _symbols(leaves) - (self.extents if formed else set())
-        return [self.numbers[one] for one in given | (_symbols(sizes) - self.extents) if one in self.numbers]
+        sizes = _symbols(size for out in outputs if isinstance(out, Tensor) for size in out.shape)
+        if self.padding and isinstance(func, torch._ops.OpOverload):
+            leaves = self.padding.read(func._schema.name.removeprefix("aten::"), _bound(func, args, kwargs))
+            sizes = {symbol for symbol in sizes if symbol not in self.padding}
+        return [self.numbers[one] for one in _symbols(leaves) | sizes if one in self.numbers]
 
     def _with_numbers(self, func: Any, ids: Tensor, numbers: list[Origins], place: int) -> Tensor:
         parts = [number.ids[place] for number in numbers if bool(number.ids[place].any())]
@@ -210,9 +238,11 @@ class Follow:
                     ]
                     self.numbers[symbol] = Origins(tuple(whole), counted=all(one.counted or one.alone for one in held))
                     if extent:
-                        self.extents.add(symbol)
+                        self.padding.rows.add(symbol)
 
-    def _ids(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> tuple[list[list[Tensor]], str]:
+    def _ids(
+        self, func: Any, args: Any, kwargs: Any, outputs: list[Any], *, seen: bool
+    ) -> tuple[list[list[Tensor]], str]:
         """The ids of each output in each trial; of what is not known, MANY, and why."""
         blank = [[any_samples(out.dim() if isinstance(out, Tensor) else 0) for out in outputs] for _ in self.trials]
         if not isinstance(func, torch._ops.OpOverload):
@@ -223,13 +253,13 @@ class Follow:
         rule = rules.of(func)
         if rule is None:
             return blank, f"nobody has said how {name} treats samples"
+        if seen:
+            return blank, f"{name} may see how long the longest sample is"
         arguments = _bound(func, args, kwargs)
         found = []
         new: list[Tensor] = []
         for place, trial in enumerate(self.trials):
             call = Call(func, arguments, outputs, trial, place, self.of, self.clips, self.packs, new)
-            if self.padding.lengths and self.padding.seen(call, rule):
-                return blank, f"{name} may see how long the longest sample is"
             try:
                 ids = rule(call)
             except Undecided as reason:
@@ -269,9 +299,6 @@ class Follow:
             (before.blame if before else blame) if met else "",
             (before.where if before else self.node) if met else None,
         )
-
-
-_FORMED = frozenset(f"aten::{name}" for name in "view _unsafe_view reshape expand new_zeros zeros full".split())
 
 
 def _is_own(func: Any) -> bool:

@@ -32,8 +32,8 @@ class Sharing:
         self.symbols = symbols
         self.results: dict[Hashable, Any] = {}
         self.kinds: dict[Hashable, int] = {}  # what is known of a value -> a number
-        self.numbers: dict[int, tuple[Any, int]] = {}  # the id of a value -> that value, and the number of its kind
-        self.written = set() if off else _written(graph)
+        self.numbers: dict[int, tuple[Any, Origins, int]] = {}  # the id of a value -> it, and the number of its kind
+        self.written = set() if off else _written(graph) | _lengths(graph)
 
     def own(self, node: fx.Node) -> bool:
         """Whether a node's value has to be its own."""
@@ -44,8 +44,8 @@ class Sharing:
         if torch._functionalize_mutation_counter(value.elem):
             return None  # it is not what it was
         kept = self.numbers.get(id(value))
-        if kept is not None:
-            return kept[1]
+        if kept is not None and kept[1] is origins:
+            return kept[2]
         if origins.blame or self.off:
             return None
         with _disable_current_modes():
@@ -55,10 +55,10 @@ class Sharing:
         if not self.from_sizes(*value.shape):
             return None
         known = None if origins.known is None else id(origins.known)
-        bounds = (origins.zero_padded, origins.least, None if origins.renormed is None else id(origins.renormed))
+        bounds = (origins.least, origins.ends, None if origins.renormed is None else id(origins.renormed))
         key = (form_of(value), ids, origins.traced, origins.counted, known, origins.pack, bounds)
         number = self.kinds.setdefault(key, len(self.kinds))
-        self.numbers[id(value)] = (value, number)
+        self.numbers[id(value)] = (value, origins, number)
         return number
 
     def from_sizes(self, *numbers: Any) -> bool:
@@ -138,6 +138,20 @@ def _written(graph: fx.Graph) -> set[int]:
         call = node.meta.get("call")
         if call is not None and (call.inplace or call.get("out") is not None):
             found |= _memory([*node.all_input_nodes, node])
+    return found
+
+
+def _lengths(graph: fx.Graph) -> set[int]:
+    """The memory of lengths by which something is packed, and of what they are casts of: more is known of it then."""
+    pack = torch.ops.fxgrad.pack
+    packed = [node.args[1] for node in graph.nodes if node.target in (pack, pack.default)]
+    found = set()
+    while packed:
+        node = packed.pop()
+        fake = node.meta.get("fake") if isinstance(node, fx.Node) else None
+        if isinstance(node, fx.Node) and isinstance(fake, Tensor) and not fake.dtype.is_floating_point:
+            found |= _memory([node])
+            packed += node.all_input_nodes
     return found
 
 

@@ -60,7 +60,7 @@ class Values:
         origins = self.origins(value)
         with _disable_current_modes():
             ids = tuple(change(one) for one in origins.ids)
-        return self.fresh(self.inner(value), replace(origins, ids=ids, known=None))
+        return self.fresh(self.inner(value), replace(origins, ids=ids, known=None, padded={}))
 
 
 def _laid_out(trial: Trial, fake: Tensor, layout: Layout | None, packs: dict[str, int]) -> Tensor:

@@ -20,6 +20,9 @@ from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.operands import Operand
 from fxgrad.samples.symbols import Symbols
 
+LONGEST = "fxgrad::pad_packed_to_longest"
+"""Its length depends on all samples, too; prove_independence follows who reads that (`independence.longest`)."""
+
 
 class Numbers:
     """Which symbols are made of samples, as one walk over a graph meets them."""
@@ -35,6 +38,9 @@ class Numbers:
         """Enter the symbols that a node is the first to have."""
         new = _unbacked(node.meta["fake"]) - self.seen
         self.seen |= new
+        call = node.meta.get("call")
+        if call is not None and call.op == LONGEST:
+            return
         if any(_holds_samples(operand.meta["samples"]) for operand in node.all_input_nodes):
             self.of_samples |= new
 

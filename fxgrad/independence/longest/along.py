@@ -1,0 +1,117 @@
+"""Along other dimensions, and along the steps where nothing stands behind a sample's end; products."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fxgrad.independence.longest.elements import elementwise
+from fxgrad.independence.longest.steps import (
+    Padded,
+    Seen,
+    Step,
+    Steps,
+    filled,
+    steps_of,
+)
+from fxgrad.independence.rules.along import dims_of
+
+_KEPT = frozenset("amax amin max min mean any all".split())  # of one number over and over, that number
+# what may stand behind the ends while an op works along the steps
+_NOTHING: dict[str, float] = {
+    **dict.fromkeys("sum nansum count_nonzero any linalg_vector_norm".split(), 0.0),
+    **dict.fromkeys("prod all".split(), 1.0),
+    **dict.fromkeys("amax max argmax logsumexp _softmax _log_softmax _safe_softmax".split(), -math.inf),
+    **dict.fromkeys("amin min argmin".split(), math.inf),
+}
+_LEFT = {"_softmax": 0.0, "_safe_softmax": 0.0, "_log_softmax": -math.inf}
+_FROM_THE_FRONT = frozenset("cumsum cumprod cummax cummin logcumsumexp".split())
+_FINITE = frozenset("sum mean amax amin max min _softmax _safe_softmax any all argmax argmin".split())
+
+
+def along(step: Step) -> list[Padded]:
+    if "other" in step.call.arguments:  # max(a, b)
+        return elementwise(step)
+    source = step.source()
+    own = step.of(source)
+    given = step.call.arguments
+    if step.name in ("renorm", "_weight_norm_interface", "_fft_r2c", "_fft_c2r", "_fft_c2c"):
+        raise Seen
+    dims = dims_of(step.call, source.dim())
+    if step.name == "linalg_vector_norm" and not 0 < given["ord"] < math.inf:
+        raise Seen
+    if len(dims) > 1 and step.name in ("argmax", "argmin"):
+        raise Seen
+    for dim in dims:
+        if dim in own and step.name not in _FROM_THE_FRONT and own[dim].number != _NOTHING.get(step.name, math.nan):
+            raise Seen
+    kept = {dim: _worked(step.name, one, dim in dims) for dim, one in own.items()}
+    found = []
+    for out in step.call.outputs:
+        if out.dim() == source.dim():
+            found.append({dim: one for dim, one in kept.items() if step.lengths.along(out.shape[dim])})
+        else:
+            left = [dim for dim in range(source.dim()) if dim not in dims]
+            found.append({left.index(dim): one for dim, one in kept.items() if dim in left})
+    places = [{dim: one.unknown(finite=True) for dim, one in steps.items()} for steps in found[1:]]
+    return found[:1] + (places if step.name in ("max", "min") else found[1:])
+
+
+def _worked(name: str, one: Steps, worked: bool) -> Steps:
+    if worked:
+        found = one.unknown(finite=name in _LEFT and _LEFT[name] == 0)
+        return replace(found, number=_LEFT.get(name))
+    same = name in _KEPT or (name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm") and one.number == 0)
+    found = one.unknown(finite=one.safe and name in _FINITE)
+    return replace(found, number=one.number) if same else found
+
+
+@steps_of("native_layer_norm _fused_rms_norm")
+def _layer_norm(step: Step) -> list[Padded]:
+    step.only("input")
+    source = step.call.arguments["input"]
+    own = step.of(source)
+    if any(dim >= source.dim() - len(step.call.arguments["normalized_shape"]) for dim in own):
+        raise Seen
+    apart = (step.call.arguments["eps"] or 0) > 0
+    found = {dim: one.unknown(finite=one.safe and apart) for dim, one in own.items()}
+    return [found] * len(step.call.outputs)
+
+
+
+@steps_of("mm addmm linear")
+def _rows(step: Step) -> list[Padded]:
+    """Rows of the first operand, each with all of the second."""
+    name = {"mm": "self", "addmm": "mat1", "linear": "input"}[step.name]
+    step.only(name)
+    source = step.call.arguments[name]
+    own = step.of(source)
+    if source.dim() - 1 in own:
+        raise Seen
+    alone = step.name == "mm" or (step.name == "linear" and not step.call.has("bias"))
+    return [{dim: filled(one, 0.0) if alone and one.number == 0 else one.unknown(finite=one.safe)
+             for dim, one in own.items()}]  # fmt: skip
+
+
+@steps_of("bmm")
+def _bmm(step: Step) -> list[Padded]:
+    """``[n, i, k] @ [n, k, j]``: along k, zeros have to meet what is finite."""
+    a, b = (step.of(step.call.arguments[name]) for name in ("self", "mat2"))
+    if (2 in a) != (1 in b):
+        raise Seen
+    if 2 in a:
+        x, y = a[2], b[1]
+        zeros = (x.number == 0 and y.safe) or (y.number == 0 and x.safe)
+        if not zeros or (x.length, x.inner) != (y.length, y.inner):
+            raise Seen
+    found: Padded = {}
+    if 0 in a or 0 in b:
+        if 0 not in a or 0 not in b or (a[0].length, a[0].inner) != (b[0].length, b[0].inner):
+            raise Seen
+        zero = (a[0].number == 0 and b[0].safe) or (b[0].number == 0 and a[0].safe)
+        found[0] = filled(a[0], 0.0) if zero else a[0].unknown(finite=a[0].safe and b[0].safe)
+    for dim, steps in ((1, a.get(1)), (2, b.get(2))):
+        if steps is not None:
+            zero = steps.number == 0
+            found[dim] = filled(steps, 0.0) if zero else steps.unknown(finite=steps.safe)
+    return [found]

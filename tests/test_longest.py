@@ -1,0 +1,251 @@
+"""What is padded to the longest of its samples: right where a sample alone would give the same, refused elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fxgrad
+from fxgrad.errors import FxgradError
+from tests.programs import quick_dynamo
+
+IN, H = 3, 4
+LENGTHS = torch.tensor([3, 5, 1, 2])
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_dynamo():
+        yield
+
+
+class Padded(nn.Module):
+    """Packs, pads to the longest sample again, and reads that."""
+
+    def __init__(self, read: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.rnn, self.head, self.norm = nn.GRU(IN, H, batch_first=True), nn.Linear(H, H), nn.LayerNorm(H)
+        self.score, self.places, self.again = nn.Linear(H, 1), nn.Embedding(9, H), nn.GRU(H, H, batch_first=True)
+        self.read = read
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, n = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.read(self, out, n)
+
+
+def mask_of(out: Tensor, n: Tensor) -> Tensor:
+    return torch.arange(out.shape[1])[None] < n[:, None]
+
+
+def last_of(out: Tensor, n: Tensor) -> Tensor:
+    return out[torch.arange(len(n)), n - 1]
+
+
+def masked_mean(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    mask = mask_of(out, n).unsqueeze(-1)
+    return (m.head(out) * mask).sum(1) / n[:, None]
+
+
+def masked_mean_by_its_own_count(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    mask = mask_of(out, n).unsqueeze(-1).to(out.dtype)
+    return (m.norm(out) * mask).sum(1) / mask.sum(1)
+
+
+def pooled_by_attention(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    scores = m.score(out).squeeze(-1).masked_fill(~mask_of(out, n), float("-inf"))
+    return (scores.softmax(1).unsqueeze(-1) * m.head(out)).sum(1)
+
+
+def pooled_by_a_product(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    scores = m.score(out).squeeze(-1).masked_fill(~mask_of(out, n), float("-inf"))
+    return (scores.softmax(1).unsqueeze(1) @ m.head(out)).squeeze(1)
+
+
+def attention(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    scores = (m.head(out) @ out.mT).masked_fill(~mask_of(out, n)[:, None, :], float("-inf"))
+    return last_of(scores.softmax(-1) @ m.head(out), n)
+
+
+def largest_of_masked(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head(out).masked_fill(~mask_of(out, n)[..., None], float("-inf")).amax(1)
+
+
+def largest_with_its_place(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head(out).masked_fill(~mask_of(out, n)[..., None], float("-inf")).max(1).values
+
+
+def chosen_by_where(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return torch.where(mask_of(out, n)[..., None], m.head(out).exp(), 0.0).sum(1)
+
+
+def written_zeros(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    out = m.head(out)
+    out[~mask_of(out, n)] = 0.0
+    return out.sum(1)
+
+
+def places_added(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return last_of(m.head(out + m.places(torch.arange(out.shape[1]))), n)
+
+
+def running_sum(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return last_of(m.head(out).cumsum(1), n)
+
+
+def without_the_first(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head(out[:, 1:].tanh().sum(1))
+
+
+def merged_and_split(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    flat = m.head(out).reshape(-1, 2, 2).transpose(1, 2).reshape(out.shape)
+    return last_of(flat, n)
+
+
+RIGHT = {
+    "a sum of zeros": lambda m, out, n: m.head(2 * out.tanh().sum(1)),
+    "a sum over its own count": lambda m, out, n: m.head(out.sum(1) / n[:, None]),
+    "the last step by gather": lambda m, out, n: m.head(out).gather(1, (n - 1)[:, None, None].expand(-1, 1, H))[:, 0],
+    "the last step by index": lambda m, out, n: last_of(m.head(out), n),
+    "the first step": lambda m, out, n: m.head(out.tanh())[:, 0],
+    "gelu of zeros": lambda m, out, n: m.head(F.gelu(out).sum(1)),
+    "silu of zeros": lambda m, out, n: m.head(F.silu(out / 2).sum(1)),
+    "a product without a bias": lambda m, out, n: (out @ m.head.weight).sum(1),
+    "zeros with zeros": lambda m, out, n: m.head(out @ out.mT @ out)[:, 0],
+    "a norm of zeros": lambda m, out, n: m.head(torch.linalg.vector_norm(out + 0, dim=1)),
+    "features turned around": lambda m, out, n: m.head(out.flip(2).sum(1)),
+    "features side by side": lambda m, out, n: m.head(torch.cat([out, out], 2).sum(1)[:, :H]),
+    "zeros to zeros": lambda m, out, n: m.head((out + torch.zeros_like(out)).sum(1)),
+    "a norm of each step": lambda m, out, n: last_of(m.norm(m.head(out)), n),
+    **{f.__name__.replace("_", " "): f for f in (
+        masked_mean, masked_mean_by_its_own_count, pooled_by_attention, pooled_by_a_product, attention,
+        largest_of_masked, largest_with_its_place, chosen_by_where, written_zeros, places_added,
+        running_sum, without_the_first, merged_and_split)},
+}  # fmt: skip
+
+
+def one_too_many(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    mask = torch.arange(out.shape[1])[None] <= n[:, None]
+    return (m.head(out) * mask.unsqueeze(-1)).sum(1)
+
+
+def a_mask_of_others(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return (m.head(out) * (torch.arange(out.shape[1])[None] < (n + 1)[:, None]).unsqueeze(-1)).sum(1)
+
+
+def a_mask_that_is_off(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    mask = torch.arange(out.shape[1]).add(-1)[None] < n[:, None]
+    return (m.head(out) * mask.unsqueeze(-1)).sum(1)
+
+
+def a_mask_of_rounded_places(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    mask = torch.arange(out.shape[1]).to(torch.bfloat16)[None] < n[:, None]
+    return (m.head(out) * mask.unsqueeze(-1)).sum(1)
+
+
+def softmax_of_what_is_small(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    scores = m.score(out).squeeze(-1).masked_fill(~mask_of(out, n), -1.0)
+    return (scores.softmax(1).unsqueeze(-1) * m.head(out)).sum(1)
+
+
+def infinite_times_zero(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head(out * (1 / out.abs().sum(-1, keepdim=True))).nan_to_num().sum(1)
+
+
+def zeros_over_zeros(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head((out / out.norm(dim=-1, keepdim=True)).sum(1))
+
+
+def a_second_dimension(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head(out[:, :, None].expand(-1, -1, out.shape[1], -1).sum((1, 2)))
+
+
+def an_outer_sum(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head((out[:, :, None] * torch.ones(out.shape[1])[:, None]).sum(2)[:, 0])
+
+
+def read_in_another_order(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.head(out).reshape(out.shape[0], H, -1)[:, 1:2, :1].sum(2).expand(-1, H)
+
+
+def last_state_of_all_steps(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    return m.again(out)[1].transpose(0, 1)
+
+
+def as_many_as_rows(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    packed = pack_padded_sequence(out, n, batch_first=True, enforce_sorted=False)
+    return m.head(out.sum(1)) * torch.ones_like(packed.data).sum()
+
+
+REFUSED = {
+    "a mean": lambda m, out, n: m.head(out.mean(1)),
+    "a largest": lambda m, out, n: m.head(out.amax(1)),
+    "the last place": lambda m, out, n: m.head(out[:, -1]),
+    "places from the end": lambda m, out, n: m.head(out)[torch.arange(len(out)), -n],
+    "turned around": lambda m, out, n: m.head(out.flip(1)[:, 0]),
+    "a layer on the padding": lambda m, out, n: m.head(out).sum(1),
+    "weights of all steps": lambda m, out, n: m.head((out.softmax(1) * out).sum(1)),
+    "zeros and a number": lambda m, out, n: m.head((out + 1).sum(1)),
+    "cosines of zeros": lambda m, out, n: m.head(out.cos().sum(1)),
+    "how many steps": lambda m, out, n: m.head(out.sum(1)) / out.shape[1],
+    "how many steps, filled": lambda m, out, n: m.head(out.sum(1)) * torch.full((), out.shape[1]),
+    "how many steps, filled like": lambda m, out, n: m.head(out.sum(1)) * torch.full_like(out[0, 0], out.shape[1]),
+    "how many ones": lambda m, out, n: m.head(out.sum(1)) * torch.ones_like(out).sum(1),
+    "how many new ones": lambda m, out, n: m.head(out.sum(1)) * torch.ones(out.shape[1]).sum(),
+    "the last of all places": lambda m, out, n: m.head(out.sum(1)) * torch.arange(out.shape[1]).amax(),
+    "parts of one": lambda m, out, n: last_of(m.head(out) * torch.linspace(0, 1, out.shape[1])[:, None], n),
+    "places turned around": lambda m, out, n: last_of(
+        m.head(out) * torch.arange(out.shape[1] - 1, -1, -1)[:, None], n),
+    "places from minus the longest": lambda m, out, n: last_of(
+        m.head(out) * torch.arange(-out.shape[1], 0)[:, None], n),
+    "all but the last": lambda m, out, n: m.head(out)[:, :-1].tanh().sum(1),
+    "rolled steps": lambda m, out, n: m.head(out.roll(1, 1))[:, 0],
+    "sorted steps": lambda m, out, n: m.head(out.sort(1).values)[:, 0],
+    "steps behind steps": lambda m, out, n: m.head(torch.cat([out, out + 1], 1).sum(1)),
+    "a norm over steps": lambda m, out, n: m.head(F.normalize(out.exp(), dim=1))[:, 0],
+    "each step's share": lambda m, out, n: m.head(out.renorm(2, 2, 0.1))[:, 0],
+    "a negative index after all": lambda m, out, n: m.head(out)[torch.arange(len(out)), n - 2],
+    **{f.__name__.replace("_", " "): f for f in (
+        one_too_many, a_mask_of_others, a_mask_that_is_off, a_mask_of_rounded_places, softmax_of_what_is_small,
+        infinite_times_zero, zeros_over_zeros, a_second_dimension, an_outer_sum, read_in_another_order,
+        last_state_of_all_steps, as_many_as_rows)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_does_not_see_the_longest_sample(name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    model, lengths = Padded(RIGHT[name]).double().to(device), LENGTHS.to(device)
+    x = torch.randn(4, 5, IN, dtype=torch.float64, device=device)
+    g = torch.randn(4, H, dtype=torch.float64, device=device)
+    with torch.device(device):
+        (fxgrad.transform(model, backend="eager")(x, lengths) * g).sum().backward()
+        for i in range(len(x)):
+            alone = (model(x[i : i + 1], lengths[i : i + 1]) * g[i]).sum()
+            own = torch.autograd.grad(alone, list(model.parameters()), allow_unused=True, materialize_grads=True)
+            for (at, p), expected in zip(model.named_parameters(), own, strict=True):
+                rows = getattr(p, "grad_sample", None)
+                found = torch.zeros_like(p) if rows is None else rows[i]
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=at)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sees_the_longest_sample_is_refused(name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    gs = fxgrad.transform(Padded(REFUSED[name]).double().to(device), backend="eager")
+    x = torch.randn(4, 5, IN, dtype=torch.float64, device=device)
+    with pytest.raises(FxgradError), torch.device(device):
+        gs(x, LENGTHS.to(device))
+
+
+def test_the_refusal_says_what_to_do() -> None:
+    gs = fxgrad.transform(Padded(REFUSED["a mean"]).double(), backend="eager")
+    with pytest.raises(FxgradError, match=r"may see how long the longest sample is[^$]*test_longest\.py") as caught:
+        gs(torch.randn(4, 5, IN, dtype=torch.float64), LENGTHS)
+    assert "total_length=" in str(caught.value)
