@@ -75,7 +75,7 @@ VIEWS: Table = texts(
         "channels shuffled": (
             "{m}(F.channel_shuffle({x}[:, :2].reshape(-1, 2, 1, 1), 2).reshape(-1, 2).repeat(1, {C})[:, :{C}])"
         ),
-        "as_strided": "{x}.clone().as_strided(({B}, {C}), ({C}, 1), 0).sin()",
+        "as_strided": "{x}.clone(memory_format=torch.contiguous_format).as_strided(({B}, {C}), ({C}, 1), 0).sin()",
     },
     mixes={
         "viewed as C": "{m}({x}.reshape({C}, -1).t().contiguous())",
