@@ -67,6 +67,6 @@ def _advice(met: Met, ctx: Context) -> str:
 _ADVICE = {
     "nobody has said": "If it treats each sample alone, put it in a function that torch.library.custom_op makes, and "
     "say so with fxgrad.extend.register_op.",
-    "the longest sample": "Pass total_length= to pad_packed_sequence; or put zeros (for a sum) or minus infinity (for a "
-    "softmax or a maximum) behind the ends: out.masked_fill(torch.arange(out.shape[1]) >= lengths[:, None], ..).",
+    "the longest sample": "Pass total_length= to pad_packed_sequence; or put zeros (for a sum) or minus infinity (for "
+    "a softmax or a maximum) behind the ends: out.masked_fill(torch.arange(out.shape[1]) >= lengths[:, None], ..).",
 }

@@ -171,6 +171,7 @@ class Call:
     clips: bool
     packs: Sequence[Sequence[Tensor]] = ()  # of each packed sequence so far: the sample of each of its parts
     new_pack: list[Tensor] = field(default_factory=list)  # of the one that the call makes
+    read: set[int] = field(default_factory=set)  # the tensors that the rule looked at, by id
 
     @property
     def name(self) -> str:
@@ -180,7 +181,14 @@ class Call:
         return isinstance(self.arguments.get(name), Tensor)
 
     def of(self, tensor: Tensor) -> Tensor:
+        self.read.add(id(tensor))
         return self.origins(tensor).ids[self.place]
+
+    def check_read(self) -> None:
+        """Refuse an operand with samples that the rule did not look at."""
+        for name, tensor in self.tensors():
+            if id(tensor) not in self.read and bool(self.origins(tensor).ids[self.place].any()):
+                raise Undecided(f"nobody has said what it does with {name}")
 
     def ids(self, name: str) -> Tensor:
         return self.of(self.arguments[name])
@@ -223,6 +231,8 @@ class Call:
     def check_linear(self, numbers: Any) -> list[Any]:
         """Refuse numbers that depend on B in another way than ``a B + b``."""
         raw = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
+        if not all(map(self.trial.knows, raw)):
+            raise Undecided("what it does depends on a number that is read from data")
         if not all(linear_in_batch(number, self.trial) for number in raw):
             raise Undecided("what it does depends on the number of samples in a way that is not linear")
         return raw
@@ -236,7 +246,7 @@ class Call:
         for number in self.check_linear(numbers):
             plain = self.trial.number(number)
             fixed = isinstance(number, int) and not isinstance(number, bool)
-            if self.trial.last and fixed and size <= abs(plain) < 1 << 31 and size > 1:
+            if self.trial.last and fixed and size <= abs(plain) < NO_END and size > 1:
                 raise Undecided(f"what it does with {plain} rows or more is not known")
 
     def out_rank(self, i: int = 0) -> int:

@@ -130,8 +130,9 @@ class Follow:
             return origins
         name = func._schema.name.removeprefix("aten::")
         if name == "embedding_renorm":
-            return replace(origins, renormed=held[1])
-        if held and held[0].renormed is not None and name in ("detach", "alias", "view", "clone"):
+            first = held[0].alone or held[0].renormed is held[1]  # or which rows were short before, others say
+            return replace(origins, renormed=held[1]) if first else origins
+        if held and held[0].renormed is not None and name in ("detach", "alias", "clone"):
             origins = replace(origins, renormed=held[0].renormed)
         return numbers_of(name, _bound(func, args, kwargs), self.of, out, origins)
 
@@ -180,6 +181,8 @@ class Follow:
             "aten::new_empty",
             "aten::empty_strided",
         ):
+            return None
+        if not all(map(self.trials[0].knows, torch.utils._pytree.tree_leaves((args, kwargs)))):
             return None
         values = {id(tensor): self._value(tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
@@ -262,6 +265,8 @@ class Follow:
             call = Call(func, arguments, outputs, trial, place, self.of, self.clips, self.packs, new)
             try:
                 ids = rule(call)
+                if not rules.ignores(name):
+                    call.check_read()
             except Undecided as reason:
                 return blank, f"{name}: {reason}"
             except (

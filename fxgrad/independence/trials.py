@@ -36,6 +36,11 @@ class Trial:
             self.known[expr] = kind(expr.subs(numbers))
         return self.known[expr]
 
+    def knows(self, number: Any) -> bool:
+        """Whether a number is made of sizes alone, none of them read from data."""
+        symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
+        return not symbolic or number.node.expr.free_symbols <= self.values.keys()
+
     def shape(self, shape: Any) -> list[int]:
         return [self.number(size) for size in shape]
 

@@ -186,6 +186,8 @@ ATTACKS = attacks(
         "a weight for each sample": hyper,
     },
     refused={
+        "a group norm of one sample": lambda m, x: m(torch.ops.aten.native_group_norm(
+            x[:, :, None], None, None, 1, 3, x.shape[0], 1, 1e-5)[0][:, :, 0]),
         "an autograd.Function that mixes forward": lambda m, x: Centred.apply(m(x)),
         "an autograd.Function that mixes before the layer": lambda m, x: m(Centred.apply(x)),
         "an autograd.Function that mixes backward": lambda m, x: CentredBackward.apply(m(x)),

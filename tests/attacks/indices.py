@@ -28,6 +28,10 @@ def by_outs(m: Any, x: Tensor) -> Tensor:
     return m(x)[index]
 
 
+def cut_at(h: Tensor, n: Any) -> Tensor:
+    return torch.cat([h[:n], h[n:] + h[:1]])
+
+
 ATTACKS = attacks(
     "indices",
     right={
@@ -45,6 +49,10 @@ ATTACKS = attacks(
     refused={
         "flipped twice": lambda m, x: m(x.flip(0).flip(0)),
         "rolled by a quarter of the batch": lambda m, x: m(x) - m(x).roll(x.shape[0] // 4, 0),
+        "rolled by more than 32 bits": lambda m, x: m(x - x.roll(2**33 + 1, 0)),
+        "rolled by a number of a constant": lambda m, x: m(x - x.roll(torch.tensor(6).item(), 0)),
+        "cut by a number of a constant": lambda m, x: cut_at(m(x), torch.tensor(3).item()),
+        "a table that stays at three": lambda m, x: m(x)[torch.tensor([0, 1, 2, 3, 3, 3, 3, 3])[: x.shape[0]]],
         "rolled by six": lambda m, x: m(x - x.roll(6, 0)),
         "rolled by the square": lambda m, x: m(x - x.roll(x.shape[0] * x.shape[0] // 5, 0)),
         "indices modulo four": lambda m, x: m(x)[torch.arange(x.shape[0]) % 4],

@@ -13,6 +13,7 @@ ATTACKS = attacks(
     right={
         "the number of features": lambda m, x: m(x) / x.shape[1],
         "the root of the number of features": lambda m, x: m(x) / math.sqrt(x.shape[-1]),
+        "a constant's number": lambda m, x: m(x) * torch.tensor(0.3, dtype=x.dtype).item(),
         "the number of dimensions": lambda m, x: m(x) * x.dim(),
         "the number of a sample's elements": lambda m, x: m(x) / x[0].numel(),
         "a parameter's value": lambda m, x: m(x) * m.bias[0].item(),
@@ -24,6 +25,7 @@ ATTACKS = attacks(
         "a sum over features": lambda m, x: m(x) * x.sum(1, keepdim=True),
     },
     refused={
+        "a count as a truth": lambda m, x: m(x).sum() * (x > 0).long().sum().bool(),
         "divided by the largest": lambda m, x: m(x / x.abs().max().item()),
         "multiplied by the sum": lambda m, x: m(x) * float(x.sum()),
         "multiplied by a count": lambda m, x: m(x) * int((x > 0).sum()),

@@ -9,7 +9,12 @@ import torch
 from fxgrad.independence.rules import along, layers, lookups, movement, own, pointwise, products
 from fxgrad.independence.rules.registry import RULES, Rule, rule_of
 
-__all__ = ["RULES", "along", "layers", "lookups", "movement", "of", "own", "pointwise", "products"]
+__all__ = ["RULES", "along", "ignores", "layers", "lookups", "movement", "of", "own", "pointwise", "products"]
+
+
+def ignores(name: str) -> bool:
+    """Whether an op reads the form alone of what its rule does not look at."""
+    return RULES.get(name) in (pointwise.form_alone, pointwise.copy, own.packed_lengths)
 
 
 def of(func: Any) -> Rule | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from fxgrad.independence.calls import Call, Undecided
@@ -64,7 +66,9 @@ def layer_norm(call: Call) -> list[Tensor]:
 
 @follows("native_group_norm")
 def group_norm(call: Call) -> list[Tensor]:
-    ids = call.ids("input")
+    ids, shape = call.ids("input"), call.shape("input")
+    if [call.get("N"), call.get("C"), call.get("HxW")] != [shape[0], shape[1], math.prod(shape[2:])]:
+        raise Undecided("its sizes are not those of its input")
     rows = folded(ids, range(1, ids.dim()))
     return [_affine(call, rows, 1), *[rows.reshape(-1, 1)] * (len(call.outputs) - 1)]
 
@@ -198,6 +202,8 @@ def ctc_loss(call: Call) -> list[Tensor]:
     for name in ("targets", "input_lengths", "target_lengths"):
         if call.has(name):
             ids = call.ids(name)
+            if name == "targets" and ids.dim() == 1:  # those of all samples, one after the other
+                ids = folded(ids, [0])
             rows = joined(rows, folded(ids, range(1, ids.dim())).reshape(-1))
     return [rows.reshape([-1, *[1] * (out.dim() - 1)]) for out in call.outputs]
 

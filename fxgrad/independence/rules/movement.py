@@ -11,7 +11,6 @@ from torch import Tensor
 from fxgrad.independence.calls import LARGEST, Call, Undecided
 from fxgrad.independence.origins import (
     MANY,
-    added,
     folded,
     joined,
     no_samples,
@@ -163,8 +162,10 @@ def written(call: Call) -> Tensor:
     base, source, shape = call.ids("self"), call.ids("src"), call.shape("self")
     if call.name == "diagonal_scatter":
         if base.numel() == source.numel() == 1:
-            return added(base.reshape([1] * len(shape)), source.reshape([1] * len(shape)))
+            return joined(base.reshape([1] * len(shape)), source.reshape([1] * len(shape)))
         dims = [call.get("dim1") % len(shape), call.get("dim2") % len(shape)]
+        for dim in dims:
+            call.check_numbers(call.arguments["offset"], "self", dim)
         return torch.diagonal_scatter(
             call.full(base, shape, range(len(shape))),
             call.full(source, call.shape("src"), range(len(shape) - 1)),
@@ -241,6 +242,7 @@ def diag_embed(call: Call) -> Tensor:
         rank - 1,
     ]:
         return source.unsqueeze(-1)
+    call.check_numbers(call.arguments["offset"], "self", source.dim() - 1)
     return torch.diag_embed(
         call.full(source, call.shape("self"), [source.dim() - 1]),
         call.get("offset"),

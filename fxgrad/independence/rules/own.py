@@ -77,7 +77,9 @@ def _columns(ids: Tensor) -> Tensor:
 
 def _pack(call: Call) -> int:
     """The pack that sizes and order are both of."""
-    packs = {call.origins(call.arguments[name]).pack for name in ("batch_sizes", "order")}
+    sizes, order = call.arguments["batch_sizes"], call.arguments["order"]
+    packs = {call.origins(sizes).pack, call.origins(order).pack}
+    call.read |= {id(sizes), id(order)}
     (found,) = packs if len(packs) == 1 else (None,)
     if found is None:
         raise Undecided("its sizes and its order are not those of one packed sequence")

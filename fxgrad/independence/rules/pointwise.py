@@ -18,11 +18,19 @@ def pointwise(call: Call) -> Tensor | list[Tensor]:
 
 @follows(*names_of("neg clone _to_copy alias detach lift_fresh lift_fresh_copy conj_physical"))
 def same(call: Call) -> Tensor:
-    """Linear in the one operand; a cast to whole numbers is not."""
+    """Linear in the one operand; a cast that rounds, wraps or only asks for zero is not."""
     (_, source), *_ = call.tensors()
-    ids = call.of(source)
-    rounds = source.dtype.is_floating_point and not call.outputs[0].dtype.is_floating_point
-    return joined(ids) if rounds and not call.outputs[0].dtype.is_complex else ids
+    ids, to = call.of(source), call.outputs[0].dtype
+    real = to.is_floating_point or to.is_complex
+    return ids if real or to == source.dtype or _holds(to, source.dtype) else joined(ids)
+
+
+def _holds(to: torch.dtype, source: torch.dtype) -> bool:
+    """Whether whole numbers of one dtype are numbers of another."""
+    if torch.bool in (to, source):
+        return source is torch.bool
+    whole = not source.is_floating_point and not source.is_complex
+    return whole and torch.iinfo(to).min <= torch.iinfo(source).min and torch.iinfo(to).max >= torch.iinfo(source).max
 
 
 @follows("add", "sub", "rsub")
