@@ -95,7 +95,7 @@ class Follow:
         numbers = self._numbers(func, args, kwargs, outputs)
         source = [*held, *numbers]
         padded = self._padded(func, args, kwargs, outputs)
-        if padded is not None and all(one.alone for one in source):
+        if padded is not None and all(one.alone for one in source) and not _reads_memory(func):
             known = self._known(func, args, kwargs, tensors)
             return self._constants(outputs, known, held, several, padded)
         found, blame = self._ids(func, args, kwargs, outputs, seen=padded is None)
@@ -304,6 +304,11 @@ class Follow:
             (before.blame if before else blame) if met else "",
             (before.where if before else self.node) if met else None,
         )
+
+
+def _reads_memory(func: Any) -> bool:
+    """Whether an op reads what lies beside its operand: there, samples may be."""
+    return isinstance(func, torch._ops.OpOverload) and func._schema.name.startswith("aten::as_strided")
 
 
 def _is_own(func: Any) -> bool:

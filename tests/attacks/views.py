@@ -81,6 +81,20 @@ def diagonal_moved(m: Any, x: Tensor) -> Tensor:
     return m(pairs.diagonal().unsqueeze(1) * x)
 
 
+def beside_a_constant(m: Any, x: Tensor) -> Tensor:
+    base = x.new_zeros(len(x) + 1, 3)
+    first = base[0]
+    base[1:] = x
+    return m(x + torch.as_strided(first, (3,), (1,), 3))
+
+
+def beside_a_flat_constant(m: Any, x: Tensor) -> Tensor:
+    base = x.new_zeros(x.numel() + 3)
+    first = base[:3]
+    base[3:] = x.flatten()
+    return m(x + first.as_strided((3,), (1,), 3))
+
+
 ATTACKS = attacks(
     "views",
     right={
@@ -106,6 +120,8 @@ ATTACKS = attacks(
     },
     refused={
         "strided by less": strided_by_less,
+        "memory beside a constant": beside_a_constant,
+        "memory beside a flat constant": beside_a_flat_constant,
         "windows over samples": windows,
         "moved by cat": moved_by_cat,
         "averaged with the one before": moved_by_stack,
