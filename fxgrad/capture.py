@@ -108,8 +108,6 @@ class Engine:
         if self.store.guard is not None:
             self.store.guard.watch(every, self.model)
             forward.view = self.store.guard.view and self.store.guard.view()
-        elif not self.store.adds_to_grad(forward):
-            check_hooks(parameters)
         self.store.check_clear(forward, forward.enclosing, "a forward")
         first = self.first_batch
         if first is not None and first.due(batch.size, parameters):
@@ -126,6 +124,8 @@ class Engine:
             watch(tensors, self.store, forward)  # of an empty batch, and of what runs behind a graph break
         finally:
             self.store.leave(forward, before)
+        if self.store.guard is None and not self.store.adds_to_grad(forward):
+            check_hooks(parameters)  # behind the call, in which forward may have set some
         if first is not None and first.passed:
             self.first_batch = forward.first_batch = None
         if not self.options.fullgraph:

@@ -88,7 +88,8 @@ def check_hooks(parameters: Mapping[str, Tensor]) -> None:
             raise OptionError(
                 f"parameter '{name}' has a hook (register_hook), and there is no gradient for it: p.grad stays as it "
                 "is",
-                advice="Remove the hook, or ask for a gradient beside the others: quantity=[.., fxgrad.Grad()].",
+                advice="Remove the hook (forward may set it), or ask for a gradient beside the others: "
+                "quantity=[.., fxgrad.Grad()].",
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fxgrad.costs.choices import Ways
 from fxgrad.quantities import Delivery, GradSample, Quantity
 from fxgrad.samples.symbols import Symbols
+from fxgrad.user_functions import FUNCTION, HOOK
 
 Mixing = Literal["error", "allow"]
 
@@ -133,10 +134,16 @@ def path_to(node: fx.Node, ctx: Context) -> str:
     current: fx.Node | None = node
     while current is not None and len(steps) < 12:
         call = current.meta.get("call")
-        name = ctx.names.get(current.name, current.name) if call is None else call.op
+        name = ctx.names.get(current.name, current.name) if call is None else spoken(current, call.op)
         steps.append(name)
         current = next(_carriers(current), None)
     return " -> ".join(reversed(steps))
+
+
+def spoken(node: fx.Node, op: str) -> str:
+    """An op's name as the user wrote it: ``register_hook`` for the function that a hook became."""
+    what = getattr(node.target, "what", None)  # of a UserFunction
+    return op if what is None else {FUNCTION: "autograd.Function", HOOK: "register_hook"}[what]
 
 
 def _carriers(node: fx.Node) -> Iterator[fx.Node]:

@@ -28,6 +28,7 @@ from torch.backends import opt_einsum
 from fxgrad.batch import PACKED_SIZES, Batch, dynamic_dim
 from fxgrad.captured import SAMPLE_DIM, called_with
 from fxgrad.recurrent.modules import recurrent_modules
+from fxgrad.shape_rules import symbolic_shape_rules
 
 _OF_SAVED = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")  # from 2.13 on, and before
 MARKS = (
@@ -110,6 +111,7 @@ class CapturedCall:
             self.told.enter_context(marked(self.batch, self.every_size))
             self.told.enter_context(called_with(self.args, self.kwargs))
             self.told.enter_context(sizes_unseen())
+            self.told.enter_context(symbolic_shape_rules())
             self.told.enter_context(recurrent_modules())
             self.told.enter_context(messages_ignored())
 

@@ -17,8 +17,8 @@ from fxgrad.options import Options
 
 
 def fails_without_dynamo(error: Exception) -> bool:
-    """Whether it looks like the model's own exception: wrong shapes, wrong arguments."""
-    raised = ("failed to bind arguments", "Observed exception")
+    """Whether it looks like the model's own exception: wrong shapes, wrong arguments, an assert."""
+    raised = ("failed to bind arguments", "Observed exception", "Assertion failed on symbolic shapes")
     own = isinstance(error, exc.Unsupported) and any(words in str(error) for words in raised)
     return own or isinstance(error, exc.TorchRuntimeError)
 
@@ -45,6 +45,12 @@ def translated(error: Exception, options: Options, model: nn.Module) -> Exceptio
             f"TorchDynamo cannot follow {f'{said[1]}: {said[2]}' if said else 'an op of the model'}",
             where=_user_line(error),
             advice="Write it with another op: torch.compile(model) fails there as well.",
+        )
+    if "hook removal" in text:
+        return GraphBreak(
+            "forward removes a hook (register_hook), which one graph cannot hold",
+            where=_user_line(error),
+            advice=f"Leave the hook out where it is not wanted. {_HOOK}",
         )
     if isinstance(error, exc.UserError | exc.InternalTorchDynamoError) or "\nfrom user code:\n" in text:
         return GraphBreak(

@@ -5,6 +5,7 @@
        wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
        wrap_transforms    a stretch under torch.func is one call
        decompose_recurrent  recurrent layers as one recurrence per layer and direction
+       split_foreach      torch._foreach_mul([x, y], 2.) as x.mul(2.), y.mul(2.)
        join_pieces        cat([f(c) for c in x.chunk(2)]) as f(x)
        replace_reshapes   x.t_() as a new value
        propagate_shapes   run it on fake tensors in which the sample dims carry the symbol B
@@ -51,6 +52,7 @@ from fxgrad.passes.replace_reshapes import replace_reshapes
 from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
 from fxgrad.passes.simplify_views import simplify_views
+from fxgrad.passes.split_foreach import split_foreach
 from fxgrad.passes.split_lookups import split_lookups
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
 from fxgrad.passes.unsort_routing import unsort_routing
@@ -66,6 +68,7 @@ PASSES: tuple[Pass, ...] = (
     wrap_bodies,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
+    split_foreach,
     join_pieces,  # before shapes: pieces of so many samples fix their number
     replace_reshapes,  # before shapes: a fake value would change its own under the nodes that stand before
     propagate_shapes,

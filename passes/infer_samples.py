@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.calls import Call, map_nodes
-from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
+from fxgrad.context import Context, memory_of, path_to, source_line, spoken, tensors_of
 from fxgrad.control_flow import ControlFlow, Crossed
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.samples.families import MOVEMENT, Family, family_of
@@ -18,7 +18,7 @@ from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Mixes, Op, Operand, by_shape
 from fxgrad.samples.replay import SHAPED_AS, Replay
 from fxgrad.samples.symbols import expression
-from fxgrad.samples.tracking import counts_tokens, track
+from fxgrad.samples.tracking import PICK_ADVICE, PICKS, counts_tokens, track
 from fxgrad.samples.writes import after_write, written
 from fxgrad.user_functions import FUNCTION, HOOK, UserFunction
 
@@ -147,6 +147,8 @@ class _Inference:
         if Kind.MIXED in kinds:
             return self._mixed(node, call, operands, outputs, flows)
         if Kind.BATCHED not in kinds:
+            if call.op == "as_strided" and self._beside(operands):
+                raise self._unknown(node, call)
             return [self._shared(node, call, operands, out, t) for out, t in zip(outputs, flows, strict=True)]
         if family is None:
             raise self._unknown(node, call)
@@ -157,6 +159,11 @@ class _Inference:
             self._verdict(node, call, operands, answer, flow)
             for answer, flow in zip(track(op, family), flows, strict=True)
         ]
+
+    def _beside(self, operands: Sequence[Operand]) -> bool:
+        """Whether samples are in the memory of a value that holds none."""
+        others = [node for operand in operands for node in self.by_memory.get(memory_of(operand.fake), ())]
+        return any(node.meta["samples"].kind in (Kind.BATCHED, Kind.MIXED) for node in others if node.meta["samples"])
 
     def _operands(self, node: fx.Node, call: Call) -> list[Operand]:
         """What a call reads the values of: tensors, and numbers that are made of samples."""
@@ -298,7 +305,7 @@ class _Inference:
         return Samples(Kind.MIXED, traced=flow)
 
     def _refusal(self, node: fx.Node, call: Call, reason: str, advice: str = "") -> MixedSamples:
-        name = call.op.removeprefix("fxgrad::")
+        name = spoken(node, call.op).removeprefix("fxgrad::")
         whole = reason.startswith((name, FUNCTION, HOOK))
         sentence = reason if whole else f"{name} lets samples influence each other: {reason}"
         return self._met(node, sentence, advice or _ADVICE.get(call.op, self.ctx.keep_apart))
@@ -373,6 +380,7 @@ class _Inference:
                 raise self._refusal(node, call, "a value of pairs of samples may only be returned")
             if any(flows) and (meets_others or nonlinear or divides or batched):
                 self._check_cut(operands)
+                self._check_picked(operands)
                 reason = "a value that depends on several samples may only be summed, scaled and returned"
                 raise self._refusal(node, call, reason)
             if any(flows):
@@ -389,6 +397,22 @@ class _Inference:
 
     def _check_cut(self, operands: list[Operand]) -> None:
         """Name the line that cuts values to a length made of all samples, where one did: later ops are not at fault."""
+        node = self._first_cut(operands, ("getitem", "narrow", "slice"))
+        if node is not None and any(_mixed_number(arg) for arg in node.all_input_nodes):
+            raise self._met(
+                node,
+                f"{node.meta['call'].op} cuts each sample to a length that all samples of the batch decide",
+                "Cut the inputs before the call, or leave the padding in and mask it.",
+            )
+
+    def _check_picked(self, operands: list[Operand]) -> None:
+        """Name the line that takes one sample out of the batch, and not the first op that it was used in."""
+        node = self._first_cut(operands, ("getitem", "select"))
+        if node is not None and len(self.symbols.batch_dims(node.meta["fake"].shape)) == 0:
+            raise self._met(node, f"{node.meta['call'].op} {PICKS}", PICK_ADVICE)
+
+    def _first_cut(self, operands: list[Operand], ops: tuple[str, ...]) -> fx.Node | None:
+        """The call of one of these ops in which a batched value became mixed."""
         stack = [operand.node for operand in operands if operand.samples.kind is Kind.MIXED]
         seen = set(stack)
         while stack:
@@ -396,17 +420,12 @@ class _Inference:
             call = node.meta.get("call")
             operand = node.args[0] if node.args else None
             whole = isinstance(operand, fx.Node) and _batched(operand.meta["samples"])
-            if call is not None and call.op in ("getitem", "narrow", "slice") and whole:
-                if not any(_mixed_number(arg) for arg in node.all_input_nodes):
-                    return
-                raise self._met(
-                    node,
-                    f"{call.op} cuts each sample to a length that all samples of the batch decide",
-                    "Cut the inputs before the call, or leave the padding in and mask it.",
-                )
+            if call is not None and call.op in ops and whole:
+                return node
             fresh = [arg for arg in node.all_input_nodes if arg not in seen and _mixed(arg)]
             seen.update(fresh)
             stack.extend(fresh)
+        return None
 
     def _check_factors(self, node: fx.Node, call: Call, operands: list[Operand]) -> None:
         """What scales a sum over samples may hold none of their data, with or without a gradient, but a count."""

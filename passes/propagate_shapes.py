@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -11,6 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from fxgrad.calls import bind, op_name
 from fxgrad.context import Context, source_line
 from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
+from fxgrad.samples.symbols import expression
 
 
 def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -21,6 +24,15 @@ def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 _UNROLLING = frozenset("unbind split unsafe_split".split())
+_FIXED_ADVICE = {
+    **dict.fromkeys(
+        _UNROLLING,
+        "Work on all samples at once, or use torch.vmap, instead of going through them one by one. Pieces that "
+        "are treated alike, row by row, and put together in their order by torch.cat are followed.",
+    ),
+    "one_hot": "Its number of classes is the batch size: column j stands for sample j, so a product with it picks "
+    "other samples' rows. Use a number of classes that does not depend on the batch, or gather within a sample.",
+}
 
 
 class _Propagate(fx.Interpreter):
@@ -39,11 +51,7 @@ class _Propagate(fx.Interpreter):
         except FxgradError:
             raise
         except Exception as error:
-            raise LostLayout(
-                f"{n.name} does not work for every number of samples: {str(error).splitlines()[0]}",
-                where=source_line(n),
-                advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
-            ) from error
+            raise self._failed(n, error) from error
         if self.ctx.symbols.specialised():
             raise self._fixed(n)
         if op_name(n.target) == "fxgrad::pack":
@@ -51,6 +59,33 @@ class _Propagate(fx.Interpreter):
         n.meta["fake"] = value
         n.meta["traced"] = traced(value)  # see Note [In place without gradients]
         return value
+
+    def _failed(self, n: fx.Node, error: Exception) -> FxgradError:
+        """An op fails at other numbers of samples: it, or a reshape before it, has one of them for its own."""
+        if op_name(n.target).startswith("_assert_scalar"):
+            return BatchSizeError(
+                "the model checks its sizes (torch._check), which holds for one number of samples only",
+                where=source_line(n),
+                advice="Check the batch size outside of the model.",
+            )
+        at = next(filter(self._divides_batch, _before(n)), n)
+        said = str(error).splitlines()[0].replace(str(self.ctx.symbols.symbol), "B")
+        return LostLayout(
+            f"{op_name(at.target)} does not work for every number of samples: {said if at is n else self._shapes(at)}",
+            where=source_line(at),
+            advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
+        )
+
+    def _divides_batch(self, n: fx.Node) -> bool:
+        """Whether a reshape divides the number of samples by a number: ``x.reshape(8, -1)``."""
+        if op_name(n.target) not in ("view", "reshape"):
+            return False
+        return any(_is_quotient(size, self.ctx.symbols.symbol) for size in n.meta["fake"].shape)
+
+    def _shapes(self, n: fx.Node) -> str:
+        """``its result is [8, 3*B // 8]``."""
+        sizes = ", ".join(str(expression(size)) for size in n.meta["fake"].shape)
+        return f"its result is [{sizes.replace(str(self.ctx.symbols.symbol), 'B')}]"
 
     def _unrolls(self, n: fx.Node) -> bool:
         """Whether an op makes a value of each sample: PyTorch would make one for each of a stand-in's thousands."""
@@ -67,22 +102,34 @@ class _Propagate(fx.Interpreter):
     def _fixed(self, n: fx.Node) -> BatchSizeError:
         advice = (
             "Write sizes in terms of x.shape[0], or use -1; where they are, PyTorch's own shape rule for the op fixes "
-            "it: write it with another op (gather for take_along_dim)."
+            "it: write it with other ops (einsum for bilinear)."
         )
-        if op_name(n.target) in _UNROLLING:
-            advice = (
-                "Work on all samples at once, or use torch.vmap, instead of going through them one by one. Pieces that "
-                "are treated alike, row by row, and put together in their order by torch.cat are followed."
-            )
         return BatchSizeError(
             f"{op_name(n.target)} fixes the batch size: it works for one number of samples only",
             where=source_line(n),
-            advice=advice,
+            advice=_FIXED_ADVICE.get(op_name(n.target), advice),
         )
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return self.ctx.symbols.mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def _before(n: fx.Node) -> Iterator[fx.Node]:
+    """The calls that a value is made of, the latest first."""
+    stack, seen = list(n.all_input_nodes), set(n.all_input_nodes)
+    while stack:
+        node = stack.pop(0)
+        if node.op in ("call_function", "call_method"):
+            yield node
+        fresh = [arg for arg in node.all_input_nodes if arg not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+
+
+def _is_quotient(size: Any, batch: sympy.Symbol) -> bool:
+    found = expression(size)
+    return any(batch in part.free_symbols for part in found.atoms(sympy.Function))
 
 
 # Note [In place without gradients]

@@ -446,9 +446,8 @@ def compare_gradients(
 KNOWN_REFUSALS: dict[str, str] = {
     r"UnsupportedOp: \w+_ writes into a function of parameters whose size changes": "a batch size taken from an input "
     "that is used for nothing else is not known to be one",
-    r"UnsupportedOp: _foreach_\w+_ writes a parameter's values": "no tap stands behind a list that is written to",
-    r"UnknownOp: .* (_foreach_\w+|as_strided|higher_order::register_hook) ": "ops that nobody has classified",
-    r"BatchSizeError: (take_along_dim|one_hot|split) fixes": "PyTorch's own shape rule makes the batch a number",
+    r"UnknownOp: .* (as_strided|higher_order::register_hook) ": "ops that nobody has classified",
+    r"BatchSizeError: (one_hot|split) fixes": "PyTorch's own shape rule makes the batch a number",
     r"GraphBreak: TorchDynamo does not capture the model: (PendingUnbacked|Could not extract)": "a number of a tensor "
     "as a size, or in a factory, that Dynamo cannot follow",
     r"GraphBreak: TorchDynamo does not capture the model: This higher order operator": "PyTorch's own cond, whose "

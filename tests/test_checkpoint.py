@@ -250,3 +250,23 @@ def test_a_nested_compile_region(device: torch.device) -> None:
 def test_no_checkpoint_is_left_in_the_graph(device: torch.device) -> None:
     trace: Trace = fxgrad.trace(Checkpointed(False).to(device), torch.randn(5, 4, device=device))
     assert "checkpoint" not in str(trace)
+
+
+class RecurrentUnderCheckpoints(nn.Module):
+    """A recurrent layer whose outputs and last states come out of one checkpoint and go into another."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = getattr(nn, kind)(3, 4, batch_first=True)
+        self.second = getattr(nn, kind)(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, states = checkpoint(self.first, x, use_reentrant=False)
+        z = checkpoint(lambda y, s: dict(zip("ys", self.second(y, s), strict=True)), y, states, use_reentrant=False)
+        last = z["s"][0] if isinstance(z["s"], tuple) else z["s"]
+        return z["y"].sum(1) + last[-1]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_states_of_recurrent_layers_cross_checkpoints(kind: str) -> None:
+    assert_per_sample_grads(RecurrentUnderCheckpoints(kind), torch.randn(5, 6, 3))

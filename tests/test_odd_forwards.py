@@ -127,6 +127,32 @@ def test_one_by_one_is_refused_at_once() -> None:
     assert "torch.vmap" in str(raised.value)
 
 
+def test_an_assert_on_the_batch_size_is_the_models_own() -> None:
+    namespace: dict[str, Any] = {}  # pytest rewrites asserts in its own files
+    exec("def checked(m, x):\n    assert x.shape[0] == 8, 'eight samples'\n    return m(x)", namespace)
+    model = Model(namespace["checked"])
+    view = fxgrad.transform(model, backend="eager")
+    x = torch.randn(8, 3)
+    view(x).sum().backward()
+    found: Any = model.layer.weight
+    torch.testing.assert_close(found.grad_sample, x[:, None].expand(8, 3, 3))
+    fxgrad.zero_grad(model)
+    with pytest.raises(AssertionError, match="eight samples"):
+        view(torch.randn(9, 3))
+
+
+def hooked_parameter(m: Any, x: Tensor) -> Tensor:
+    m.weight.register_hook(lambda g: 2 * g)
+    return m(x)
+
+
+def test_hooks_that_forward_sets_on_a_parameter() -> None:
+    view = fxgrad.transform(Model(hooked_parameter), backend="eager")
+    with pytest.raises(fxgrad.errors.OptionError, match=r"'layer.weight' has a hook .* no gradient for it") as raised:
+        view(torch.randn(4, 3))
+    assert "forward may set it" in str(raised.value)
+
+
 def summed_over_processes(m: Any, x: Tensor) -> Tensor:
     return m(x) / functional.all_reduce(x.abs().sum(), "sum", [0])
 

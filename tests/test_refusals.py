@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,144 @@ def batch_norm_in_training(x: Tensor, w: Tensor) -> Tensor:
 @accepted(x(3), w(3))
 def batch_norm_by_fixed_statistics(x: Tensor, w: Tensor) -> Tensor:
     return F.batch_norm(x, torch.zeros_like(w), torch.ones_like(w), w, training=False)
+
+
+# A class for each sample
+
+
+@refused(
+    [
+        "BatchSizeError: one_hot fixes the batch size: it works for one number of samples only",
+        "test_refusals.py:N   rows = F.one_hot(h.argmax(1), h.shape[0])",
+        "Its number of classes is the batch size: column j stands for sample j, so a product with it picks other "
+        "samples' rows. Use a number of classes that does not depend on the batch, or gather within a sample.",
+    ],
+    x(3), w(4, 3),
+)
+def rows_by_one_hot(x: Tensor, w: Tensor) -> Tensor:
+    h = F.linear(x, w)
+    rows = F.one_hot(h.argmax(1), h.shape[0])
+    return rows.to(h.dtype) @ h
+
+
+@accepted(x(3), w(4, 3))
+def classes_by_one_hot(x: Tensor, w: Tensor) -> Tensor:
+    h = F.linear(x, w)
+    return h * F.one_hot(h.argmax(1), 4)
+
+
+# The number of samples as a number
+
+NUMBER = "does not work for every number of samples"
+SIZES = "Write sizes in terms of x.shape[0], or use -1 in view and reshape."
+PLACES = "takes samples out of the batch by their places"
+AT_ONCE = "Work on all samples at once, or use torch.vmap for a function of one sample."
+
+
+@refused(
+    [
+        f"LostLayout: view {NUMBER}: shape '[5, 4]' is invalid for input of size 4*B",
+        "test_refusals.py:N   return F.linear(x, w).view(5, 4)",
+        SIZES,
+    ],
+    x(3), w(4, 3),
+)
+def viewed_by_a_number(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).view(5, 4)
+
+
+@refused(
+    [
+        f"LostLayout: reshape {NUMBER}: its result is [5, 3*((B//5))]",
+        "test_refusals.py:N   rows = x.reshape(5, -1)",
+        SIZES,
+    ],
+    x(3), w(4, 3),
+)
+def reshaped_by_a_number(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.reshape(5, -1)
+    scaled = 2 * rows
+    return F.linear(scaled, w)
+
+
+@refused(
+    [
+        "BatchSizeError: the model checks its sizes (torch._check), which holds for one number of samples only",
+        "test_refusals.py:N   torch._check(x.shape[0] == 5)",
+        "Check the batch size outside of the model.",
+    ],
+    x(3), w(4, 3),
+)
+def checked_by_a_number(x: Tensor, w: Tensor) -> Tensor:
+    torch._check(x.shape[0] == 5)
+    return F.linear(x, w)
+
+
+@accepted(x(3), w(4, 3))
+def asserted_to_be_a_number(x: Tensor, w: Tensor) -> Tensor:
+    assert x.shape[0] < 6
+    return F.linear(x, w)
+
+
+@refused(
+    [
+        f"MixedSamples: getitem {PLACES}",
+        "test_refusals.py:N   rows = [x[i] for i in range(x.shape[0])]",
+        "path: x -> getitem",
+        AT_ONCE,
+    ],
+    x(3), w(4, 3),
+)
+def one_after_the_other(x: Tensor, w: Tensor) -> Tensor:
+    rows = [x[i] for i in range(x.shape[0])]
+    return torch.stack([F.linear(row, w) for row in rows])
+
+
+@refused(
+    [
+        f"MixedSamples: getitem {PLACES}",
+        "test_refusals.py:N   return F.linear(x, w)[:4]",
+        "path: x -> linear -> getitem",
+        AT_ONCE,
+    ],
+    x(3), w(4, 3),
+)
+def the_first_four(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)[:4]
+
+
+# Hooks
+
+
+@refused(
+    [
+        f"MixedSamples: register_hook lets samples influence each other: {RETURN}",
+        "test_refusals.py:N   h.register_hook(lambda g: 2 * g)",
+        "path: x -> linear -> sum -> register_hook",
+        KEEP,
+    ],
+    x(3), w(4, 3),
+)
+def hook_on_a_sum(x: Tensor, w: Tensor) -> Tensor:
+    h = F.linear(x, w).sum(0)
+    h.register_hook(lambda g: 2 * g)
+    return h * 1.0
+
+
+@refused(
+    [
+        "GraphBreak: forward removes a hook (register_hook), which one graph cannot hold",
+        "test_refusals.py:N   handle.remove()",
+        "Leave the hook out where it is not wanted. Compute what the hook computes in an autograd.Function inside of "
+        "the model, whose backward fxgrad follows.",
+    ],
+    x(3), w(4, 3),
+)
+def hook_removed(x: Tensor, w: Tensor) -> Tensor:
+    h = F.linear(x, w)
+    handle = h.register_hook(lambda g: 2 * g)
+    handle.remove()
+    return h.tanh()
 
 
 # Statistics of the batch
@@ -413,16 +551,29 @@ def unknown_op_on_a_parameter(x: Tensor, w: Tensor) -> Any:
 # Lists of tensors
 
 
+@torch.library.custom_op("refusals::add_to", mutates_args=["places"])
+def add_to(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.add_(value)
+
+
 @refused(
     [
-        "UnsupportedOp: _foreach_mul_ writes a parameter's values into tensors that are not its result",
-        "test_refusals.py:N   torch._foreach_mul_([h], [w])",
-        "path: _foreach_mul",
+        "UnsupportedOp: refusals::add_to writes a parameter's values into tensors that are not its result",
+        "test_refusals.py:N   add_to([h], [w])",
+        "path: refusals::add_to",
         "Use an op that returns a new tensor.",
     ],
     x(3), w(3),
 )
 def a_parameter_written_into_a_list(x: Tensor, w: Tensor) -> Tensor:
+    h = 2 * w
+    add_to([h], [w])
+    return x * h
+
+
+@accepted(x(3), w(3))
+def a_parameter_by_foreach(x: Tensor, w: Tensor) -> Tensor:
     h = torch.ones(3, dtype=w.dtype)
     torch._foreach_mul_([h], [w])
     return x * h

@@ -33,7 +33,7 @@ class Replay:
     def __init__(self, symbols: Symbols, samples: Callable[[fx.Node], Any]) -> None:
         self.symbols = symbols
         self.samples = samples  # what is known of a node's value
-        self.every = EveryBatch(symbols, samples)
+        self.every = EveryBatch(symbols, samples, self.constant)
         self.constants: dict[tuple[fx.Node, int], Any] = {}
         self.written: dict[fx.Graph, set[int | None]] = {}  # the memory that a graph's ops write over
 

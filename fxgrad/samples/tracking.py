@@ -430,9 +430,14 @@ def _lost(op: Op) -> Mixes:
             advice="Work on the whole batch; or do the same to each piece, row by row, and put all pieces together in "
             "their order by torch.cat.",
         )
+    if op.call.op in _PICKING and not any(isinstance(fake, Tensor) for fake in fakes):
+        return Mixes(f"{op.call.op} {PICKS}", advice=PICK_ADVICE)
     return Mixes("it moves the samples to where they cannot be followed")
 
 
+PICKS = "takes samples out of the batch by their places"
+PICK_ADVICE = "Work on all samples at once, or use torch.vmap for a function of one sample."
+_PICKING = frozenset("getitem select narrow slice".split())
 _CUTTING = frozenset("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split hsplit vsplit".split())
 
 

@@ -10,15 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from fxgrad.calls import Call
-from fxgrad.samples.every_batch import BATCHES
+from fxgrad.samples.every_batch import BATCHES, LARGEST, Batches
 from fxgrad.samples.ids import read_partly, sample_ids
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.replay import Replay
-from fxgrad.samples.symbols import Symbols
+from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.samples.written import declared, result_written
 
 
@@ -52,7 +53,14 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
     """
     whole = views[0].meta["samples"]
     followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
-    memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in BATCHES]
+    batches = _batches(views, _rows([(views[0], whole), (through, new)], replay.symbols), replay.symbols)
+    if batches is None:
+        lost = Samples(Kind.MIXED)
+        return {
+            view: replace(new if _same_place(view, through) else lost, traced=view.meta["samples"].traced or new.traced)
+            for view in views
+        }
+    memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches]
     found = {}
     for view in views:
         old: Samples = view.meta["samples"]
@@ -68,12 +76,60 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
             found[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
         else:
             ids = [memory.ids(view) for memory in memories]
-            layout = replay.read(ids, view.meta["fake"])
+            layout = replay.read(ids, view.meta["fake"], batches=batches)
             if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
-                layout = replay.read(ids, view.meta["fake"], read_partly)
+                layout = replay.read(ids, view.meta["fake"], read_partly, batches)
             kind = Kind.MIXED if layout is None else Kind.BATCHED
             found[view] = Samples(kind, layout, traced)
     return found
+
+
+# Note [Sizes of memory]
+# ~~~~~~~~~~~~~~~~~~~~~~
+# ``z[150:]`` shows no sample of two, and of 151 one. So memory is replayed at sizes above each number of samples that
+# the place of a view counts from its beginning, or that a quotient in it has; views beyond `LARGEST` are lost.
+
+
+def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
+    """How many elements of memory one sample's rows take at the least."""
+    steps = []
+    for view, samples in known:
+        fake, layout = view.meta["fake"], samples.layout
+        if samples.kind is Kind.BATCHED and layout is not None:
+            size = symbols.evaluate(fake.shape[layout.dim], BATCHES[0])
+            inner = layout.inner or size // (BATCHES[0] * (layout.outer or 1))
+            steps.append(inner * symbols.evaluate(fake.stride(layout.dim), BATCHES[0]))
+        else:
+            dims = symbols.batch_dims(fake.shape)
+            steps += [symbols.evaluate(fake.stride(dim), BATCHES[0]) for dim in dims]
+    return max(1, min(steps, default=1))
+
+
+def _batches(views: Sequence[fx.Node], rows: int, symbols: Symbols) -> Batches | None:
+    """See Note [Sizes of memory]."""
+    largest = max(_counted(view.meta["fake"], rows, symbols) for view in views)
+    return None if largest > LARGEST else BATCHES if largest < BATCHES[0] else (largest + 1, largest + 2)
+
+
+def _counted(fake: Tensor, rows: int, symbols: Symbols) -> int:
+    """The largest number of samples that a view counts from the beginning of its memory, or divides them by."""
+    sizes = [*fake.shape, *fake.stride(), fake.storage_offset()]
+    counted = [abs(number) for size in sizes for number in _in_functions(expression(size), symbols.symbol)]
+    constant = [abs(symbols.evaluate(size, 0)) for size in sizes]
+    last = [max(0, size - (not symbols.holds_batch(given))) for size, given in zip(constant, fake.shape, strict=False)]
+    reach = constant[-1] + sum(place * step for place, step in zip(last, constant[fake.dim() : -1], strict=True))
+    return max([int(reach) // rows, *counted])
+
+
+def _in_functions(size: sympy.Expr, batch: sympy.Symbol) -> Iterator[int]:
+    """What quotients, minima and maxima of the number of samples compare it with."""
+    for function in sympy.preorder_traversal(size):
+        if isinstance(function, sympy.Add | sympy.Mul | sympy.Pow) or batch not in function.free_symbols:
+            continue
+        for part in function.args:
+            number = part.subs(batch, 0)
+            if number.is_Integer:
+                yield int(number)
 
 
 def _special(samples: Samples) -> bool:

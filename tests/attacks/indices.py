@@ -32,7 +32,53 @@ def cut_at(h: Tensor, n: Any) -> Tensor:
     return torch.cat([h[:n], h[n:] + h[:1]])
 
 
-ATTACKS = attacks(
+def up_to(places: Any) -> Any:
+    """The program that reads each sample's row at ``places(arange(B), B)``."""
+    return lambda m, x: m(x)[places(torch.arange(x.shape[0]), x.shape[0])]
+
+
+# Each is arange(B) up to more samples than any replay has, and another index beyond.
+THRESHOLDS = attacks(
+    "thresholds",
+    right={
+        "each of nine rows": lambda m, x: m(x[torch.arange(x.shape[0] * 9) // 9]).view(-1, 9, 3).sum(1),
+        "each of fifty rows": lambda m, x: m(x[torch.arange(x.shape[0] * 50) // 50]).view(-1, 50, 3).sum(1),
+        "clamped to the batch": up_to(lambda i, b: i.clamp(max=b - 1)),
+        "modulo the batch": lambda m, x: m(x)[torch.arange(2 * x.shape[0]) % x.shape[0]].view(2, -1, 3).sum(0),
+    },
+    refused={
+        "clamp": up_to(lambda i, b: i.clamp(max=200)),
+        "clamp to a number of a tensor": up_to(lambda i, b: i.clamp(max=torch.tensor(200).item())),
+        "where": up_to(lambda i, b: torch.where(i < 150, i, 0)),
+        "a quotient": up_to(lambda i, b: i - i // 150),
+        "a quotient of the batch": up_to(lambda i, b: i - b // 150),
+        "minimum of a product": up_to(lambda i, b: i.minimum(torch.full((1,), 20) * 10)),
+        "minimum of a power": up_to(lambda i, b: i.minimum(torch.full((), 20).pow(2))),
+        "minimum of a sum": up_to(lambda i, b: i.minimum(torch.full_like(i, 30) + 30 + 30 + 60)),
+        "minimum of a running sum": up_to(
+            lambda i, b: i.minimum(torch.ones(b, 50, dtype=torch.long).cumsum(1)[:, -1] * 4)
+        ),
+        "a quotient, compared": up_to(lambda i, b: i * (i // 10 < 20)),
+        "compared with a float": up_to(lambda i, b: i * (i < 150.0)),
+        "shifted bits": up_to(lambda i, b: i - (i >> 7)),
+        "bits": up_to(lambda i, b: i & 255),
+        "an order that turns": up_to(lambda i, b: (i - 150).abs().argsort(descending=True)),
+        "an index of a table": up_to(lambda i, b: torch.arange(1000)[i.clamp(max=150)]),
+        "put together": up_to(lambda i, b: torch.cat([i[:150], i[150:] * 0])),
+        "int8": up_to(lambda i, b: i.to(torch.int8).long()),
+        "uint8": up_to(lambda i, b: i.to(torch.uint8).long()),
+        "int8 of a product": up_to(lambda i, b: (i * 2**56) // 2**56),
+        "a square that is zero at two and three": up_to(lambda i, b: (i + (b - 2) * (b - 3)) % b),
+        "index_add": lambda m, x: m(
+            torch.zeros_like(x).index_add(0, torch.arange(x.shape[0]).clamp(max=150), x)
+        ),
+        "rolled by more than an int32": lambda m, x: m(x) - m(x.roll(2**31 + 1, 0)),
+        "rolled by a number of a tensor": lambda m, x: m(x) - m(x.roll(torch.tensor(6).item(), 0)),
+    },
+)
+
+
+ATTACKS = THRESHOLDS + attacks(
     "indices",
     right={
         "every sample by arange": lambda m, x: m(x)[torch.arange(x.shape[0])],
@@ -49,8 +95,6 @@ ATTACKS = attacks(
     refused={
         "flipped twice": lambda m, x: m(x.flip(0).flip(0)),
         "rolled by a quarter of the batch": lambda m, x: m(x) - m(x).roll(x.shape[0] // 4, 0),
-        "rolled by more than 32 bits": lambda m, x: m(x - x.roll(2**33 + 1, 0)),
-        "rolled by a number of a constant": lambda m, x: m(x - x.roll(torch.tensor(6).item(), 0)),
         "cut by a number of a constant": lambda m, x: cut_at(m(x), torch.tensor(3).item()),
         "a table that stays at three": lambda m, x: m(x)[torch.tensor([0, 1, 2, 3, 3, 3, 3, 3])[: x.shape[0]]],
         "rolled by six": lambda m, x: m(x - x.roll(6, 0)),

@@ -75,12 +75,22 @@ ATTACKS = attacks(
         "index_select by id": lambda m, x: m.weight.index_select(0, ids(x)),
         "margin of a class": lambda m, x: F.multi_margin_loss(m(x), ids(x), reduction="none"),
         "a sum of losses": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum"),
+        "take_along_dim": lambda m, x: torch.take_along_dim(m(x), x.argsort(1), 1),
+        "take_along_dim, broadcast": lambda m, x: m(x)
+        .view(-1, 1, 3)
+        .expand(-1, 2, -1)
+        .take_along_dim(ids(x)[:, None, None], -1),
+        "take_along_dim by constants": lambda m, x: torch.take_along_dim(m(x), torch.tensor([[2, 0]]), 1),
+        "take_along_dim of a parameter": lambda m, x: torch.take_along_dim(m.weight[None], x.argsort(1)[..., None], 1),
         "buckets": lambda m, x: m(x) * torch.bucketize(x, torch.arange(3.0)),
         "places in a sequence": lambda m, x: m(x) * torch.searchsorted(torch.arange(3.0), x),
         "smoothed labels": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum", label_smoothing=0.1),
     },
     refused={
-        "take_along_dim, whose shapes fix the batch": lambda m, x: torch.take_along_dim(m(x), x.argsort(1), 1),
+        "take_along_dim over samples": lambda m, x: torch.take_along_dim(m(x), x.argsort(0), 0),
+        "take_along_dim of all": lambda m, x: m(x) * torch.take_along_dim(m(x), torch.tensor([1])),
+        "take_along_dim of a row's places": lambda m, x: torch.take_along_dim(m(x), x.argsort(1)[:1], 1),
+        "a class for each sample": lambda m, x: F.one_hot(ids(x), x.shape[0]).to(x.dtype) @ m(x),
         "prototypes": memory,
         "capacity": routed,
         "sorted by a feature": sorted_by_length,

@@ -61,5 +61,18 @@ def test_by_the_proof_alone(attack: Attack, device: torch.device, monkeypatch: p
     assert found == REFUSED or not reached, said
 
 
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if not attack.right], ids=str)
+def test_without_the_proof(attack: Attack, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof says nothing; the passes before it refuse by themselves."""
+
+    def silent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        return gm
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(pipeline, "PASSES", tuple(silent if p is prove_independence else p for p in pipeline.PASSES))
+    found, said = outcome(attack, device)
+    assert found == REFUSED, said
+
+
 def test_names_are_unique() -> None:
     assert len({str(attack) for attack in ATTACKS}) == len(ATTACKS)

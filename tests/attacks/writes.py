@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -313,7 +314,52 @@ def own_cumsum(m: Any, x: Tensor) -> Tensor:
     return m(x.clone().cumsum_(1))
 
 
-ATTACKS = attacks(
+def written_into(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """The program that writes into a copy of x, and goes on with it."""
+
+    def program(m: Any, x: Tensor) -> Tensor:
+        z = x.clone()
+        write(z, x)
+        return m(z)
+
+    return program
+
+
+def every_second_row(m: Any, x: Tensor) -> Tensor:
+    z = torch.empty(2 * x.shape[0], 3)
+    z[0::2].copy_(x)
+    z[1::2].copy_(2 * x)
+    return m(z).view(-1, 2, 3).sum(1)
+
+
+def one_block_of_many(m: Any, x: Tensor) -> Tensor:
+    z = torch.zeros(200, x.shape[0], 3)
+    z[100].copy_(x)
+    return m(z[100] + z[0])
+
+
+# What is written, or the place of it, is empty for fewer samples than the number in it.
+PLACES = attacks(
+    "places",
+    right={
+        "far columns": lambda m, x: m(torch.zeros(x.shape[0], 400)[:, 300:303].copy_(x)),
+        "every second row": every_second_row,
+        "one block of many": one_block_of_many,
+    },
+    refused={
+        "a mean, from the fifth sample on": written_into(lambda z, x: z[4:].add_(x.mean(0))),
+        "a mean, far behind": written_into(lambda z, x: z[150:].add_(x.mean(0))),
+        "zeros, far behind": written_into(lambda z, x: z[150:].zero_()),
+        "samples moved by many": written_into(lambda z, x: z[150:].add_(x[:-150])),
+        "the last ones onto a quarter": written_into(
+            lambda z, x: z[: x.shape[0] // 4].add_(x[x.shape[0] - x.shape[0] // 4 :])
+        ),
+        "a mean onto a part": written_into(lambda z, x: z[: x.shape[0] // 150].add_(x.mean(0))),
+        "a mean behind a minimum": written_into(lambda z, x: z[min(x.shape[0], 150) :].add_(x.mean(0))),
+    },
+)
+
+ATTACKS = PLACES + attacks(
     "writes",
     right={
         "a column": own_column,
@@ -325,6 +371,7 @@ ATTACKS = attacks(
         "scatter_add within a sample": own_scatter,
         "index_add within a sample": own_index_add,
         "cumsum within a sample": own_cumsum,
+        "a parameter by _foreach_mul_": a_parameter_by_foreach,
         "a detached parameter by _foreach_mul_": a_parameter_by_foreach_without_gradient,
         "a parameter into each sample": lambda m, x: torch.select_scatter(x, m.bias[:1].expand(x.shape[0]), 1, 0),
     },
@@ -365,7 +412,6 @@ ATTACKS = attacks(
         "cumsum_ over samples": cumulated_in_place,
         "addmm_": addmm_in_place,
         "zeros that take samples moved by one": set_of_rows,
-        "a parameter by _foreach_mul_": a_parameter_by_foreach,
         "a custom op that writes": by_custom_op,
         "a custom op that writes a mean": a_mean_by_custom_op,
         "a parameter into the first sample": lambda m, x: torch.diagonal_scatter(m(x), m.bias[:1], 2),

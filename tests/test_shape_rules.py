@@ -1,0 +1,77 @@
+"""Our own definitions of ops: PyTorch's numbers, one graph for every batch size, and in force only while we capture."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C import DispatchKey
+
+import fxgrad
+from fxgrad.shape_rules import symbolic_shape_rules, take_along_dim
+from fxgrad.testing import assert_per_sample_grads
+
+OP = torch.ops.aten.take_along_dim.default
+
+
+@pytest.mark.parametrize(
+    ("shape", "indices", "dim"),
+    [((4, 3), (4, 2), 1), ((4, 3), (1, 3), 0), ((1, 5, 3), (4, 2, 1), -2), ((2, 3), (2, 0), 1), ((2, 3), (5,), None)],
+)
+def test_numbers(shape: tuple[int, ...], indices: tuple[int, ...], dim: int | None) -> None:
+    source = torch.randn(shape)
+    places = torch.randint(0, 6 if dim is None else shape[dim], indices)
+    assert torch.equal(take_along_dim(source, places, dim), torch.take_along_dim(source, places, dim))
+
+
+def test_ranks_differ() -> None:
+    arguments = torch.randn(4, 3), torch.zeros(4, dtype=torch.long), 0
+    with pytest.raises(RuntimeError) as native:
+        torch.take_along_dim(*arguments)
+    with pytest.raises(RuntimeError) as ours:
+        take_along_dim(*arguments)
+    assert str(ours.value) == str(native.value)
+
+
+class Sorted(nn.Module):
+    """Each sample's numbers in an order of its own, and a table's by each sample's places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.table = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.take_along_dim(self.layer(x), x.argsort(1), 1)
+        return own * self.table.take_along_dim(x.argmax(1, keepdim=True), dim=0)
+
+
+def test_one_graph_for_every_batch_size() -> None:
+    model = Sorted().double()
+    view = fxgrad.transform(model, backend="eager")
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for size in (5, 6, 9):
+            fxgrad.zero_grad(model)
+            x = torch.randn(size, 3, dtype=torch.float64)
+            view(x).sum().backward()
+            for i in range(size):
+                alone = copy.deepcopy(model)
+                alone(x[i : i + 1]).sum().backward()
+                for own, p in zip(model.parameters(), alone.parameters(), strict=True):
+                    torch.testing.assert_close(own.grad_sample[i], p.grad)  # type: ignore[attr-defined]
+
+
+def test_through_the_checker() -> None:
+    assert_per_sample_grads(Sorted(), torch.randn(6, 3))
+
+
+def test_pytorchs_own_rule_is_back_after_the_call() -> None:
+    with symbolic_shape_rules():
+        assert OP.py_kernels[DispatchKey.CompositeImplicitAutograd] is take_along_dim
+        with symbolic_shape_rules():
+            pass
+        assert DispatchKey.CompositeImplicitAutograd in OP.py_kernels
+    assert DispatchKey.CompositeImplicitAutograd not in OP.py_kernels
