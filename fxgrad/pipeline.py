@@ -33,8 +33,10 @@ from collections.abc import Callable, Sequence
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxgrad.context import Context
+from fxgrad.errors import LostLayout
 from fxgrad.passes.ask_policies import ask_policies
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.count_one_sample import count_one_sample
@@ -123,12 +125,24 @@ def run_passes(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass] = PASSES
     with tracing(TracingContext(ctx.symbols.mode)):  # what PyTorch traces in here has our fake tensors, not Dynamo's
         for run in passes:
             start = time.perf_counter()
-            gm = run(copy_graph(gm), ctx)
+            try:
+                gm = run(copy_graph(gm), ctx)
+            except GuardOnDataDependentSymNode as error:
+                raise _undecided(error) from error
             gm.graph.lint()
             check_spec(gm, ctx, after=run.__name__)
             seconds[run.__name__] = seconds.get(run.__name__, 0.0) + time.perf_counter() - start
     gm.recompile()
     return gm
+
+
+def _undecided(error: GuardOnDataDependentSymNode) -> LostLayout:
+    said = str(error).splitlines()[0]
+    return LostLayout(
+        f"what the model does depends on a size that only the data decides: {said}",
+        advice="Use sizes that the inputs' shapes give: pass total_length= to pad_packed_sequence, mask instead of "
+        "selecting.",
+    )
 
 
 def _analyse(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

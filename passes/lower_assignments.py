@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fxgrad.calls import Call
 from fxgrad.context import Context, memory_of, without_gradients
@@ -71,7 +72,8 @@ class _Assignment:
         basic, advanced = parts
         with self.graph.inserting_before(self.node):
             view = self._call(operator.getitem, self.base, basic)
-            if 0 in view.meta["fake"].shape or [] in advanced.values():  # nothing is written
+            empty = any(guard_or_false(size == 0) for size in view.meta["fake"].shape)
+            if empty or [] in advanced.values():  # nothing is written
                 self.graph.erase_node(view)
             elif not advanced:
                 self._write(view)

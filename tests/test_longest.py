@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import fxgrad
 from fxgrad.errors import FxgradError
@@ -17,6 +17,9 @@ from tests.programs import quick_dynamo
 
 IN, H = 3, 4
 LENGTHS = torch.tensor([3, 5, 1, 2])
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,8 @@ class Padded(nn.Module):
         super().__init__()
         self.rnn, self.head, self.norm = nn.GRU(IN, H, batch_first=True), nn.Linear(H, H), nn.LayerNorm(H)
         self.score, self.places, self.again = nn.Linear(H, 1), nn.Embedding(9, H), nn.GRU(H, H, batch_first=True)
-        self.read = read
+        self.second, self.p, self.read = nn.LSTM(H, H, batch_first=True), nn.Parameter(torch.rand(H) + 0.5), read
+        self.both = nn.GRU(H, H // 2, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
@@ -108,6 +112,65 @@ def merged_and_split(m: Any, out: Tensor, n: Tensor) -> Tensor:
     return last_of(flat, n)
 
 
+class Scaled(torch.autograd.Function):
+    """A gradient of twice its size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+class Ones(torch.autograd.Function):
+    """A gradient of ones, whatever comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.ones_like(ctx.saved_tensors[0])
+
+
+class Straight(torch.autograd.Function):
+    """A mask whose backward knows nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None
+
+
+def packed_again(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    packed = pack_padded_sequence(m.head(out), n, batch_first=True, enforce_sorted=False)
+    again, (h, _) = m.second(packed)
+    return h[-1] + pad_packed_sequence(again, batch_first=True)[0].sum(1)
+
+
+def packed_again_both_ways(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    packed = pack_padded_sequence(m.head(out), n, batch_first=True, enforce_sorted=False)
+    again, h = m.both(packed)
+    return last_of(pad_packed_sequence(again, batch_first=True)[0], n) + h.transpose(0, 1).flatten(1)
+
+
+def scores_of_a_vector(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    scores = (torch.tanh(m.head(out)) @ m.p).masked_fill(~mask_of(out, n), float("-inf"))
+    return (scores.softmax(1).unsqueeze(-1) * out).sum(1)
+
+
+def a_mask_or_another(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    hidden = ~mask_of(out, n) | (out[:, :, 0] > 0)
+    return m.head(out).masked_fill(hidden.unsqueeze(-1), 0.0).sum(1)
+
+
 RIGHT = {
     "a sum of zeros": lambda m, out, n: m.head(2 * out.tanh().sum(1)),
     "a sum over its own count": lambda m, out, n: m.head(out.sum(1) / n[:, None]),
@@ -126,7 +189,9 @@ RIGHT = {
     **{f.__name__.replace("_", " "): f for f in (
         masked_mean, masked_mean_by_its_own_count, pooled_by_attention, pooled_by_a_product, attention,
         largest_of_masked, largest_with_its_place, chosen_by_where, written_zeros, places_added,
-        running_sum, without_the_first, merged_and_split)},
+        running_sum, without_the_first, merged_and_split, packed_again, packed_again_both_ways, scores_of_a_vector,
+        a_mask_or_another)},
+    "a gradient of twice its size": lambda m, out, n: last_of(Scaled.apply(m.head(out)), n),
 }  # fmt: skip
 
 
@@ -183,7 +248,61 @@ def as_many_as_rows(m: Any, out: Tensor, n: Tensor) -> Tensor:
     return m.head(out.sum(1)) * torch.ones_like(packed.data).sum()
 
 
+def truths_of_two_dimensions(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    every = torch.ones(1, out.shape[1], dtype=torch.bool)
+    return m.head(out[:, 0]) * torch.ones(1, out.shape[1], dtype=out.dtype)[every].sum()
+
+
+def running_over_features(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    flat = m.head(out).transpose(1, 2).reshape(len(out), -1).cumsum(1)
+    return zeros_behind(flat.view(len(out), H, -1).transpose(1, 2), out, n).sum(1)
+
+
+def place_of_the_largest(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    hidden = out.masked_fill(~mask_of(out, n)[..., None], float("-inf"))
+    return hidden.transpose(1, 2).flatten(1).argmax(1)[:, None] * m.p
+
+
+def zeros_behind(y: Tensor, out: Tensor, n: Tensor) -> Tensor:
+    return y.masked_fill(~mask_of(out, n)[..., None], 0.0)
+
+
+def softmax_of_nothing(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    nothing = torch.full((out.shape[1],), float("-inf"), dtype=out.dtype)
+    return m.head(out[:, 0]) * nothing.softmax(0).nan_to_num(1.0).sum()
+
+
+def largest_of_nothing(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    hidden = torch.where(mask_of(out, n)[..., None], 0.0, float("-inf"))
+    return (m.head(out) + hidden + torch.where(m.p > 0, 0.0, float("-inf"))).amax(1)
+
+
+def half_of_a_whole(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    half = torch.full_like(out, 0.5, dtype=torch.int64)
+    return ((torch.where(mask_of(out, n)[..., None], m.head(out), half) - 0.5) * m.p).sum(1)
+
+
+def written_behind_the_first(m: Any, out: Tensor, n: Tensor) -> Tensor:
+    rest = out[:, 1:].clone()
+    rest[:, :1] = m.p
+    return rest.sum(1)
+
+
 REFUSED = {
+    "a backward of ones": lambda m, out, n: zeros_behind(Ones.apply(m.head(out)), out, n).sum(1),
+    "a mask past the backward": lambda m, out, n: Straight.apply(m.head(out), mask_of(out, n)[..., None]).sum(1),
+    "infinite weights counted": lambda m, out, n: (
+        out @ torch.full((H, H), float("inf"), dtype=out.dtype)).isnan().sum(1) * m.p,
+    "infinite quotients counted": lambda m, out, n: (out / (n - n)[:, None, None]).nan_to_num(1.0, 1.0).sum(1) * m.p,
+    "complex zeros": lambda m, out, n: (
+        torch.log(torch.complex(out, out)) * mask_of(out, n)[..., None]).isnan().sum(1) * m.p,
+    "halves that are too large": lambda m, out, n: (
+        (out + 1e5).half() * mask_of(out, n)[..., None]).isnan().sum(1) * m.p,
+    "roots of zeros": lambda m, out, n: (out @ m.head.weight).abs().sqrt().sum(1),
+    "one over a signed zero": lambda m, out, n: (1 / (m.head(out) * mask_of(out, n)[..., None])).amin(1),
+    "signs of zeros": lambda m, out, n: torch.signbit(m.head(out) * mask_of(out, n)[..., None]).sum(1) * m.p,
+    "a running sum of ones": lambda m, out, n: m.head(out)[:, 0] * torch.ones(
+        out.shape[1], 3, dtype=out.dtype).t().reshape(-1).cumsum(0).view(3, out.shape[1])[1, 0],
     "a mean": lambda m, out, n: m.head(out.mean(1)),
     "a largest": lambda m, out, n: m.head(out.amax(1)),
     "the last place": lambda m, out, n: m.head(out[:, -1]),
@@ -214,7 +333,8 @@ REFUSED = {
     **{f.__name__.replace("_", " "): f for f in (
         one_too_many, a_mask_of_others, a_mask_that_is_off, a_mask_of_rounded_places, softmax_of_what_is_small,
         infinite_times_zero, zeros_over_zeros, a_second_dimension, an_outer_sum, read_in_another_order,
-        last_state_of_all_steps, as_many_as_rows)},
+        last_state_of_all_steps, as_many_as_rows, truths_of_two_dimensions, running_over_features,
+        place_of_the_largest, softmax_of_nothing, largest_of_nothing, half_of_a_whole, written_behind_the_first)},
 }  # fmt: skip
 
 
@@ -242,6 +362,96 @@ def test_what_sees_the_longest_sample_is_refused(name: str, device: torch.device
     x = torch.randn(4, 5, IN, dtype=torch.float64, device=device)
     with pytest.raises(FxgradError), torch.device(device):
         gs(x, LENGTHS.to(device))
+
+
+class FromLengths(Padded):
+    """Packs by a cast of lengths, and masks by these."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths.long(), batch_first=True, enforce_sorted=False)
+        out = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+        return self.read(self, out, lengths)
+
+
+@pytest.mark.parametrize("lengths", [[2.7, 5.0, 1.0, 2.0], [3 + 2**32, 5, 1, 2]])
+def test_lengths_that_a_cast_changes(lengths: Any) -> None:
+    torch._dynamo.reset()
+    gs = fxgrad.transform(FromLengths(RIGHT["masked mean"]).double(), backend="eager")
+    with pytest.raises(FxgradError):
+        gs(torch.randn(4, 5, IN, dtype=torch.float64), torch.tensor(lengths, dtype=torch.float64))
+
+
+def test_lengths_of_32_bits() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, 5, IN, dtype=torch.float64)
+    model: Any = FromLengths(RIGHT["masked mean"]).double()
+    fxgrad.transform(model, backend="eager")(x, LENGTHS.int()).sum().backward()
+    assert model.head.bias.grad_sample.shape == (4, H)
+
+
+PACKED = {
+    "how many steps": lambda m, p: m(p) * p.batch_sizes.shape[0],
+    "how many ones": lambda m, p: m(p) * torch.ones_like(p.batch_sizes).sum(),
+    "how many rows": lambda m, p: m(p) * p.data.shape[0],
+    "how many rows, filled": lambda m, p: m(p) * torch.ones(p.data.shape[0], dtype=p.data.dtype).sum(),
+    "how many rows, alike": lambda m, p: m(p) * torch.ones_like(p.data).sum(),
+    "as long as the longest": lambda m, p: m.head(
+        pad_packed_sequence(m.rnn(p)[0], batch_first=True, total_length=p.batch_sizes.shape[0])[0]).mean(1),
+    "the place of a row": lambda m, p: m(PackedSequence(
+        p.data * torch.ones_like(p.data).cumsum(0), p.batch_sizes, p.sorted_indices, p.unsorted_indices)),
+}  # fmt: skip
+
+
+class OfPacked(nn.Module):
+    """Reads a packed sequence."""
+
+    def __init__(self, read: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.read = read
+
+    def forward(self, p: PackedSequence) -> Tensor:
+        return self.read(self.inner, p)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(IN, H), nn.Linear(H, H)
+
+    def forward(self, p: PackedSequence) -> Tensor:
+        return self.head(pad_packed_sequence(self.rnn(p)[0], batch_first=True)[0].sum(1))
+
+
+def packed_rows() -> PackedSequence:
+    x = torch.randn(4, 5, IN, dtype=torch.float64)
+    return pack_padded_sequence(x, LENGTHS, batch_first=True, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_how_long_a_packed_input_is(name: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(FxgradError):
+        fxgrad.transform(OfPacked(PACKED[name]).double(), backend="eager")(packed_rows())
+
+
+def test_a_packed_input() -> None:
+    torch._dynamo.reset()
+    model: Any = OfPacked(lambda m, p: m(p)).double()
+    fxgrad.transform(model, backend="eager")(packed_rows()).sum().backward()
+    assert model.inner.head.weight.grad_sample.shape == (4, H, H)
+
+
+def test_under_a_bound_nothing_of_parameters_is_returned_behind_the_ends() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, 5, IN, dtype=torch.float64)
+    returned = Padded(lambda m, out, n: m.head(out)).double()
+    with pytest.raises(FxgradError, match="behind the ends"):
+        fxgrad.transform(returned, quantity=fxgrad.ClippedGrad(1.0), backend="eager")(x, LENGTHS)
+    torch._dynamo.reset()
+    masked = Padded(lambda m, out, n: zeros_behind(m.head(out), out, n)).double()
+    fxgrad.transform(masked, quantity=fxgrad.ClippedGrad(1.0), backend="eager")(x, LENGTHS).sum().backward()
+    assert masked.head.bias.grad is not None
 
 
 def test_the_refusal_says_what_to_do() -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxgrad.control_flow import Cond, ControlFlow, Map, Scan, WhileLoop
 from fxgrad.independence.calls import Origins
+from fxgrad.independence.following import LONGEST
 from fxgrad.independence.origins import NONE, compact, folded, joined, no_samples
 from fxgrad.independence.values import Met, Values
 from fxgrad.user_functions import UserFunction
@@ -21,15 +22,23 @@ from fxgrad.user_functions import UserFunction
 def function(values: Values, n: fx.Node, function: UserFunction, args: Sequence[Any]) -> Any:
     """A user's autograd.Function: what its backward gives for an argument is that argument's samples' own."""
     outs, saved = fx.Interpreter(function.fwd).run(*args)
+    outs = [values.behind_ends(out, None) for out in outs]  # its backward need not be zero where a number stands
     grads = [values.like(out, joined) if isinstance(out, FunctionalTensor) else out for out in outs]
     found = fx.Interpreter(function.bwd).run(*grads, *saved)
     for arg, grad in zip(args, found, strict=True):
         if not isinstance(arg, FunctionalTensor) or not isinstance(grad, FunctionalTensor):
             continue
         own, given = values.origins(arg), values.origins(grad)
+        if own.traced and own.padded and not _silent(own, given):
+            raise Met(f"an autograd.Function's backward{LONGEST}", n, given)
         if own.traced and not own.alone and not _within(given, own):
             raise Met("an autograd.Function lets samples influence each other in its backward", n, given)
     return list(outs)
+
+
+def _silent(own: Origins, given: Origins) -> bool:
+    """Whether zeros behind the ends are sent back where zeros come in."""
+    return own.padded.keys() == given.padded.keys() and all(one.number == 0 for one in given.padded.values())
 
 
 def control(values: Values, n: fx.Node, flow: ControlFlow, args: Sequence[Any]) -> Any:

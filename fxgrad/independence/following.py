@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxgrad.independence import rules
 from fxgrad.independence.calls import Call, Known, Origins, Undecided, settled
-from fxgrad.independence.longest.steps import Padded, Seen, Steps
+from fxgrad.independence.longest.steps import Padded, Seen, Steps, held
 from fxgrad.independence.origins import MANY, SUM, any_samples, folded, joined, no_samples
 from fxgrad.independence.padding import Padding, numbers_of
 from fxgrad.independence.trials import Trial
@@ -26,6 +26,7 @@ _KEY = "_fxgrad_origins"
 
 
 MEET = " lets samples influence each other"
+LONGEST = " may see how long the longest sample is"
 
 log = logging.getLogger(__name__)
 
@@ -147,15 +148,14 @@ class Follow:
             self._are_lengths(outputs[0], self.of(arguments["batch_sizes"]).pack)
         elif func is torch.ops.fxgrad.pad_packed_to_longest.default:
             (length,) = _symbols(outputs[0].shape[:1])
-            self.padding.rows.discard(length)
-            self.padding.lengths[length] = self.of(arguments["batch_sizes"]).pack
+            self.padding.enter(length, self.of(arguments["batch_sizes"]).pack)
             value = float(arguments["value"])
             steps = Steps(length, number=value, finite=math.isfinite(value))
-            self.set(outputs[0], replace(self.of(outputs[0]), padded={0: steps}))
+            self.set(outputs[0], replace(self.of(outputs[0]), padded={0: held(steps, outputs[0].dtype)}))
 
     def _are_lengths(self, tensor: Any, pack: int | None) -> None:
         """A value, and what it is a cast of, says how many steps the samples of a packed sequence have."""
-        while tensor is not None:
+        while tensor is not None and not tensor.dtype.is_floating_point:
             origins = self.of(tensor)
             self.set(tensor, replace(origins, least=1, ends=pack))
             tensor = origins.cast_of
@@ -221,6 +221,15 @@ class Follow:
             return torch.where(ids == SUM, SUM, found)  # Note [Token counts]
         return found
 
+    def note_packed(self, data: Tensor, sizes: Tensor, pack: int) -> None:
+        """A packed sequence that is an input: how many rows and steps it has, all its samples decide."""
+        whole = Origins(tuple(any_samples(0) for _ in self.trials))
+        rows, steps = _symbols(data.shape[:1]), _symbols(sizes.shape[:1])
+        self.numbers |= dict.fromkeys(rows | steps, whole)
+        self.padding.rows |= rows
+        for length in steps:
+            self.padding.enter(length, pack)
+
     def _note_symbols(self, out: Any, held: list[Origins], *, extent: bool) -> None:
         """Symbols that appear in a value for the first time hold what its operands hold.
 
@@ -257,7 +266,7 @@ class Follow:
         if rule is None:
             return blank, f"nobody has said how {name} treats samples"
         if seen:
-            return blank, f"{name} may see how long the longest sample is"
+            return blank, f"{name}{LONGEST}"
         arguments = _bound(func, args, kwargs)
         found = []
         new: list[Tensor] = []
@@ -299,7 +308,7 @@ class Follow:
         return Origins(
             tuple(ids),
             traced,
-            all(one.counted or one.alone for one in held),
+            all(one.counted or one.alone for one in held) and not blame.endswith(LONGEST),
             None,
             (before.blame if before else blame) if met else "",
             (before.where if before else self.node) if met else None,

@@ -27,11 +27,20 @@ _SAME_NUMBERS = _CASTS | frozenset("expand view unsqueeze squeeze transpose".spl
 
 
 class Padding:
-    """The symbols of such sizes."""
+    """The symbols of such sizes.
+
+    Samples may hide in what is padded in two ways: an op may count the steps, and what stands behind the end of a
+    shorter sample may add to its result. `longest` looks at both.
+    """
 
     def __init__(self) -> None:
         self.lengths: dict[Any, int | None] = {}  # of the longest sample, and of which packed sequence it is
         self.rows: set[Any] = set()  # how many rows packed data has
+
+    def enter(self, length: Any, pack: int | None) -> None:
+        """Take a symbol for how many steps the longest sample of a packed sequence has."""
+        self.rows.discard(length)
+        self.lengths[length] = pack
 
     def __bool__(self) -> bool:
         return bool(self.lengths or self.rows)
@@ -55,17 +64,10 @@ class Padding:
         tensors = [tensor for _, tensor in call.tensors()]
         outputs = [out for out in call.outputs if isinstance(out, Tensor)]
         if any(self.along(size) for tensor in (*tensors, *outputs) for size in tensor.shape):
-            if call.func.namespace != "fxgrad":
-                return longest.after(call, rule, self)
-            self._own(call)
+            return longest.after(call, rule, self)
         elif self._counts(call, rule, tensors, outputs):
             raise Seen
         return [{} for _ in call.outputs]
-
-    def _own(self, call: Call) -> None:
-        """fxgrad's own operators read as many steps as they are told, or make them; a recurrence runs over all."""
-        if call.name not in ("pack", "repack", "packed_lengths", "pad_packed_to_longest", "grouped_rows"):
-            raise Seen
 
     def _counts(self, call: Call, rule: Rule | None, tensors: list[Tensor], outputs: list[Tensor]) -> bool:
         """Whether a call may count the rows of packed data: a constant of that size becomes something else."""
@@ -105,7 +107,10 @@ def numbers_of(
     same = name in _SAME_NUMBERS or (name == "slice" and whole(arguments, source.shape[arguments["dim"]]))
     if not same:
         return replace(origins, least=_least(name, arguments, of))
-    cast = source if name in _CASTS else None
+    exact = source.dtype == out.dtype or (source.dtype is torch.int32 and out.dtype is torch.int64)
+    cast = source if name in _CASTS and exact else None
+    if source.dtype.is_floating_point and source.dtype != out.dtype:
+        return origins  # it may be rounded
     return replace(origins, least=of(source).least, ends=of(source).ends, cast_of=cast)
 
 

@@ -55,7 +55,8 @@ class Sharing:
         if not self.from_sizes(*value.shape):
             return None
         known = None if origins.known is None else id(origins.known)
-        bounds = (origins.least, origins.ends, None if origins.renormed is None else id(origins.renormed))
+        padded = tuple(sorted(origins.padded.items()))
+        bounds = (padded, origins.least, origins.ends, None if origins.renormed is None else id(origins.renormed))
         key = (form_of(value), ids, origins.traced, origins.counted, known, origins.pack, bounds)
         number = self.kinds.setdefault(key, len(self.kinds))
         self.numbers[id(value)] = (value, origins, number)

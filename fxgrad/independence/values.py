@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxgrad.independence.calls import Origins
 from fxgrad.independence.following import Follow
+from fxgrad.independence.longest.steps import filled
 from fxgrad.independence.origins import no_samples
 from fxgrad.independence.trials import ROWS, Trial
 from fxgrad.samples.layouts import Layout
@@ -56,11 +57,22 @@ class Values:
         return torch._from_functional_tensor(value.elem)
 
     def like(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """A new value like this one, with its ids changed."""
+        """A gradient of this value, with its ids changed; behind the ends of shorter samples it is zero."""
         origins = self.origins(value)
         with _disable_current_modes():
             ids = tuple(change(one) for one in origins.ids)
-        return self.fresh(self.inner(value), replace(origins, ids=ids, known=None, padded={}))
+        padded = {dim: filled(steps, 0.0) for dim, steps in origins.padded.items()}
+        return self.fresh(self.inner(value), replace(origins, ids=ids, known=None, padded=padded))
+
+    def behind_ends(self, value: Any, number: float | None) -> Any:
+        """The value, with something else known of what stands behind the ends of shorter samples."""
+        if not isinstance(value, FunctionalTensor):
+            return value
+        origins = self.origins(value)
+        if origins.padded:
+            padded = {dim: replace(filled(steps, number), finite=steps.safe) for dim, steps in origins.padded.items()}
+            self.follow.set(self.inner(value), replace(origins, padded=padded))
+        return value
 
 
 def _laid_out(trial: Trial, fake: Tensor, layout: Layout | None, packs: dict[str, int]) -> Tensor:

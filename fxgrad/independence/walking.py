@@ -16,7 +16,7 @@ from fxgrad.context import Context
 from fxgrad.control_flow import ControlFlow
 from fxgrad.independence.bodies import control, function
 from fxgrad.independence.calls import Origins
-from fxgrad.independence.following import Follow
+from fxgrad.independence.following import LONGEST, Follow
 from fxgrad.independence.origins import MANY, NONE, any_samples, no_samples
 from fxgrad.independence.sharing import Sharing, form_of
 from fxgrad.independence.trials import ROWS
@@ -49,9 +49,11 @@ class Walk(fx.Interpreter):
 
     def inputs(self) -> list[Any]:
         """The placeholders' values."""
-        for rows in self.ctx.packed.values():
+        for name, rows in self.ctx.packed.items():
             if rows is not None and rows[0] not in self.values.packs:
                 self.values.packs[rows[0]] = self.values.packs[rows[1]] = len(self.follow.packs)
+                with _disable_current_modes():
+                    self.follow.note_packed(self.ctx.inputs[name], self.ctx.inputs[rows[0]], len(self.follow.packs))
                 self.follow.packs.append(self._each_sample())
         return [self._placeholder(node) for node in self.graph.find_nodes(op="placeholder")]
 
@@ -251,6 +253,7 @@ class Walk(fx.Interpreter):
             value, samples = self.env.get(node), node.meta.get("samples")
             if not isinstance(value, FunctionalTensor) or not isinstance(samples, Samples):
                 continue
+            self._check_ends(value, node)
             if samples.kind is Kind.BATCHED:
                 self._check(value, samples.layout, node)
             elif samples.kind is not Kind.MIXED:
@@ -264,6 +267,13 @@ class Walk(fx.Interpreter):
                     raise Met("it is more than a sum over samples", node, origins)
                 if loose:
                     raise Met("samples are where they cannot be followed", node, origins)
+
+    def _check_ends(self, value: Any, node: fx.Node) -> None:
+        """Under a bound for each sample, nothing but a number stands behind its end: a loss may add that up."""
+        padded = self.values.origins(value).padded
+        if self.follow.clips and any(steps.number is None for steps in padded.values()):
+            what = f"what is returned{LONGEST}: something made of parameters stands behind the ends of shorter ones"
+            raise Met(what, node, Origins((), blame=what))
 
     def _believed(self, n: fx.Node) -> Any:
         """What a user's word stands for."""

@@ -11,21 +11,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from fxgrad.independence.calls import Call
-from fxgrad.independence.longest import places
+from fxgrad.independence.longest import own, places
 from fxgrad.independence.longest.along import along
 from fxgrad.independence.longest.elements import elementwise
-from fxgrad.independence.longest.steps import HANDLERS, Lengths, Padded, Seen, Step
+from fxgrad.independence.longest.steps import HANDLERS, Lengths, Padded, Seen, Step, held
 from fxgrad.independence.rules import pointwise
 from fxgrad.independence.rules.along import along as reduction
 from fxgrad.independence.rules.registry import Rule
 
-__all__ = ["after", "places"]
+__all__ = ["after", "own", "places"]
 
 
 def after(call: Call, rule: Rule | None, lengths: Lengths) -> list[Padded]:
     """The steps of each output; `Seen` where the call may tell how many there are."""
     step = Step(call, lengths)
-    handler = HANDLERS.get(call.name) if call.func.namespace in ("aten", "prims") else None
+    handler = HANDLERS.get(call.name if call.func.namespace in ("aten", "prims") else call.func._schema.name)
     if handler is None and rule is not None and rule.__module__ == pointwise.__name__:
         handler = elementwise
     elif handler is None and rule is reduction:
@@ -39,4 +39,5 @@ def after(call: Call, rule: Rule | None, lengths: Lengths) -> list[Padded]:
     for out, steps in zip(call.outputs, found, strict=True):
         if isinstance(out, Tensor) and steps.keys() != set(step.dims(out)):
             raise Seen
-    return found
+    pairs = zip(call.outputs, found, strict=True)
+    return [{dim: held(one, out.dtype) for dim, one in steps.items()} for out, steps in pairs]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from torch import Tensor
+
 from fxgrad.independence.longest.elements import elementwise
 from fxgrad.independence.longest.steps import (
     Padded,
@@ -24,6 +26,7 @@ _NOTHING: dict[str, float] = {
     **dict.fromkeys("amax max argmax logsumexp _softmax _log_softmax _safe_softmax".split(), -math.inf),
     **dict.fromkeys("amin min argmin".split(), math.inf),
 }
+_SHOW_NAN = frozenset("sum linalg_vector_norm prod logsumexp _softmax _log_softmax _safe_softmax".split())
 _LEFT = {"_softmax": 0.0, "_safe_softmax": 0.0, "_log_softmax": -math.inf}
 _FROM_THE_FRONT = frozenset("cumsum cumprod cummax cummin logcumsumexp".split())
 _FINITE = frozenset("sum mean amax amin max min _softmax _safe_softmax any all argmax argmin".split())
@@ -38,12 +41,12 @@ def along(step: Step) -> list[Padded]:
     if step.name in ("renorm", "_weight_norm_interface", "_fft_r2c", "_fft_c2r", "_fft_c2c"):
         raise Seen
     dims = dims_of(step.call, source.dim())
-    if step.name == "linalg_vector_norm" and not 0 < given["ord"] < math.inf:
+    if step.name == "linalg_vector_norm" and not 1 <= given["ord"] < math.inf:
         raise Seen
     if len(dims) > 1 and step.name in ("argmax", "argmin"):
         raise Seen
     for dim in dims:
-        if dim in own and step.name not in _FROM_THE_FRONT and own[dim].number != _NOTHING.get(step.name, math.nan):
+        if dim in own and not _blind(step, source, dim, own[dim]):
             raise Seen
     kept = {dim: _worked(step.name, one, dim in dims) for dim, one in own.items()}
     found = []
@@ -57,13 +60,25 @@ def along(step: Step) -> list[Padded]:
     return found[:1] + (places if step.name in ("max", "min") else found[1:])
 
 
+def _blind(step: Step, source: Tensor, dim: int, one: Steps) -> bool:
+    """Whether an op along steps gives the same however many of them stand behind a sample's end."""
+    counts = step.name in _FROM_THE_FRONT | {"argmax", "argmin", "max", "min"}
+    if counts and not step.front(source, dim):
+        return False
+    if step.name in _FROM_THE_FRONT:
+        return True
+    return one.number == _NOTHING.get(step.name, math.nan) and (one.sure or step.name in _SHOW_NAN)
+
+
 def _worked(name: str, one: Steps, worked: bool) -> Steps:
     if worked:
         found = one.unknown(finite=name in _LEFT and _LEFT[name] == 0)
-        return replace(found, number=_LEFT.get(name))
+        return replace(found, number=_LEFT.get(name), sure=False)
     same = name in _KEPT or (name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm") and one.number == 0)
     found = one.unknown(finite=one.safe and name in _FINITE)
-    return replace(found, number=one.number) if same else found
+    shown = one.sure or name in ("sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm")
+    known = same and shown and not (name == "mean" and one.number == 1)
+    return replace(found, number=one.number, sure=one.sure) if known else found
 
 
 @steps_of("native_layer_norm _fused_rms_norm")
@@ -79,17 +94,17 @@ def _layer_norm(step: Step) -> list[Padded]:
 
 
 
-@steps_of("mm addmm linear")
+@steps_of("mm addmm linear mv")
 def _rows(step: Step) -> list[Padded]:
     """Rows of the first operand, each with all of the second."""
-    name = {"mm": "self", "addmm": "mat1", "linear": "input"}[step.name]
+    name = {"mm": "self", "mv": "self", "addmm": "mat1", "linear": "input"}[step.name]
     step.only(name)
     source = step.call.arguments[name]
     own = step.of(source)
     if source.dim() - 1 in own:
         raise Seen
-    alone = step.name == "mm" or (step.name == "linear" and not step.call.has("bias"))
-    return [{dim: filled(one, 0.0) if alone and one.number == 0 else one.unknown(finite=one.safe)
+    alone = step.name in ("mm", "mv") or (step.name == "linear" and not step.call.has("bias"))
+    return [{dim: filled(one, 0.0, sure=False) if alone and one.number == 0 else one.unknown(finite=one.safe)
              for dim, one in own.items()}]  # fmt: skip
 
 
@@ -109,9 +124,9 @@ def _bmm(step: Step) -> list[Padded]:
         if 0 not in a or 0 not in b or (a[0].length, a[0].inner) != (b[0].length, b[0].inner):
             raise Seen
         zero = (a[0].number == 0 and b[0].safe) or (b[0].number == 0 and a[0].safe)
-        found[0] = filled(a[0], 0.0) if zero else a[0].unknown(finite=a[0].safe and b[0].safe)
+        found[0] = filled(a[0], 0.0, sure=False) if zero else a[0].unknown(finite=a[0].safe and b[0].safe)
     for dim, steps in ((1, a.get(1)), (2, b.get(2))):
         if steps is not None:
             zero = steps.number == 0
-            found[dim] = filled(steps, 0.0) if zero else steps.unknown(finite=steps.safe)
+            found[dim] = filled(steps, 0.0, sure=False) if zero else steps.unknown(finite=steps.safe)
     return [found]

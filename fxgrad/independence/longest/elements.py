@@ -27,6 +27,8 @@ _TOTAL = frozenset(
     log_sigmoid_forward sin cos erf atan clamp clamp_min clamp_max where masked_fill maximum minimum _to_copy clone
     detach alias copy native_dropout square""".split()
 )
+At = dict[int, Steps | None]  # each operand's steps along one dimension
+Numbers = dict[int, Any]  # what each operand has behind the ends
 _SAME = frozenset("_to_copy clone detach alias".split())
 
 
@@ -50,42 +52,61 @@ def _at(step: Step, tensor: Tensor, back: int) -> Steps | None:
     return step.of(tensor)[dim]
 
 
-def _value(step: Step, i: int, at: dict[int, Steps | None]) -> Steps:
+def _value(step: Step, i: int, at: At) -> Steps:
     known = [one for one in at.values() if one is not None]
     first = known[0]
     if any((one.length, one.inner) != (first.length, first.inner) for one in known):
         raise Seen
     out = step.call.outputs[i]
-    number = _number(step, i, at)
+    number, sure = _number(step, i, at)
     leaves = torch.utils._pytree.tree_leaves(dict(step.call.arguments))
     numbers = all(math.isfinite(leaf) for leaf in leaves if isinstance(leaf, float))
     total = step.name in _TOTAL and numbers and all(one is None or one.safe for one in at.values())
-    finite = total or not out.dtype.is_floating_point or (number is not None and math.isfinite(number))
+    whole = not out.dtype.is_floating_point and not out.dtype.is_complex
+    finite = total or whole or (number is not None and math.isfinite(number))
     places = step.name in _SAME and first.places and out.dtype in WIDE
-    return Steps(first.length, first.inner, number, finite, places)
+    return Steps(first.length, first.inner, number, sure, finite, places)
 
 
-def _number(step: Step, i: int, at: dict[int, Steps | None]) -> float | None:
+def _number(step: Step, i: int, at: At) -> tuple[float | None, bool]:
+    """What an output has behind the ends, and whether that is sure."""
     call, name = step.call, step.name
     given = call.arguments
     numbers = {id(tensor): operand(call, tensor, at[id(tensor)]) for _, tensor in call.tensors()}
+    sure = all(one is None or one.sure for one in at.values())
     if name in ("lt", "ge", "gt", "le"):
         inside = _inside(step, at)
         if inside is not None:
-            return inside
-    if name == "where" and numbers[id(given["condition"])] is not None:
-        chosen = given["self"] if numbers[id(given["condition"])] else given["other"]
-        return numbers[id(chosen)] if isinstance(chosen, Tensor) else None
-    if name == "masked_fill" and numbers[id(given["mask"])] is not None:
-        chosen = given["value"] if numbers[id(given["mask"])] else given["self"]
-        return numbers[id(chosen)] if isinstance(chosen, Tensor) else float(chosen)
-    if name == "copy":
-        return numbers[id(given["src"])]
+            return inside, True
+    if name in ("where", "masked_fill", "copy"):
+        chosen = _chosen(name, given, numbers, at)
+        if not isinstance(chosen, Tensor):
+            return (None if chosen is None else float(chosen)), True
+        steps = at[id(chosen)]
+        return numbers[id(chosen)], steps is None or steps.sure
     if name == "native_dropout":
-        return 0.0 if i == 0 and numbers[id(given["input"])] == 0 else None
+        return (0.0 if i == 0 and numbers[id(given["input"])] == 0 else None), sure
     if None not in numbers.values():
-        return _computed(call, i, numbers)
-    return _absorbed(name, given, at, numbers)
+        return (_computed(call, i, numbers) if sure or _shows_nan(step, i) else None), sure
+    return _absorbed(step, at, numbers)
+
+
+def _chosen(name: str, given: Any, numbers: Numbers, at: At) -> Any:
+    """The operand that stands behind the ends; None where nobody knows which."""
+    if name == "copy":
+        return given["src"]
+    which = given["condition" if name == "where" else "mask"]
+    decides, steps = numbers[id(which)], at[id(which)]
+    if decides is None or not (steps is None or steps.sure):
+        return None
+    if name == "where":
+        return given["self"] if decides else given["other"]
+    return given["value"] if decides else given["self"]
+
+
+def _shows_nan(step: Step, i: int) -> bool:
+    """Whether an op makes nan of nan."""
+    return step.name in _TOTAL - {"sign"} and step.call.outputs[i].dtype.is_floating_point
 
 
 def operand(call: Call, tensor: Tensor, steps: Steps | None) -> float | None:
@@ -100,7 +121,7 @@ def operand(call: Call, tensor: Tensor, steps: Steps | None) -> float | None:
 
 
 
-def _inside(step: Step, at: dict[int, Steps | None]) -> float | None:
+def _inside(step: Step, at: At) -> float | None:
     """``arange(longest) < lengths``: true up to the end of each sample."""
     given = step.call.arguments
     places, ends = (given["self"], given["other"]) if step.name in ("lt", "ge") else (given["other"], given["self"])
@@ -114,39 +135,64 @@ def _inside(step: Step, at: dict[int, Steps | None]) -> float | None:
     return 0.0 if step.name in ("lt", "gt") else 1.0
 
 
-def _computed(call: Call, i: int, numbers: dict[int, float | None]) -> float | None:
-    """The op itself, on what stands behind the ends."""
+def _computed(call: Call, i: int, numbers: Numbers) -> float | None:
+    """The op itself, on what stands behind the ends; None where that, or its slope, depends on more."""
     symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
     leaves = torch.utils._pytree.tree_leaves(dict(call.arguments))
     if torch.Tag.nondeterministic_seeded in call.func.tags or any(isinstance(leaf, symbolic) for leaf in leaves):
         return None
+    found = [_run(call, i, {key: number or zero for key, number in numbers.items()}) for zero in (0.0, -0.0)]
+    return found[0] if found[0] == found[1] else None
+
+
+def _run(call: Call, i: int, numbers: dict[int, float]) -> float | None:
+    leaves: list[Tensor] = []
 
     def stand_in(leaf: Any) -> Any:
-        return torch.tensor(numbers[id(leaf)], dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        value = torch.full([1] * min(leaf.dim(), 1), numbers[id(leaf)], dtype=leaf.dtype)
+        leaves.append(value.requires_grad_(leaf.dtype.is_floating_point))
+        return value
 
-    given = torch.utils._pytree.tree_map(stand_in, dict(call.arguments))
-    schema = call.func._schema.arguments
-    ignored = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
-    named = {one.name: given[one.name] for one in schema if one.kwarg_only and one.name not in ignored}
-    found = call.func(*(given[one.name] for one in schema if not one.kwarg_only), **named)
-    out = found[i] if isinstance(found, tuple | list) else found
-    return None if out.is_complex() else float(out)
+    with torch.enable_grad():
+        given = torch.utils._pytree.tree_map(stand_in, dict(call.arguments))
+        schema = call.func._schema.arguments
+        ignored = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+        named = {one.name: given[one.name] for one in schema if one.kwarg_only and one.name not in ignored}
+        found = call.func(*(given[one.name] for one in schema if not one.kwarg_only), **named)
+        out = found[i] if isinstance(found, tuple | list) else found
+        if out.is_complex():
+            return None
+        if out.requires_grad:
+            out.sum().backward()
+    slopes = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return float(out) if all(bool(slope.isfinite().all()) for slope in slopes) else None
 
 
-def _absorbed(
-    name: str, given: Any, at: dict[int, Steps | None], numbers: dict[int, float | None]
-) -> float | None:
-    """Where one operand says what comes out, whatever the others are."""
+def _absorbed(step: Step, at: At, numbers: Numbers) -> tuple[float | None, bool]:
+    """Where one operand says what comes out, whatever the others are, unless that is infinite or nan."""
+    given, name = step.call.arguments, step.name
     others = [one for key, one in at.items() if numbers[key] is None]
     safe = all(one is None or one.safe for one in others)
     own = [number for number in numbers.values() if number is not None]
-    if name in ("mul", "logical_and", "bitwise_and") and safe and 0 in own:
-        return 0.0
+    if name in ("logical_and", "bitwise_and") and 0 in own and _truths(step):
+        return 0.0, True
+    if name in ("logical_or", "bitwise_or") and 1 in own and _truths(step):
+        return 1.0, True
+    if name == "mul" and safe and 0 in own:
+        return 0.0, False
     if name == "div" and given.get("rounding_mode") is None and numbers[id(given["self"])] == 0:
-        return 0.0 if at[id(given["other"])] is None else None
-    if name == "add" and safe and given.get("alpha", 1) == 1 and any(math.isinf(number) for number in own):
-        return next(number for number in own if math.isinf(number))
-    return None
+        return (0.0 if at[id(given["other"])] is None else None), False
+    if name == "add" and safe and given.get("alpha", 1) == 1 and any(map(math.isinf, own)):
+        return next(number for number in own if math.isinf(number)), False
+    return None, True
+
+
+def _truths(step: Step) -> bool:
+    """Whether all operands are of bools, and those of which something is known are sure."""
+    operands = [tensor for _, tensor in step.call.tensors()]
+    return all(tensor.dtype is torch.bool for tensor in operands)
 
 
 @steps_of("zeros_like ones_like full_like empty_like rand_like randn_like")

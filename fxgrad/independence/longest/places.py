@@ -17,6 +17,7 @@ from fxgrad.independence.longest.steps import (
     Padded,
     Seen,
     Step,
+    Steps,
     expr,
     filled,
     is_one,
@@ -63,9 +64,12 @@ def _origins(step: Step, source: Tensor, out: Tensor) -> list[int]:
 
 
 def _first(step: Step, dim: int, source: Tensor) -> bool:
-    """``x[0]``"""
+    """``x[0]``, and ``x[-1]`` where that is each sample's own last step."""
     index = step.call.arguments.get("index")
-    return step.name == "select" and step.front(source, dim) and type(index) is int and index == 0
+    if step.name != "select" or type(index) is not int or not step.front(source, dim):
+        return False
+    one = step.of(source)[dim]
+    return index == 0 or (index == -1 and one.stays and one.inner == 1)
 
 
 @steps_of("view _unsafe_view reshape")
@@ -111,7 +115,9 @@ def _slice(step: Step) -> list[Padded]:
         steps = own.pop(dim)
         if goes_on(end, source.shape[dim]) and given["step"] == 1:
             own[dim] = replace(steps, length=expr(out.shape[dim]), places=steps.places and start == 0)
-        elif (start, end) != (0, 1):
+        elif step.lengths.lone(out.shape[dim]) and start == 0 and given["step"] == 1 and type(end) is int:
+            own[dim] = Steps(expr(out.shape[dim]))  # one less than a recurrence has states
+        elif (start, end) != (0, 1) or not step.lengths.lone(source.shape[dim]):
             raise Seen
     return [own]
 
@@ -176,6 +182,8 @@ def _gather(step: Step) -> list[Padded]:
 @steps_of("index")
 def _index(step: Step) -> list[Padded]:
     source, indices = step.source(), step.call.arguments["indices"]
+    if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
+        raise Seen
     for tensor in (source, *(one for one in indices if one is not None)):
         if not all(step.front(tensor, dim) for dim in step.of(tensor)):
             raise Seen
@@ -224,7 +232,7 @@ def _written(step: Step) -> list[Padded]:
         return [step.of(given["src"])]
     if dim in own:
         place = given["index"] if step.name == "select_scatter" else (given["start"] or 0, given["end"])
-        if place not in (0, (0, 1)) or own[dim].inner != 1 or not step.front(source, dim):
+        if place not in (0, (0, 1)) or not step.lengths.lone(source.shape[dim]):
             raise Seen
         return [{at: one if at == dim else one.unknown() for at, one in own.items()}]
     return [{at: one.unknown() for at, one in own.items()}]

@@ -27,9 +27,11 @@ class Steps:
 
     length: sympy.Expr  # how many there are
     inner: sympy.Expr = _ONE  # elements of one step, where it was merged with dimensions behind it
-    number: float | None = None  # what stands behind the end of every sample, whatever the parameters are
-    finite: bool = False  # neither infinite nor nan stands there
+    number: float | None = None  # what stands behind the end of every sample, whatever the parameters are: 0, 1, ±inf
+    sure: bool = True  # it is not nan instead where other values of the sample are not finite
+    finite: bool = False  # neither infinite nor nan stands there, where other values of the sample are finite
     places: bool = False  # the elements are 0, 1, 2, ..
+    stays: bool = False  # a sample's last step is repeated behind its end
 
     @property
     def safe(self) -> bool:
@@ -125,9 +127,18 @@ def is_one(size: Any) -> bool:
 
 
 
-def filled(steps: Steps, number: float | None) -> Steps:
+def filled(steps: Steps, number: float | None, *, sure: bool = True) -> Steps:
     """Steps behind the end of which one number stands."""
-    return replace(steps.unknown(finite=number is not None and math.isfinite(number)), number=number)
+    return replace(steps.unknown(finite=number is not None and math.isfinite(number)), number=number, sure=sure)
+
+
+def held(steps: Steps, dtype: torch.dtype) -> Steps:
+    """Steps of a value of this dtype: of numbers, those that every dtype has exactly."""
+    known = steps.number in (0.0, 1.0) or (steps.number is not None and math.isinf(steps.number))
+    whole = not dtype.is_floating_point and not dtype.is_complex
+    if known and not (whole and math.isinf(steps.number or 0.0)):
+        return steps
+    return replace(steps, number=None, sure=True)
 
 
 
