@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxgrad.calls import Call, map_nodes
@@ -127,7 +128,7 @@ class _Inference:
         fake = node.meta["fake"]
         outputs: Sequence[Any] = list(fake) if isinstance(fake, tuple | list) else [fake]
         flows = node.meta["traced"] if isinstance(fake, tuple | list) else [node.meta["traced"]]
-        family = family_of(call.op)
+        family = family_of(call.op) if not _read_as_another(node, call) else None
         operands = self._decided(node, call, self._operands(node, call))
         if call.op in SHAPED_AS and _constant(call.get("input")):
             return [self._constant(outputs[0])]
@@ -582,3 +583,8 @@ def _mixed_number(node: fx.Node) -> bool:
 def _undecided(samples: Any) -> bool:
     """Whether these are copies of a parameter's value that fit any order of the samples."""
     return _batched(samples) and samples.layout is None
+
+
+def _read_as_another(node: fx.Node, call: Call) -> bool:
+    """``x.view(torch.int32)``: memory read as numbers of another dtype."""
+    return call.op == "view" and any(isinstance(arg, torch.dtype) for arg in (*node.args, *node.kwargs.values()))

@@ -13,13 +13,22 @@ from fxgrad import pipeline
 from fxgrad.context import Context
 from fxgrad.passes.prove_independence import prove_independence
 from tests.attacks import (
+    aliases,
+    attention,
+    backward,
+    bags,
     doors,
     factories,
     functions,
     indices,
     lookups,
+    loops,
     losses,
     numbers,
+    packed,
+    places,
+    signals,
+    totals,
     views,
     writes,
 )
@@ -27,7 +36,10 @@ from tests.attacks.model import Attack
 from tests.attacks.oracle import REFUSED, RIGHT, outcome
 from tests.programs import quick_dynamo
 
-TABLES = (numbers, writes, indices, factories, views, lookups, functions, losses, doors)
+TABLES = (
+    *(numbers, writes, indices, factories, views, lookups, functions, losses, doors),
+    *(aliases, places, bags, packed, backward, loops, totals, attention, signals),
+)
 ATTACKS = [attack for table in TABLES for attack in table.ATTACKS]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,7 +73,20 @@ def test_by_the_proof_alone(attack: Attack, device: torch.device, monkeypatch: p
     assert found == REFUSED or not reached, said
 
 
-@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if not attack.right], ids=str)
+# The length of the longest sample is the proof's affair alone; of these others, infer_samples sees less.
+LEFT_TO_THE_PROOF = {
+    *(str(attack) for attack in packed.ATTACKS),
+    "writes: written by batch norm",
+    "writes: written by batch norm between two calls",
+    "lookups: rows of two norms",
+    "lookups: rows of a norm and of none",
+    "lookups: rows of a norm, summed",
+    "doors: a norm of one group of all",
+}
+BY_BOTH = [attack for attack in ATTACKS if not attack.right and str(attack) not in LEFT_TO_THE_PROOF]
+
+
+@pytest.mark.parametrize("attack", BY_BOTH, ids=str)
 def test_without_the_proof(attack: Attack, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof says nothing; the passes before it refuse by themselves."""
 

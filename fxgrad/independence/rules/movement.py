@@ -184,8 +184,7 @@ def written(call: Call) -> Tensor:
     args = dict(call.arguments)
     for name in args:
         if name not in ("self", "src", "dim"):
-            if not fixed:
-                call.check_numbers(args[name], "self", dim)
+            call.check_numbers(args[name], "self", dim)
             args[name] = call.get(name)
     part = list(whole)
     part[dim] = 1 if select else call.shape("src")[dim]
