@@ -163,6 +163,8 @@ CALLS: dict[str, tuple[Any, Sequence[tuple[int, ...]]]] = {
     "argmax": (lambda x: aten.argmax(x, 1), [A]),
     "argmin": (lambda x: aten.argmin(x, 0), [A]),
     "median": (lambda x: aten.median(x), [A]),
+    "renorm": (lambda x: aten.renorm(x, 2, 0, 0.5), [A]),
+    "renorm, last": (lambda x: aten.renorm(x, 2, -1, 0.5), [X]),
     "nansum": (lambda x: aten.nansum(x, [1]), [A]),
     "count_nonzero": (lambda x: aten.count_nonzero.dim_IntList(x > 0.5, [1]), [A]),
     "softmax": (lambda x: aten._softmax(x, 1, False), [A]),
@@ -188,6 +190,9 @@ CALLS: dict[str, tuple[Any, Sequence[tuple[int, ...]]]] = {
     "_unsafe_index_put": (lambda x, y: aten._unsafe_index_put(x, [torch.tensor([1, 3])], y), [A, (2, 3)]),
     "searchsorted": (lambda s, x: aten.searchsorted.Tensor(s.sort(-1)[0], x), [(4, 5), (4, 3)]),
     "bucketize": (lambda x, s: aten.bucketize.Tensor(x, s.sort()[0]), [A, (5,)]),
+    "_embedding_bag, largest": (
+        lambda w: aten._embedding_bag(w, torch.tensor([0, 2, 1, 1, 3]), torch.tensor([0, 2, 2]), False, 2), [A],
+    ),
     "_embedding_bag": (
         lambda w, p: aten._embedding_bag(w, torch.tensor([0, 2, 1, 1, 3]), torch.tensor([0, 2, 2]), False, 0, False, p),
         [A, (5,)],
@@ -240,6 +245,17 @@ CALLS: dict[str, tuple[Any, Sequence[tuple[int, ...]]]] = {
     "ctc": (
         lambda x: aten._ctc_loss(x.log_softmax(2), torch.tensor([[1, 2], [2, 1]]), [5, 5], [2, 2]), [(5, 2, 4)],
     ),
+    "ctc, targets in a row": (
+        lambda x, t: aten._ctc_loss(x.log_softmax(2), (t * 3).long() + 1, [5, 5], [0, 2])[0], [(5, 2, 4), (2,)],
+    ),
+    "nll, and its weights": (
+        lambda x, t: aten.nll_loss_forward(x, (t * 3).long(), torch.tensor([1.0, 2, 4]).double(), 1, -100), [A, (4,)],
+    ),
+    "group norm": (lambda x, w, b: aten.native_group_norm(x, w, b, 2, 3, 4, 3, 1e-5), [X, V, V]),
+    "group norm of other sizes": (lambda x: aten.native_group_norm(x, None, None, 1, 3, 8, 1, 1e-5), [X]),
+    "group norm of other channels": (lambda x: aten.native_group_norm(x, None, None, 2, 2, 6, 1, 1e-5), [X]),
+    "expand": (lambda x: aten.expand(x, [2, 4, 3]), [A]),
+    "diag_embed": (lambda x: aten.diag_embed(x, 1), [A]),
     "select_copy": (lambda x: aten.select_copy(x, 1, 2), [A]),
     "slice_copy": (lambda x: aten.slice_copy(x, 0, 1, 3), [A]),
     "split_copy": (lambda x: aten.split_copy(x, 2, 0), [A]),
@@ -267,6 +283,55 @@ def test_a_call_by_changing_one_sample(name: str) -> None:
     cases = [(place, dim) for place, shape in enumerate(shapes) for dim in range(len(shape))]
     for place, dim in cases:
         check(lambda given: function(*given), inputs, place, dim)
+
+
+def followed(function: Any, *shapes: Sequence[int]) -> Origins:
+    """What is known of a call's output, where dimension 0 of every input is the samples'."""
+    follow = Follow([Trial(shapes[0][0], sympy.Symbol("B"), {}, last=False)], clips=False)
+    inputs = [torch.ones(shape, dtype=torch.float64) for shape in shapes]
+    for held in inputs:
+        follow.set(held, Origins((torch.arange(1, len(held) + 1, dtype=torch.int32)[:, None],)))
+    with torch.no_grad(), Followed(follow):
+        out = function(*inputs)
+    with _disable_current_modes():
+        return follow.of(out)
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda x: x.sum(0).to(torch.float32), True),
+        (lambda x: x.sum(0).to(torch.complex128).to(torch.float64), True),
+        (lambda x: x.to(torch.int32).sum(0, dtype=torch.int32).long(), True),
+        (lambda x: x.to(torch.int32).sum(0, dtype=torch.int32).double(), True),
+        (lambda x: x.sum(0).long(), False),
+        (lambda x: x.sum(0).to(torch.complex128).long(), False),
+        (lambda x: x.long().sum(0).int(), False),
+        (lambda x: x.long().sum(0).bool(), False),
+        (lambda x: x.long().sum(0, dtype=torch.bool), False),
+        (lambda x: x.sum(0).bool(), False),
+        (lambda x: x.to(torch.complex128).sum(0).bool(), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_sum_is_kept_by_casts_that_are_linear(function: Any, kept: bool) -> None:
+    assert followed(function, A).ids[0].unique().tolist() == [SUM if kept else MANY]
+
+
+def test_a_rule_asks_for_the_samples_in_each_operand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(x: Any, y: Any) -> Any:
+        return aten.linalg_cross(x, y)
+
+    monkeypatch.setitem(RULES, "linalg_cross", lambda given: given.ids("self"))
+    found = followed(call, A, A)
+    assert found.blame == "linalg_cross: nobody has said what the samples in its other do"
+    assert found.ids[0].unique().tolist() == [MANY]
+    assert followed(lambda x: call(x, torch.ones(A, dtype=torch.float64)), A).ids[0].flatten().tolist() == [1, 2, 3, 4]
+
+
+def test_the_form_of_an_operand_holds_no_samples() -> None:
+    for function in (torch.zeros_like, torch.rand_like, lambda x: x.new_ones(3), lambda x: aten.fill(x, 1)):
+        assert followed(function, A).alone
 
 
 def test_the_check_finds_a_wrong_rule() -> None:

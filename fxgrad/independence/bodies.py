@@ -175,10 +175,10 @@ def _of_rows(values: Values, n: fx.Node, i: int, value: Any, rows: list[Tensor])
 
 
 def _within(given: Origins, own: Origins) -> bool:
-    """Whether elements depend on no other samples than those of another value do."""
+    """Whether elements depend on no other sample than that of another value does, which is one."""
     with _disable_current_modes():
         pairs = zip(given.ids, own.ids, strict=True)
-        return all(a.dim() == b.dim() and bool(((a == NONE) | (a == b)).all()) for a, b in pairs)
+        return all(a.dim() == b.dim() and bool(((a == NONE) | ((a == b) & (a > NONE))).all()) for a, b in pairs)
 
 
 def _any_of(known: Sequence[Origins], deciding: Sequence[Origins], place: int, lift: int, rank: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.independence.origins import any_samples, compact, no_samples
+from fxgrad.independence.origins import any_samples, compact
 from fxgrad.independence.trials import Trial
 
 LARGEST = 1 << 24  # ids of more elements than that are not made
@@ -51,34 +51,43 @@ class Known:
         """Whether what it is at these samples says what it is at any other number of them.
 
         Sums of whole numbers and products with constants are linear in B and in the position, so they hide nothing.
-        Quotients, remainders, comparisons and limits may do something else from some sample on, at the product of
-        all constants at the latest; trials go that far. Of anything else nothing is known.
+        Quotients, remainders, comparisons, limits and what rounds may do something else from some sample on, at the
+        product of all constants at the latest; trials go that far. Of anything else nothing is known.
         """
-        bends, filled, reach, factors = False, False, 1.0, 1.0
+        if self.has_unknown(trial):
+            return False
+        bends, places, reach, factors = False, True, 1.0, 1.0
         stack: list[Known] = [self] if self.varies(trial) else []
         while stack:
             one = stack.pop()
             name = _name(one.func)
             if name not in _LINEAR | _BENDING or one.value(trial).dtype in _NARROW:
                 return False
-            bends = bends or (name in _BENDING and not _is_whole(one))
-            filled = filled or name in _FILLED
+            bent = (name in _BENDING and not _is_whole(one)) or one.value(trial).dtype not in _WHOLE
+            bends, places = bends or bent, places and (name in _PLACES or not bent)
             leaves = torch.utils._pytree.tree_leaves((one.args, one.kwargs))
             varying = [arg for arg in leaves if isinstance(arg, Known) and arg.varies(trial)]
             if name == "mul" and len(varying) > 1:
                 return False
             stack += varying
+            least = 2.0 if name in _SUMS else 1.0  # a sum of many ones is large
+            reach *= least if name in _FILLED or len(varying) > 1 else 1.0
             for arg in leaves:
                 if isinstance(arg, Known):
-                    reach *= 1.0 if arg.varies(trial) else _reach(arg.value(trial), trial)
+                    reach *= 1.0 if arg.varies(trial) else max(least, _reach(arg.value(trial), trial))
                 elif not linear_in_batch(arg, trial):
                     return False
                 elif name == "mul" and isinstance(arg, int):
                     factors *= _reach(arg, trial)
-                elif name not in _OF_FORM:
+                elif name not in _OF_FORM and not (name == "slice" and _is_no_end(arg)):
                     bends = bends or isinstance(arg, float)
-                    reach *= _reach(arg, trial)
-        return not bends or reach * (factors if filled else 1.0) < _FURTHEST
+                    reach *= max(least if isinstance(arg, int) else 1.0, _reach(arg, trial))
+        return not bends or reach * (1.0 if places else factors) < _FURTHEST
+
+    def has_unknown(self, trial: Trial) -> bool:
+        """Whether a number in it was read from a constant: the trial has a stand-in for that."""
+        leaves = torch.utils._pytree.tree_leaves((self.args, self.kwargs))
+        return any(arg.has_unknown(trial) if isinstance(arg, Known) else bool(trial.unknown(arg)) for arg in leaves)
 
 
 def _has_batch(arg: Any, trial: Trial) -> bool:
@@ -95,14 +104,17 @@ def _reach(arg: Any, trial: Trial) -> float:
         values = torch.cat([values, values.reciprocal()])
         return float(values[values.isfinite()].max().clamp(min=max(1, arg.numel()))) if arg.numel() else 1.0
     if isinstance(arg, torch.SymInt):
-        arg = arg.node.expr.subs({trial.symbol: 0})
-        return max(1.0, abs(float(arg))) if arg.is_number else 1.0
-    if isinstance(arg, bool) or not isinstance(arg, int | float) or not arg or abs(arg) >= NO_END:
+        return max(1.0, abs(float(trial.without_samples(arg))))
+    if isinstance(arg, bool) or not isinstance(arg, int | float) or not arg:
         return 1.0
-    return max(abs(arg), 1 / abs(arg))
+    return float(max(abs(arg), 1 / abs(arg)))
 
 
 NO_END = 1 << 62  # what ATen says for a slice without an end
+
+
+def _is_no_end(arg: Any) -> bool:
+    return isinstance(arg, int) and abs(arg) >= NO_END
 
 
 def _is_whole(one: Known) -> bool:
@@ -118,7 +130,10 @@ _OF_FORM = frozenset(  # whose numbers are shapes and dimensions
     """zeros ones detach clone alias view _unsafe_view unsqueeze squeeze expand transpose permute t lift_fresh_copy
     lift_fresh zeros_like ones_like new_zeros new_ones repeat""".split()
 )
-_FILLED = frozenset("ones ones_like new_ones full full_like new_full".split())
+_FILLED = frozenset("ones ones_like new_ones".split())
+_SUMS = frozenset("add sub rsub arange".split()) | _FILLED
+_PLACES = frozenset("cat stack flip".split())  # whose places do not come from values
+_WHOLE = (torch.int64, torch.int32)
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16)
 _BENDING = frozenset(
     """floor_divide div remainder eq ne lt le gt ge clamp clamp_min clamp_max minimum maximum where logical_and
@@ -149,7 +164,7 @@ class Origins:
     least: int | None = None  # integers: none is smaller
     ends: int | None = None  # it is how many steps each sample of this packed sequence has
     cast_of: Any = None  # the tensor that it has the whole numbers of
-    renormed: Any = None  # a table: what is known of the indices of the rows that were scaled
+    renormed: Any = None  # a table: what is known of the indices of the rows scaled last, and by which norm
 
     @property
     def alone(self) -> bool:
@@ -171,7 +186,8 @@ class Call:
     clips: bool
     packs: Sequence[Sequence[Tensor]] = ()  # of each packed sequence so far: the sample of each of its parts
     new_pack: list[Tensor] = field(default_factory=list)  # of the one that the call makes
-    read: set[int] = field(default_factory=set)  # the tensors that the rule looked at, by id
+    followed: Collection[Any] = ()  # symbols read from data: which samples are in them is followed elsewhere
+    looked_at: set[int] = field(default_factory=set)  # the ids of tensors whose samples the rule asked for
 
     @property
     def name(self) -> str:
@@ -181,19 +197,14 @@ class Call:
         return isinstance(self.arguments.get(name), Tensor)
 
     def of(self, tensor: Tensor) -> Tensor:
-        self.read.add(id(tensor))
+        self.looked_at.add(id(tensor))
         return self.origins(tensor).ids[self.place]
-
-    def check_read(self) -> None:
-        """Refuse an operand with samples that the rule did not look at."""
-        for name, tensor in self.tensors():
-            if id(tensor) not in self.read and bool(self.origins(tensor).ids[self.place].any()):
-                raise Undecided(f"nobody has said what it does with {name}")
 
     def ids(self, name: str) -> Tensor:
         return self.of(self.arguments[name])
 
     def shape(self, name: str) -> list[int]:
+        self._check_seen(self.arguments[name].shape)
         return self.trial.shape(self.arguments[name].shape)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -209,6 +220,7 @@ class Call:
     def get(self, name: str) -> Any:
         """A number, or a list of them, as it is in this trial."""
         arg = self.arguments[name]
+        self.check_linear(arg)
         return [self.trial.number(item) for item in arg] if isinstance(arg, list | tuple) else self.trial.number(arg)
 
     def dims(self, name: str, rank: int) -> list[int]:
@@ -229,36 +241,72 @@ class Call:
         return ids.expand(sizes)
 
     def check_linear(self, numbers: Any) -> list[Any]:
-        """Refuse numbers that depend on B in another way than ``a B + b``."""
+        """Refuse numbers that depend on B in another way than ``a B + b``, and those that nobody knows."""
         raw = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
-        if not all(map(self.trial.knows, raw)):
-            raise Undecided("what it does depends on a number that is read from data")
         if not all(linear_in_batch(number, self.trial) for number in raw):
             raise Undecided("what it does depends on the number of samples in a way that is not linear")
+        self._check_seen(raw)
         return raw
+
+    def _symbols(self) -> set[Any]:
+        """The symbols in its arguments for which a trial has a stand-in."""
+        leaves = torch.utils._pytree.tree_leaves(dict(self.arguments))
+        numbers = [number for leaf in leaves for number in (leaf.shape if isinstance(leaf, Tensor) else [leaf])]
+        return {symbol for number in numbers for symbol in self.trial.unknown(number)}
+
+    def _check_seen(self, numbers: Sequence[Any]) -> None:
+        """Refuse numbers that were read from a constant: a trial has a stand-in for them."""
+        if any(self.trial.unknown(number) - set(self.followed) for number in numbers):
+            raise Undecided("what it does depends on a number that is known at run time")
 
     def check_numbers(self, numbers: Any, along: str, dim: int) -> None:
         """Refuse what may do nothing at this many samples and something at more, along a dimension of an argument."""
         raw = self.arguments[along].shape[dim]
-        if not isinstance(raw, torch.SymInt) or self.trial.symbol not in raw.node.expr.free_symbols:
+        if not self.depends(raw):
             return  # no more samples will make it longer
         size = self.trial.number(raw)
         for number in self.check_linear(numbers):
-            plain = self.trial.number(number)
-            fixed = isinstance(number, int) and not isinstance(number, bool)
-            if self.trial.last and fixed and size <= abs(plain) < NO_END and size > 1:
-                raise Undecided(f"what it does with {plain} rows or more is not known")
+            fixed = self.trial.without_samples(number)
+            if _is_no_end(fixed) and self.name.startswith("slice"):
+                continue
+            if self.trial.last and size <= abs(fixed) and size > 1:
+                raise Undecided(f"what it does with {abs(fixed)} rows or more is not known")
+
+    def check_sizes(self) -> None:
+        """Refuse sizes of which more samples make something else than ``a B + b``, or that are mostly b."""
+        outputs = [out for out in self.outputs if isinstance(out, Tensor)]
+        for tensor in (*(tensor for _, tensor in self.tensors()), *outputs):
+            for size in filter(self.depends, tensor.shape):
+                if _bends(size, self.trial):
+                    raise Undecided("its size depends on the number of samples in a way that is not linear")
+                fixed = abs(self.trial.without_samples(size))
+                if self.trial.last and self.trial.number(size) <= 2 * fixed:
+                    raise Undecided(f"what it does with {fixed} rows or more is not known")
+
+    def depends(self, size: Any) -> bool:
+        """Whether a size depends on the number of samples."""
+        return isinstance(size, torch.SymInt) and _has_batch(size, self.trial)
 
     def out_rank(self, i: int = 0) -> int:
         return int(self.outputs[i].dim())
 
     def out_shape(self, i: int = 0) -> list[int]:
+        sizes = [size for size in self.outputs[i].shape if self.trial.unknown(size)]
+        given = self._symbols() if sizes else set()  # others are the call's own: their samples are its operands'
+        self._check_seen([size for size in sizes if self.trial.unknown(size) & given])
         return self.trial.shape(self.outputs[i].shape)
 
     def ranked(self, ids: Tensor, i: int = 0) -> Tensor:
         """Ids with as many dimensions as an output: more of them on the left."""
         rank = self.out_rank(i)
         return ids.reshape([1] * (rank - ids.dim()) + list(ids.shape)) if ids.dim() < rank else ids
+
+
+def _bends(size: Any, trial: Trial) -> bool:
+    """Whether a size is a quotient, a remainder, a minimum .. of B."""
+    import sympy
+
+    return any(trial.symbol in one.free_symbols for one in size.node.expr.atoms(sympy.Function))
 
 
 def linear_in_batch(number: Any, trial: Trial) -> bool:
@@ -271,14 +319,11 @@ def linear_in_batch(number: Any, trial: Trial) -> bool:
     batch = trial.symbol
     if batch not in expr.free_symbols:
         return True
-    inside = any(batch in one.free_symbols for one in expr.atoms(sympy.Function))
-    return not inside and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
+    return not _bends(number, trial) and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
 
 
 def settled(ids: Tensor, shape: Sequence[int], rank: int) -> Tensor:
     """Ids as they are kept: no larger than they have to be, of the value's rank."""
-    if 0 in shape:
-        return no_samples(rank)
     if ids.dim() != rank:
         return any_samples(rank)
     fits = all(size in (1, own) for size, own in zip(ids.shape, shape, strict=True))

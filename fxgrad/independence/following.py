@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -131,8 +131,7 @@ class Follow:
             return origins
         name = func._schema.name.removeprefix("aten::")
         if name == "embedding_renorm":
-            first = held[0].alone or held[0].renormed is held[1]  # or which rows were short before, others say
-            return replace(origins, renormed=held[1]) if first else origins
+            return replace(origins, renormed=_renormed(_bound(func, args, kwargs), held))
         if held and held[0].renormed is not None and name in ("detach", "alias", "clone"):
             origins = replace(origins, renormed=held[0].renormed)
         return numbers_of(name, _bound(func, args, kwargs), self.of, out, origins)
@@ -181,8 +180,6 @@ class Follow:
             "aten::new_empty",
             "aten::empty_strided",
         ):
-            return None
-        if not all(map(self.trials[0].knows, torch.utils._pytree.tree_leaves((args, kwargs)))):
             return None
         values = {id(tensor): self._value(tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
@@ -271,11 +268,11 @@ class Follow:
         found = []
         new: list[Tensor] = []
         for place, trial in enumerate(self.trials):
-            call = Call(func, arguments, outputs, trial, place, self.of, self.clips, self.packs, new)
+            call = Call(
+                func, arguments, outputs, trial, place, self.of, self.clips, self.packs, new, self.numbers.keys()
+            )
             try:
-                ids = rule(call)
-                if not rules.ignores(name):
-                    call.check_read()
+                ids = rules.applied(rule, call)
             except Undecided as reason:
                 return blank, f"{name}: {reason}"
             except (
@@ -318,6 +315,16 @@ class Follow:
 def _reads_memory(func: Any) -> bool:
     """Whether an op reads what lies beside its operand: there, samples may be."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name.startswith("aten::as_strided")
+
+
+def _renormed(arguments: Mapping[str, Any], held: Sequence[Origins]) -> tuple[Origins, float, float] | None:
+    """Whose rows are short enough, by which norm; rows that were scaled by another norm before are not known."""
+    table, indices = held[0], held[1]
+    norm = arguments["max_norm"], arguments["norm_type"]
+    if not all(type(one) in (int, float) for one in norm):
+        return None
+    again = table.renormed is not None and table.renormed[1:] == norm
+    return (indices, *norm) if table.alone or again else None
 
 
 def _is_own(func: Any) -> bool:

@@ -103,7 +103,7 @@ def regrouped(ids: Tensor, shape: Sequence[int], new: Sequence[int]) -> Tensor:
     [1, 1, 1, 2, 2, 2]
     """
     if 0 in shape:
-        return no_samples(len(new))
+        return (folded(ids, range(ids.dim())) if ids.numel() else ids.new_zeros(1)).reshape([1] * len(new))
     full, split = list(ids.shape), list(new)
     for old_dims, new_dims in _groups(shape, new):
         if all(ids.shape[dim] == 1 for dim in old_dims):

@@ -36,10 +36,17 @@ class Trial:
             self.known[expr] = kind(expr.subs(numbers))
         return self.known[expr]
 
-    def knows(self, number: Any) -> bool:
-        """Whether a number is made of sizes alone, none of them read from data."""
+    def unknown(self, number: Any) -> set[sympy.Symbol]:
+        """The symbols in a number that have a stand-in here: what was read from a tensor."""
         symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
-        return not symbolic or number.node.expr.free_symbols <= self.values.keys()
+        return {symbol for symbol in number.node.expr.free_symbols if symbol not in self.values} if symbolic else set()
+
+    def without_samples(self, number: Any) -> int:
+        """What is left of ``a B + b`` where there are no samples: b."""
+        if isinstance(number, torch.SymInt):
+            expr = expression(number)
+            return int(expr.subs({**dict.fromkeys(expr.free_symbols, UNKNOWN), **self.values, self.symbol: 0}))
+        return number if isinstance(number, int) and not isinstance(number, bool) else 0
 
     def shape(self, shape: Any) -> list[int]:
         return [self.number(size) for size in shape]

@@ -36,6 +36,19 @@ class CentredBackward(torch.autograd.Function):
         return g - g.mean(0)
 
 
+class SquaredTotal(torch.autograd.Function):
+    """Of a sum over samples: its backward gives what all of them gave."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor) -> Tensor:
+        ctx.save_for_backward(total)
+        return total * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return ctx.saved_tensors[0] * 2
+
+
 class ScaledBackward(torch.autograd.Function):
     """Its backward is scaled by what its forward saw of the batch."""
 
@@ -188,6 +201,7 @@ ATTACKS = attacks(
     refused={
         "a group norm of one sample": lambda m, x: m(torch.ops.aten.native_group_norm(
             x[:, :, None], None, None, 1, 3, x.shape[0], 1, 1e-5)[0][:, :, 0]),
+        "a function of the sum": lambda m, x: SquaredTotal.apply(m(x).sum()),
         "an autograd.Function that mixes forward": lambda m, x: Centred.apply(m(x)),
         "an autograd.Function that mixes before the layer": lambda m, x: m(Centred.apply(x)),
         "an autograd.Function that mixes backward": lambda m, x: CentredBackward.apply(m(x)),

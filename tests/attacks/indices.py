@@ -78,6 +78,36 @@ THRESHOLDS = attacks(
 )
 
 
+def after_many_subtractions(m: Any, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    late = index
+    for _ in range(200):
+        late = late - torch.ones_like(index)
+    return m(x)[torch.where(late >= 0, 0, index)].sum(0)
+
+
+def beyond_a_product(m: Any, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    limit = ((index == 0) * 256)[:1]
+    return m(x)[torch.where(index >= limit, 0, index)].sum(0)
+
+
+def beyond_a_power(m: Any, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    limit = (index == 0).long()
+    for _ in range(8):
+        limit = limit + limit
+    return m(x)[torch.where(index >= limit[:1], 0, index)].sum(0)
+
+
+def a_late_diagonal(m: Any, x: Tensor) -> Tensor:
+    size = x.shape[0]
+    return m(x) * torch.diag_embed(x[:, 0], offset=200)[:size, :size].sum(0)[:, None]
+
+
+EVERY_TRIAL = 2 * 3 * 67 * 131  # a shift by as many is none at any number of samples that the proof looks at
+TABLE = [*range(190), *[0] * 100]
+
 ATTACKS = THRESHOLDS + attacks(
     "indices",
     right={
@@ -93,6 +123,33 @@ ATTACKS = THRESHOLDS + attacks(
         "each sample repeated": lambda m, x: m(x[torch.arange(2 * x.shape[0]) // 2]).view(-1, 2, 3).sum(1),
     },
     refused={
+        "rolled by more than an int32": lambda m, x: m(x) - m(x).roll(EVERY_TRIAL << 16, 0),
+        "rolled by more than the end of a slice": lambda m, x: m(x) - m(x).roll(EVERY_TRIAL << 46, 0),
+        "rolled by all and more": lambda m, x: m(x) - m(x).roll(x.shape[0] + EVERY_TRIAL, 0),
+        "indices rolled by more than the end of a slice": lambda m, x: m(x)[
+            torch.arange(x.shape[0]).roll(EVERY_TRIAL << 46, 0)
+        ].sum(0),
+        "behind a part that ends early": lambda m, x: m(x)
+        * torch.cat([torch.zeros_like(x)[:200], x.sum(0).expand(x.shape[0], 3)])[: x.shape[0]],
+        "a table in the code": lambda m, x: m(x)[torch.tensor(TABLE)[: x.shape[0]]].sum(0),
+        "a number in the code, as a tensor": lambda m, x: m(x)[
+            torch.arange(x.shape[0]) - torch.tensor(200) * (torch.arange(x.shape[0]) >= torch.tensor(200))
+        ].sum(0),
+        "indices by bool": lambda m, x: m(x)[
+            torch.arange(x.shape[0]) + (torch.arange(x.shape[0]) - 200).bool().long() - 1
+        ].sum(0),
+        "indices that floats round": lambda m, x: m(x)[
+            (torch.arange(x.shape[0]).float() + (2**24 - 200) - (2**24 - 200)).long()
+        ].sum(0),
+        "indices after many subtractions": after_many_subtractions,
+        "indices beyond a product": beyond_a_product,
+        "indices beyond a power": beyond_a_power,
+        "a diagonal that is empty at first": a_late_diagonal,
+        "a diagonal of sums that is empty at first": lambda m, x: m(x)
+        * x.sum().expand(x.shape[0], x.shape[0]).diagonal(200).sum(),
+        "the sum of a tail of sums": lambda m, x: m(x) * x.sum(0).expand(x.shape[0], 3)[200:].sum(0),
+        "the sum of a tail of sums, by index": lambda m, x: m(x)
+        * x.sum(0).expand(x.shape[0], 3)[torch.arange(x.shape[0])[200:]].sum(0),
         "flipped twice": lambda m, x: m(x.flip(0).flip(0)),
         "rolled by a quarter of the batch": lambda m, x: m(x) - m(x).roll(x.shape[0] // 4, 0),
         "cut by a number of a constant": lambda m, x: cut_at(m(x), torch.tensor(3).item()),

@@ -60,6 +60,39 @@ def nearest(m: Any, x: Tensor) -> Tensor:
     return m(x) + m(x)[near]
 
 
+def rows_within(m: Any, x: Tensor, *bounds: float, p: float = 2.0) -> Tensor:
+    """Lookups in a table whose rows get shorter when they are read: by the largest features, then by the smallest."""
+    table = m.weight.detach().clone()
+    F.embedding(ids(x), table, max_norm=bounds[0])
+    return m(x) * F.embedding(x.argmin(1), table, max_norm=bounds[1], norm_type=p)
+
+
+def written_and_within(m: Any, x: Tensor) -> Tensor:
+    table = m.weight.detach().clone()
+    table[0] = x.sum(0)
+    return m(x) * F.embedding(ids(x), table, max_norm=0.1)
+
+
+def within_and_viewed(m: Any, x: Tensor) -> Tensor:
+    table = m.weight.detach().clone()
+    rows = ids(x)
+    F.embedding(rows, table, max_norm=0.1)
+    return m(x) * F.embedding(rows, table.view(9, 1))
+
+
+def within_and_alike(m: Any, x: Tensor) -> Tensor:
+    """Indices of which the proof knows the same, and that are not."""
+    table = m.weight.detach().clone()
+    largest, smallest = x.argmax(1).clone(), x.argmin(1).clone()
+    return m(x) * F.embedding(largest, table, max_norm=0.1) * F.embedding(smallest, table)
+
+
+def grouped(m: Any, x: Tensor) -> Tensor:
+    """A group norm that is called with other sizes than its input has."""
+    size = x.shape[0]
+    return m(x) * torch.ops.aten.native_group_norm(x[:, :, None], None, None, 1, 3, size, 1, 1e-5)[0][:, :, 0]
+
+
 ATTACKS = attacks(
     "lookups",
     right={
@@ -91,6 +124,16 @@ ATTACKS = attacks(
         "take_along_dim of all": lambda m, x: m(x) * torch.take_along_dim(m(x), torch.tensor([1])),
         "take_along_dim of a row's places": lambda m, x: torch.take_along_dim(m(x), x.argsort(1)[:1], 1),
         "a class for each sample": lambda m, x: F.one_hot(ids(x), x.shape[0]).to(x.dtype) @ m(x),
+        "rows within two bounds": lambda m, x: rows_within(m, x, 0.1, 5.0),
+        "rows within a bound of another norm": lambda m, x: rows_within(m, x, 0.1, 0.1, p=1.0),
+        "rows of samples within a bound": written_and_within,
+        "rows within a bound, as other rows": within_and_viewed,
+        "rows within a bound of others' reads": within_and_alike,
+        "a group norm of other sizes": grouped,
+        "the weights of classes in the batch, by a loss": lambda m, x: m(x)
+        * torch.ops.aten.nll_loss_forward(x, ids(x), m.bias.detach(), 1, -100)[1],
+        "whether a sum is zero": lambda m, x: m(x) * x.sum(0).bool(),
+        "a sum as bool": lambda m, x: m(x) * x.sum(0, dtype=torch.bool),
         "prototypes": memory,
         "capacity": routed,
         "sorted by a feature": sorted_by_length,

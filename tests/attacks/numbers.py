@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from tests.attacks.model import attacks
+
+
+def read(m: Any, k: int) -> int:
+    """A whole number that only the parameters' values say: k."""
+    return int(m.bias.detach().abs().sum().item() / 100) + k
+
 
 ATTACKS = attacks(
     "numbers",
@@ -23,9 +30,25 @@ ATTACKS = attacks(
         "a dtype's eps": lambda m, x: m(x) + torch.finfo(x.dtype).eps,
         "the length of a list": lambda m, x: m(x) * len([x, x]),
         "a sum over features": lambda m, x: m(x) * x.sum(1, keepdim=True),
+        "scaled by a number of parameters": lambda m, x: m(x) * read(m, 2),
+        "clamped at a number of parameters": lambda m, x: m(x).clamp(max=read(m, 2)),
+        "as many ones as parameters say": lambda m, x: (m(x)[:, :1] * torch.ones(read(m, 3))).sum(1),
+        "as many largest as parameters say": lambda m, x: m(x) * x.topk(read(m, 2), 1).values.sum(1, keepdim=True),
     },
     refused={
         "a count as a truth": lambda m, x: m(x).sum() * (x > 0).long().sum().bool(),
+        "indices and a number of parameters": lambda m, x: m(x)[torch.arange(x.shape[0]) + read(m, 0)].sum(0),
+        "indices modulo a number of parameters": lambda m, x: m(x)[torch.arange(x.shape[0]) % read(m, 200)].sum(0),
+        "indices and a table of such numbers": lambda m, x: m(x)[
+            torch.arange(x.shape[0]) + torch.full((x.shape[0],), read(m, 0))
+        ].sum(0),
+        "rolled by a number of parameters": lambda m, x: m(x) - m(x).roll(read(m, 0), 0),
+        "as many samples as parameters say": lambda m, x: m(x)[: read(m, 100)].sum(0),
+        "from the sample on that parameters say": lambda m, x: m(x) + m(x)[read(m, 100) :].sum(0),
+        "repeated as parameters say": lambda m, x: m(x).repeat(read(m, 2), 1) * m(x).repeat(read(m, 2), 1),
+        "viewed as parameters say": lambda m, x: (
+            m(x) * x.repeat(1, 2).view(x.shape[0], read(m, 2), 3).flip(0).sum(1)
+        ),
         "divided by the largest": lambda m, x: m(x / x.abs().max().item()),
         "multiplied by the sum": lambda m, x: m(x) * float(x.sum()),
         "multiplied by a count": lambda m, x: m(x) * int((x > 0).sum()),

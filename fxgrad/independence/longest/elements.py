@@ -114,7 +114,7 @@ def operand(call: Call, tensor: Tensor, steps: Steps | None) -> float | None:
     if steps is not None:
         return steps.number
     known = call.origins(tensor).known
-    if known is None or not single(tensor) or known.varies(call.trial):
+    if known is None or not single(tensor) or known.varies(call.trial) or known.has_unknown(call.trial):
         return None
     return float(known.value(call.trial))
 

@@ -38,7 +38,8 @@ def reduced(call: Call, ids: Tensor, dims: Sequence[int], *, linear: bool) -> Te
 )
 def along(call: Call) -> Tensor | list[Tensor]:
     name = "self" if "self" in call.arguments else "input" if "input" in call.arguments else call.tensors()[0][0]
-    ids, rank = call.ids(name), len(call.shape(name))
+    ids = call.ids(name)
+    rank = ids.dim()
     if "other" in call.arguments:  # max(a, b)
         return call.ranked(joined(*(call.of(tensor) for _, tensor in call.tensors())))
     for other, tensor in call.tensors():
@@ -46,7 +47,8 @@ def along(call: Call) -> Tensor | list[Tensor]:
             raise Undecided(f"its {other} holds samples")
     dims = dims_of(call, rank)
     if call.name in ("renorm", "_weight_norm_interface"):
-        dims = [dim for dim in range(rank) if dim not in dims]
+        counted = call.name == "renorm" or call.get("dim") >= 0  # a norm for each; of dimension -1, one for all
+        dims = [dim for dim in range(rank) if dim not in dims or not counted]
     found = reduced(call, ids, dims, linear=call.name in _LINEAR)
     return [found] * len(call.outputs)
 

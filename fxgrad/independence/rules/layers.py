@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
 from fxgrad.independence.calls import Call, Undecided
-from fxgrad.independence.origins import added, folded, joined, multiplied, no_samples
+from fxgrad.independence.origins import added, any_samples, folded, joined, multiplied, no_samples
 from fxgrad.independence.rules.registry import follows, names_of
 
 
@@ -66,11 +67,12 @@ def layer_norm(call: Call) -> list[Tensor]:
 
 @follows("native_group_norm")
 def group_norm(call: Call) -> list[Tensor]:
+    """``[N, C, ..]``, whose sizes are given once more: by others it would take several rows for one."""
     ids, shape = call.ids("input"), call.shape("input")
     count, channels, places = (call.get(name) for name in ("N", "C", "HxW"))
     parts = count % max(1, shape[0]) == 0 and count * channels * places == math.prod(shape)  # of one sample each
     if not parts or (channels != shape[1] and (call.has("weight") or call.has("bias"))):
-        raise Undecided("its sizes are not those of its input")
+        raise Undecided("it takes its input to have another shape")
     rows = folded(ids, range(1, ids.dim()))
     return [_affine(call, rows, 1), *[rows.reshape(-1, 1)] * (len(call.outputs) - 1)]
 
@@ -153,8 +155,16 @@ def attention(call: Call) -> list[Tensor]:
             mask = mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
             parts.append(folded(mask, [-2, -1]))
     found = joined(*parts)
-    rest = [found.squeeze(-1) if out.dim() == 3 else no_samples(out.dim()) for out in call.outputs[1:]]
-    return [found, *rest]
+    return [found, *(_beside(found, out) for out in call.outputs[1:])]
+
+
+def _beside(found: Tensor, out: Any) -> Tensor:
+    """Of what attention returns besides: sums of exponents, the state of a generator, a mask."""
+    if not isinstance(out, Tensor):
+        return no_samples(0)
+    if out.dim() == 3:
+        return found.squeeze(-1)
+    return any_samples(out.dim()) if out.is_floating_point() else no_samples(out.dim())
 
 
 _LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss"
@@ -186,9 +196,10 @@ def nll_loss(call: Call) -> list[Tensor]:
     found = joined(rows, target)
     if call.has("weight") and bool(call.ids("weight").any()):
         raise Undecided("its weights of classes hold samples")
+    weights = folded(target, range(target.dim()), linear=True).reshape([])  # the sum of those that targets say
     if call.get("reduction") == 1 and call.clips:  # Note [Token counts]
         found = folded(found, range(found.dim()))
-    return [_reduced(call, found), *[no_samples(0)] * (len(call.outputs) - 1)]
+    return [_reduced(call, found), *[weights] * (len(call.outputs) - 1)]
 
 
 def _reduced(call: Call, ids: Tensor) -> Tensor:
@@ -199,13 +210,15 @@ def _reduced(call: Call, ids: Tensor) -> Tensor:
 
 @follows("_ctc_loss", "_use_cudnn_ctc_loss")
 def ctc_loss(call: Call) -> list[Tensor]:
-    """``[T, N, C]``"""
+    """``[T, N, C]``, and targets ``[N, S]``; those of all samples in a row begin where the lengths of others say."""
     rows = folded(call.ids("log_probs"), [0, 2]).reshape(-1)
+    flat = len(call.shape("targets")) == 1
     for name in ("targets", "input_lengths", "target_lengths"):
         if call.has(name):
             ids = call.ids(name)
-            if name == "targets" and ids.dim() == 1:  # those of all samples, one after the other
-                ids = folded(ids, [0])
-            rows = joined(rows, folded(ids, range(1, ids.dim())).reshape(-1))
+            whole = flat and name != "input_lengths"
+            rows = joined(rows, folded(ids, range(0 if whole else 1, ids.dim())).reshape(-1))
+        else:
+            call.get(name)
     return [rows.reshape([-1, *[1] * (out.dim() - 1)]) for out in call.outputs]
 

@@ -83,7 +83,8 @@ def index_select(call: Call) -> Tensor:
 def embedding(call: Call) -> Tensor:
     """A row of a table for each id."""
     table, ids = call.ids("weight"), call.ids("indices")
-    if call.origins(call.arguments["weight"]).renormed is call.origins(call.arguments["indices"]):
+    renormed = call.origins(call.arguments["weight"]).renormed
+    if renormed is not None and renormed[0] is call.origins(call.arguments["indices"]):
         table = no_samples(2)  # a row that is read is short enough, whoever else reads it
     row = folded(table, [0]) if table.shape[0] != 1 else table
     return joined(ids.unsqueeze(-1), row) if bool(ids.any()) else row.reshape([*[1] * ids.dim(), row.shape[-1]])
@@ -308,14 +309,13 @@ def embedding_bag(call: Call) -> list[Tensor]:
             raise Undecided("which of its rows are in a bag is known at run time")
         (count,) = call.shape("indices")
         starts = offsets.value(call.trial)[:bags]
+        if bool((starts[1:] < starts[:-1]).any()):
+            raise Undecided("its offsets go back")
         bag = torch.searchsorted(starts, torch.arange(count), right=True) - 1
         rows = call.full(ids, [count], [0]).unsqueeze(1)
         held = joined(_added_at(rows, bag, bags, 0))
-    first = joined(held, table)
-    return [
-        first,
-        *(joined(folded(joined(ids), [0])).reshape([1] * call.out_rank(i)) for i in range(1, len(call.outputs))),
-    ]
+    whole = joined(folded(ids, [0]).reshape([]), folded(table, [0, 1]).reshape([]))
+    return [joined(held, table), *(whole.reshape([1] * call.out_rank(i)) for i in range(1, len(call.outputs)))]
 
 
 @follows("masked_scatter", "put", "take")

@@ -11,6 +11,7 @@ from torch import Tensor
 from fxgrad.independence.calls import LARGEST, Call, Undecided
 from fxgrad.independence.origins import (
     MANY,
+    added,
     folded,
     joined,
     no_samples,
@@ -31,8 +32,8 @@ def view(call: Call) -> Tensor:
 
 @follows(
     *names_of(
-        "permute transpose t expand unsqueeze squeeze diagonal split unbind split_with_sizes unfold rot90 "
-        "permute_copy transpose_copy expand_copy unsqueeze_copy squeeze_copy diagonal_copy unbind_copy split_copy "
+        "permute transpose t unsqueeze squeeze diagonal split unbind split_with_sizes unfold rot90 "
+        "permute_copy transpose_copy unsqueeze_copy squeeze_copy diagonal_copy unbind_copy split_copy "
         "split_with_sizes_copy unsafe_split unsafe_split_with_sizes unfold_copy"
     )
 )
@@ -50,6 +51,12 @@ def moved(call: Call) -> Any:
     return list(result) if isinstance(result, tuple | list) else result
 
 
+@follows("expand", "expand_copy")
+def expand(call: Call) -> Tensor:
+    """What is alike along a dimension of size 1 is so in more of them."""
+    return call.ranked(call.ids("self"))
+
+
 def _run(call: Call, source: Tensor, args: dict[str, Any]) -> Any:
     """The op on ids."""
     args["self"] = source
@@ -59,28 +66,33 @@ def _run(call: Call, source: Tensor, args: dict[str, Any]) -> Any:
 
 def _check(call: Call, name: str, shape: Sequence[int]) -> None:
     """Sizes are no thresholds; offsets and lengths are, where they are along what varies."""
-    if name in ("split_size", "split_sizes", "offset", "size", "step") and call.name not in (
-        "expand",
-        "expand_copy",
-    ):
-        dims = call.dims("dim", len(shape)) if "dim" in call.arguments else range(len(shape))
+    if name in ("split_size", "split_sizes", "size", "step"):
+        dims = call.dims("dim", len(shape)) if "dim" in call.arguments else call.dims("dimension", len(shape))
         for dim in dims:
-            if call.ids("self").shape[dim] != 1:
-                call.check_numbers(call.arguments[name], "self", dim)
+            call.check_numbers(call.arguments[name], "self", dim)
+    if name == "offset":
+        _check_offset(call, "self", len(shape))
+
+
+def _check_offset(call: Call, along: str, rank: int) -> None:
+    """A diagonal far off has no elements in a small matrix."""
+    for name in ("dim1", "dim2"):
+        call.check_numbers(call.arguments["offset"], along, call.get(name) % rank)
 
 
 @follows("slice", "slice_copy", "select", "select_copy", "narrow_copy")
 def cut(call: Call) -> Tensor:
-    """A part along one dimension; its bounds are looked at where ids change along that."""
-    source, shape = call.ids("self"), call.shape("self")
-    (dim,) = call.dims("dim", len(shape))
-    if source.shape[dim] == 1:
-        return source.squeeze(dim) if call.name.startswith("select") else source
+    """A part along one dimension; a part that is empty at this many samples may not be so at more."""
+    source = call.ids("self")
+    (dim,) = call.dims("dim", source.dim())
     args = dict(call.arguments)
     for name in args:
         if name not in ("self", "dim"):
             call.check_numbers(args[name], "self", dim)
-            args[name] = call.get(name)
+    if source.shape[dim] == 1:
+        return source.squeeze(dim) if call.name.startswith("select") else source
+    shape = call.shape("self")
+    args.update({name: call.get(name) for name in args if name not in ("self", "dim")})
     return _run(call, call.full(source, shape, [dim]), args)  # type: ignore[no-any-return]
 
 
@@ -162,10 +174,9 @@ def written(call: Call) -> Tensor:
     base, source, shape = call.ids("self"), call.ids("src"), call.shape("self")
     if call.name == "diagonal_scatter":
         if base.numel() == source.numel() == 1:
-            return joined(base.reshape([1] * len(shape)), source.reshape([1] * len(shape)))
+            return added(base.reshape([1] * len(shape)), source.reshape([1] * len(shape)))
+        _check_offset(call, "self", len(shape))
         dims = [call.get("dim1") % len(shape), call.get("dim2") % len(shape)]
-        for dim in dims:
-            call.check_numbers(call.arguments["offset"], "self", dim)
         return torch.diagonal_scatter(
             call.full(base, shape, range(len(shape))),
             call.full(source, call.shape("src"), range(len(shape) - 1)),
@@ -236,12 +247,12 @@ def view_as_complex(call: Call) -> Tensor:
 def diag_embed(call: Call) -> Tensor:
     source = call.ids("self")
     rank = call.out_rank()
+    call.check_numbers(call.arguments["offset"], "self", -1)
     if source.shape[-1] == 1 and [call.get(name) % rank for name in ("dim1", "dim2")] == [
         rank - 2,
         rank - 1,
     ]:
         return source.unsqueeze(-1)
-    call.check_numbers(call.arguments["offset"], "self", source.dim() - 1)
     return torch.diag_embed(
         call.full(source, call.shape("self"), [source.dim() - 1]),
         call.get("offset"),

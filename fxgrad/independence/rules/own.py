@@ -38,19 +38,19 @@ def grouped_rows(call: Call) -> Tensor:
     return joined(rows, call.ids("ids").reshape(-1, 1), table)
 
 
-@follows("fxgrad::pad_packed", "fxgrad::pad_packed_to_longest")
+@follows("fxgrad::pad_packed", "fxgrad::pad_packed_to_longest", unread=["batch_sizes", "order"])
 def pad_packed(call: Call) -> Tensor:
     """Rows of packed data, in the order of their own indices, on dimension 1 of ``[T, B, *]``."""
     _check_rows(call, call.ids("data"))
     return _samples(call, 1)
 
 
-@follows("fxgrad::packed_lengths")
+@follows("fxgrad::packed_lengths", unread=["x", "batch_sizes", "order"])
 def packed_lengths(call: Call) -> Tensor:
     return _samples(call, 0)
 
 
-@follows("fxgrad::repack")
+@follows("fxgrad::repack", unread=["batch_sizes", "order"])
 def repack(call: Call) -> Tensor:
     """``[T, B, *]`` -> rows, in the order of the indices that are given."""
     source, samples = _columns(call.ids("x")), call.packs[_pack(call)][call.place]
@@ -77,9 +77,7 @@ def _columns(ids: Tensor) -> Tensor:
 
 def _pack(call: Call) -> int:
     """The pack that sizes and order are both of."""
-    sizes, order = call.arguments["batch_sizes"], call.arguments["order"]
-    packs = {call.origins(sizes).pack, call.origins(order).pack}
-    call.read |= {id(sizes), id(order)}
+    packs = {call.origins(call.arguments[name]).pack for name in ("batch_sizes", "order")}
     (found,) = packs if len(packs) == 1 else (None,)
     if found is None:
         raise Undecided("its sizes and its order are not those of one packed sequence")

@@ -18,19 +18,9 @@ def pointwise(call: Call) -> Tensor | list[Tensor]:
 
 @follows(*names_of("neg clone _to_copy alias detach lift_fresh lift_fresh_copy conj_physical"))
 def same(call: Call) -> Tensor:
-    """Linear in the one operand; a cast that rounds, wraps or only asks for zero is not."""
-    (_, source), *_ = call.tensors()
-    ids, to = call.of(source), call.outputs[0].dtype
-    real = to.is_floating_point or to.is_complex
-    return ids if real or to == source.dtype or _holds(to, source.dtype) else joined(ids)
-
-
-def _holds(to: torch.dtype, source: torch.dtype) -> bool:
-    """Whether whole numbers of one dtype are numbers of another."""
-    if torch.bool in (to, source):
-        return source is torch.bool
-    whole = not source.is_floating_point and not source.is_complex
-    return whole and torch.iinfo(to).min <= torch.iinfo(source).min and torch.iinfo(to).max >= torch.iinfo(source).max
+    """Linear in the one operand; casts that are not (to bool, to narrower integers) `applied` knows."""
+    ((_, source),) = call.tensors()
+    return call.of(source)
 
 
 @follows("add", "sub", "rsub")
@@ -39,7 +29,12 @@ def add(call: Call) -> Tensor:
 
 
 def _sum(call: Call, terms: list[Tensor]) -> Tensor:
-    """A sum; what carries no gradient adds nothing to any sample's share of a sum over samples."""
+    """A sum; what carries no gradient adds nothing to any sample's share of a sum over samples.
+
+    So a sum over samples hides what else was added to it, whatever samples that is of. This is right where the sum is
+    used linearly from there on, up to the loss: the gradient of the whole is then that of the sum. It is nowhere used
+    in another way, as any function but a linear one (a mask, a square, a product with samples) makes MANY of SUM.
+    """
     traced = [call.origins(term).traced for term in terms]
     parts = [call.of(term) for term in terms]
     if any(traced) and not all(traced):
@@ -98,7 +93,7 @@ def masked_fill(call: Call) -> Tensor:
     return call.ranked(torch.where(mask == NONE, chosen, joined(mask, chosen)))
 
 
-@follows("copy", "fill")
+@follows("copy", "fill", unread=["self"])
 def copy(call: Call) -> Tensor:
     """What is written over is gone."""
     name = "src" if "src" in call.arguments else "value"
@@ -109,7 +104,8 @@ def copy(call: Call) -> Tensor:
     *names_of(
         "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros new_ones new_full "
         "new_empty new_empty_strided zero empty_permuted"
-    )
+    ),
+    unread=["self"],
 )
 def form_alone(call: Call) -> Tensor:
     """Shape, dtype and device are taken of the operand, and nothing else."""
