@@ -93,7 +93,6 @@ def _layer_norm(step: Step) -> list[Padded]:
     return [found] * len(step.call.outputs)
 
 
-
 @steps_of("mm addmm linear mv")
 def _rows(step: Step) -> list[Padded]:
     """Rows of the first operand, each with all of the second."""

@@ -119,8 +119,6 @@ def operand(call: Call, tensor: Tensor, steps: Steps | None) -> float | None:
     return float(known.value(call.trial))
 
 
-
-
 def _inside(step: Step, at: At) -> float | None:
     """``arange(longest) < lengths``: true up to the end of each sample."""
     given = step.call.arguments
@@ -209,7 +207,6 @@ def _filling(step: Step) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-
 @steps_of("zeros ones full new_zeros new_ones new_full empty new_empty rand randn")
 def _made(step: Step) -> list[Padded]:
     out = step.call.outputs[0]
@@ -224,4 +221,3 @@ def _arange(step: Step) -> list[Padded]:
         raise Seen
     (size,) = step.call.outputs[0].shape
     return [{0: step.new(size, finite=True, places=step.call.outputs[0].dtype in WIDE)}]
-

@@ -97,7 +97,6 @@ def _whole(ratio: Any) -> bool:
     return bool(sympy.fraction(sympy.cancel(ratio))[1] == 1)
 
 
-
 def _product(sizes: Sequence[Any]) -> Any:
     return sympy.prod([expr(size) for size in sizes])
 
@@ -168,7 +167,6 @@ def _joined(step: Step) -> list[Padded]:
     return [found]
 
 
-
 @steps_of("gather")
 def _gather(step: Step) -> list[Padded]:
     """No index of it counts from the end."""
@@ -236,4 +234,3 @@ def _written(step: Step) -> list[Padded]:
             raise Seen
         return [{at: one if at == dim else one.unknown() for at, one in own.items()}]
     return [{at: one.unknown() for at, one in own.items()}]
-

@@ -106,7 +106,6 @@ Handler = Callable[[Step], list[Padded]]
 HANDLERS: dict[str, Handler] = {}
 
 
-
 def steps_of(names: str) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(names.split(), handler))
@@ -115,16 +114,13 @@ def steps_of(names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-
 def single(tensor: Tensor) -> bool:
     """Whether a tensor has one element, whatever samples say."""
     return all(map(is_one, tensor.shape))
 
 
-
 def is_one(size: Any) -> bool:
     return type(size) is int and size == 1
-
 
 
 def filled(steps: Steps, number: float | None, *, sure: bool = True) -> Steps:
@@ -139,7 +135,6 @@ def held(steps: Steps, dtype: torch.dtype) -> Steps:
     if known and not (whole and math.isinf(steps.number or 0.0)):
         return steps
     return replace(steps, number=None, sure=True)
-
 
 
 def expr(size: Any) -> Any:
