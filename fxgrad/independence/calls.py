@@ -81,7 +81,7 @@ class Known:
                     factors *= _reach(arg, trial)
                 elif name not in _OF_FORM and not (name == "slice" and _is_no_end(arg)):
                     bends = bends or isinstance(arg, float)
-                    reach *= max(least if isinstance(arg, int) else 1.0, _reach(arg, trial))
+                    reach *= max(least if type(arg) is int and arg else 1.0, _reach(arg, trial))
         return not bends or reach * (1.0 if places else factors) < _FURTHEST
 
     def has_unknown(self, trial: Trial) -> bool:
@@ -132,7 +132,7 @@ _OF_FORM = frozenset(  # whose numbers are shapes and dimensions
 )
 _FILLED = frozenset("ones ones_like new_ones".split())
 _SUMS = frozenset("add sub rsub arange".split()) | _FILLED
-_PLACES = frozenset("cat stack flip".split())  # whose places do not come from values
+_PLACES = frozenset("cat stack flip index index_select gather select slice roll".split())  # which compare no values
 _WHOLE = (torch.int64, torch.int32)
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16)
 _BENDING = frozenset(
