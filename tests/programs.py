@@ -463,8 +463,8 @@ KNOWN_REFUSALS: dict[str, str] = {
     r"MixedSamples: (gather|scatter_\w+|index_\w+) .* it indexes the sample dimension": "an index of samples, each its "
     "own, written as arithmetic",
     r"MixedSamples: embedding .* its table holds samples": "rows of samples, looked up by their own numbers",
-    r"MixedSamples: \w+ .* cannot be followed": "a range of merged samples; one sample after the other; samples moved "
-    "and moved back",
+    r"MixedSamples: \w+ (.* cannot be followed|takes samples out of the batch by their places)": "a range of merged "
+    "samples; one sample after the other; samples moved and moved back",
     r"MixedSamples: \w+ .* a value that depends on several samples": "data whose samples were lost on the way, and "
     "where and lerp of two losses",
 }

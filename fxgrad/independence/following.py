@@ -20,6 +20,7 @@ from fxgrad.independence.calls import Call, Known, Origins, Undecided, settled
 from fxgrad.independence.longest.steps import Padded, Seen, Steps, held
 from fxgrad.independence.origins import MANY, SUM, any_samples, folded, joined, no_samples
 from fxgrad.independence.padding import Padding, numbers_of
+from fxgrad.independence.rules.lookups import form
 from fxgrad.independence.trials import Trial
 
 _KEY = "_fxgrad_origins"
@@ -132,7 +133,7 @@ class Follow:
         name = func._schema.name.removeprefix("aten::")
         if name == "embedding_renorm":
             return replace(origins, renormed=_renormed(_bound(func, args, kwargs), held))
-        if held and held[0].renormed is not None and name in ("detach", "alias", "clone"):
+        if held and held[0].renormed is not None and name in ("detach", "alias", "clone", "view", "_unsafe_view"):
             origins = replace(origins, renormed=held[0].renormed)
         return numbers_of(name, _bound(func, args, kwargs), self.of, out, origins)
 
@@ -288,7 +289,9 @@ class Follow:
             several = ids if isinstance(ids, list) else [ids]
             found.append(
                 [
-                    settled(one, trial.shape(out.shape), out.dim()) if isinstance(out, Tensor) else one
+                    (no_samples(out.dim()) if _is_empty(out) else settled(one, trial.shape(out.shape), out.dim()))
+                    if isinstance(out, Tensor)
+                    else one
                     for one, out in zip(several, outputs, strict=True)
                 ]
             )
@@ -312,19 +315,28 @@ class Follow:
         )
 
 
+def _is_empty(out: Tensor) -> bool:
+    """Whether a value has no elements, however many samples there are."""
+    return any(type(size) is int and size == 0 for size in out.shape)
+
+
 def _reads_memory(func: Any) -> bool:
     """Whether an op reads what lies beside its operand: there, samples may be."""
     return isinstance(func, torch._ops.OpOverload) and func._schema.name.startswith("aten::as_strided")
 
 
-def _renormed(arguments: Mapping[str, Any], held: Sequence[Origins]) -> tuple[Origins, float, float] | None:
-    """Whose rows are short enough, by which norm; rows that were scaled by another norm before are not known."""
+def _renormed(arguments: Mapping[str, Any], held: Sequence[Origins]) -> tuple[Origins, Any, Any] | None:
+    """Whose rows are short enough, by which norm, and of which shape the table is.
+
+    Rows that were scaled by another norm before are not known.
+    """
     table, indices = held[0], held[1]
     norm = arguments["max_norm"], arguments["norm_type"]
     if not all(type(one) in (int, float) for one in norm):
         return None
-    again = table.renormed is not None and table.renormed[1:] == norm
-    return (indices, *norm) if table.alone or again else None
+    known = (norm, form(arguments["self"]))
+    again = table.renormed is not None and table.renormed[1:] == known
+    return (indices, *known) if table.alone or again else None
 
 
 def _is_own(func: Any) -> bool:

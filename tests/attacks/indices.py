@@ -39,7 +39,7 @@ def up_to(places: Any) -> Any:
 
 # Each is arange(B) up to more samples than any replay has, and another index beyond.
 THRESHOLDS = attacks(
-    "thresholds",
+    "indices",
     right={
         "each of nine rows": lambda m, x: m(x[torch.arange(x.shape[0] * 9) // 9]).view(-1, 9, 3).sum(1),
         "each of fifty rows": lambda m, x: m(x[torch.arange(x.shape[0] * 50) // 50]).view(-1, 50, 3).sum(1),
@@ -72,7 +72,7 @@ THRESHOLDS = attacks(
         "index_add": lambda m, x: m(
             torch.zeros_like(x).index_add(0, torch.arange(x.shape[0]).clamp(max=150), x)
         ),
-        "rolled by more than an int32": lambda m, x: m(x) - m(x.roll(2**31 + 1, 0)),
+        "rolled by an int32 and one": lambda m, x: m(x) - m(x.roll(2**31 + 1, 0)),
         "rolled by a number of a tensor": lambda m, x: m(x) - m(x.roll(torch.tensor(6).item(), 0)),
     },
 )

@@ -82,6 +82,15 @@ LEFT_TO_THE_PROOF = {
     "lookups: rows of a norm and of none",
     "lookups: rows of a norm, summed",
     "doors: a norm of one group of all",
+    "numbers: indices and a number of parameters",
+    "numbers: indices and a table of such numbers",
+    "numbers: rolled by a number of parameters",
+    "numbers: repeated as parameters say",
+    "indices: rolled by all and more",
+    "lookups: rows within two bounds",
+    "lookups: rows within a bound of another norm",
+    "lookups: rows within a bound, as other rows",
+    "lookups: rows within a bound of others' reads",
 }
 BY_BOTH = [attack for attack in ATTACKS if not attack.right and str(attack) not in LEFT_TO_THE_PROOF]
 

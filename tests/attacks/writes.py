@@ -340,7 +340,7 @@ def one_block_of_many(m: Any, x: Tensor) -> Tensor:
 
 # What is written, or the place of it, is empty for fewer samples than the number in it.
 PLACES = attacks(
-    "places",
+    "writes",
     right={
         "far columns": lambda m, x: m(torch.zeros(x.shape[0], 400)[:, 300:303].copy_(x)),
         "every second row": every_second_row,

@@ -79,12 +79,18 @@ def index_select(call: Call) -> Tensor:
     return joined(found, which) if bool(which.any()) else found
 
 
+def form(table: Tensor) -> tuple[str, ...]:
+    """A table's shape: its rows mean the same in another view of that shape."""
+    return tuple(map(str, table.shape))
+
+
 @follows("embedding")
 def embedding(call: Call) -> Tensor:
     """A row of a table for each id."""
     table, ids = call.ids("weight"), call.ids("indices")
     renormed = call.origins(call.arguments["weight"]).renormed
-    if renormed is not None and renormed[0] is call.origins(call.arguments["indices"]):
+    indices, shape = call.origins(call.arguments["indices"]), form(call.arguments["weight"])
+    if renormed is not None and renormed[0] is indices and renormed[2] == shape:
         table = no_samples(2)  # a row that is read is short enough, whoever else reads it
     row = folded(table, [0]) if table.shape[0] != 1 else table
     return joined(ids.unsqueeze(-1), row) if bool(ids.any()) else row.reshape([*[1] * ids.dim(), row.shape[-1]])
