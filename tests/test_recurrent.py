@@ -415,7 +415,7 @@ def test_an_input_that_is_no_state_has_to_agree() -> None:
 def test_in_dims_decide_about_states() -> None:
     model = Recurrent(nn.GRU, batch_first=True, num_layers=2)
     x, (h,) = torch.randn(2, T, IN), states_for(model.rnn, 2, torch.float32)
-    with pytest.raises(MixedSamples, match="lets samples influence each other|takes samples out of the batch"):
+    with pytest.raises(MixedSamples, match=r"lets samples influence each other|takes samples out of the batch"):
         fxgrad.transform(model, backend="eager", in_dims=(0, 0))(x, h)
 
 
