@@ -44,7 +44,7 @@ def _silent(own: Origins, given: Origins) -> bool:
 def control(values: Values, n: fx.Node, flow: ControlFlow, args: Sequence[Any]) -> Any:
     run = [fx.Interpreter(body).run for body in flow.bodies]
     if not isinstance(flow, Cond) and any(map(values.follow.padding.along, _sizes(args))):
-        raise Met("a loop may see how long the longest sample is", n, Origins(()))
+        raise Met(f"a loop{LONGEST}", n, Origins(()))
     if isinstance(flow, Cond):
         if isinstance(args[0], torch.SymBool) and args[0].node.expr.free_symbols & values.follow.numbers.keys():
             raise Met("cond lets a number of samples decide", n, Origins(()))

@@ -163,7 +163,9 @@ def _joined(step: Step) -> list[Padded]:
         if any((one.length, one.inner) != (own[0].length, own[0].inner) for one in own):
             raise Seen
         same = all(one.number == own[0].number for one in own)
-        found[at] = replace(own[0].unknown(finite=all(one.safe for one in own)), number=own[0].number if same else None)
+        found[at] = own[0].unknown(finite=all(one.safe for one in own))
+        if same:
+            found[at] = replace(found[at], number=own[0].number, sure=all(one.sure for one in own))
     return [found]
 
 
@@ -194,7 +196,7 @@ def _index(step: Step) -> list[Padded]:
 
 def _least(step: Step, index: Tensor) -> float:
     least = step.call.origins(index).least
-    return -math.inf if least is None or index.dtype is torch.bool else least
+    return -math.inf if least is None else least
 
 
 @steps_of("embedding")
@@ -225,7 +227,7 @@ def _index_put(step: Step) -> list[Padded]:
 def _written(step: Step) -> list[Padded]:
     """Into all of it, into a part of another dimension, or at the first step."""
     source, given = step.source(), step.call.arguments
-    own, dim = step.of(source), step.one_dim(source.dim())
+    own, (dim,) = step.of(source), step.call.dims("dim", source.dim())
     if step.name == "slice_scatter" and whole(given, source.shape[dim]):
         return [step.of(given["src"])]
     if dim in own:

@@ -72,17 +72,11 @@ class Step:
     def dims(self, tensor: Any) -> list[int]:
         return [dim for dim, size in enumerate(tensor.shape) if self.lengths.along(size)]
 
-    def held(self, name: str) -> bool:
-        return self.call.has(name) and bool(self.dims(self.call.arguments[name]))
-
     def source(self) -> Tensor:
         for name in ("self", "input"):
             if self.call.has(name):
                 return self.call.arguments[name]  # type: ignore[no-any-return]
         return self.call.tensors()[0][1]
-
-    def one_dim(self, rank: int) -> int:
-        return int(self.call.arguments["dim"]) % rank
 
     def front(self, tensor: Tensor, dim: int) -> bool:
         """Whether an index along a dimension means the same step however many there are."""
