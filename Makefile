@@ -19,6 +19,7 @@ long: .venv/installed
 
 lint: .venv/installed
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 # torch comes first and as exactly one version, so that a CPU build is taken where there is one.

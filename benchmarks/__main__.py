@@ -3,14 +3,19 @@
 Models may be named by how they begin: `c14` is all of the single layers. `--rounds 0` only checks the results.
 With `--json`, results are kept after each model and peer, beside those that the file already has;
 `--show` prints and draws what it has, without measuring.
+
+`python -m benchmarks report` writes docs/performance.md from the kept figures, and `python -m benchmarks keep` takes
+new ones from such a file: see benchmarks/page.py.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from benchmarks import page
 from benchmarks.models import MODELS, find_models
 from benchmarks.peers import PEERS
 from benchmarks.plot import draw
@@ -46,6 +51,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    if sys.argv[1:2] in (["report"], ["keep"]):
+        return page.main(sys.argv[1:])
     arguments = parse_arguments()
     results = load(arguments.json)
     if not arguments.show:

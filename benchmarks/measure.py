@@ -54,9 +54,7 @@ class Comparison:
         """Whether the results are right, without a time."""
         engine, seconds, graphs = self._first_step(quantity)
         error = self._error(quantity, engine)
-        return Record(
-            self.task.name, self.peer, quantity, error=error, first_step_seconds=seconds, graphs=graphs
-        )
+        return Record(self.task.name, self.peer, quantity, error=error, first_step_seconds=seconds, graphs=graphs)
 
     def _measure(self, quantity: Quantity) -> Record:
         task, peer, engines = self.task, self.peer, {PLAIN: self.plain}
@@ -142,9 +140,7 @@ def warm_up(task: Task, engine: Engine, limit: int = 20) -> None:
             return
 
 
-def time_rounds(
-    task: Task, engines: dict[str, Engine], rounds: int, label: str, seed: int
-) -> dict[str, list[float]]:
+def time_rounds(task: Task, engines: dict[str, Engine], rounds: int, label: str, seed: int) -> dict[str, list[float]]:
     """Seconds of each engine in each round; a round runs every engine once, in random order."""
     rng = random.Random(seed)
     times: dict[str, list[float]] = {name: [] for name in engines}

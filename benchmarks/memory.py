@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.peers.engine import Engine
 from benchmarks.tasks import Task
-from fxgrad.operators.memory import blocks
+from fxgrad.kernels.memory import blocks
 
 
 def peak_bytes(task: Task, engine: Engine) -> int:

@@ -22,12 +22,12 @@ import torch._dynamo
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.costs.contractions import Way, contraction_of, costs
+from fxgrad.costs.contractions import contraction_of, costs
 from fxgrad.costs.machines import REFERENCE, Machine, measure
-from fxgrad.gradients.parts import in_full_precision
-from fxgrad.gradients.sample_grads import SampleGrads, kept
-from fxgrad.operators.convolutions import Settings
+from fxgrad.gradients.sample_grads import SampleGrads, deferred
+from fxgrad.kernels.settings import Settings
 from fxgrad.terms import OneHot, Patches, Term
+from fxgrad.terms.work import Way
 
 LINEAR = [(32, k, d, d) for d in (64, 256, 1024) for k in (1, 16, 64, 256)]  # n, k, o, i
 CONV = [(32, c, s, 1) for c in (32, 64, 128) for s in (8, 16, 32)]  # n, channels, pixels in a row, groups
@@ -47,7 +47,7 @@ class Only(Ways):
 
     way: Way = Way.MATERIALISE
 
-    def of(self, name: str, term: Term, *, waits: bool = False) -> Way:
+    def of(self, name: str, term: Term, *, deferred: bool = False) -> Way:
         return self.way
 
 
@@ -75,7 +75,7 @@ def step(way: Way, make: Make, shape: tuple[int, ...]) -> Callable[..., Any]:
     ways = Only(way=way)
 
     def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        part = kept(in_full_precision(make(a, b)), "w", ways)
+        part = deferred(make(a, b).in_full_precision(), "w", ways)
         grads = SampleGrads("w", shape, torch.float32, len(a), b, [part], ways)
         norms = grads.norms()
         return norms, grads.weighted((1 / (norms[1] + 1e-6)).clamp(max=1).float())

@@ -39,9 +39,16 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def make_cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.AvgPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.SiLU(), nn.AvgPool2d(2),
-        nn.Flatten(), nn.Linear(128, 10),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.SiLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.SiLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
     )
 
 
@@ -71,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     images, labels = digits()
     model, norms = make_cnn(), fxgrad.NormSample()
-    gs_model = fxgrad.transform(
-        model, quantity=[fxgrad.Grad(), norms], loss_reduction="mean", backend=options.backend
-    )
+    gs_model = fxgrad.transform(model, quantity=[fxgrad.Grad(), norms], loss_reduction="mean", backend=options.backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     trace = squared = 0.0
     print("  step    loss   noise scale")

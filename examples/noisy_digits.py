@@ -68,10 +68,19 @@ def make_cnn() -> nn.Module:
     SiLU and average pools have no kinks: rounding cannot turn a gradient into another one.
     """
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.SiLU(), nn.AvgPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.SiLU(), nn.AvgPool2d(2),
-        nn.Flatten(), nn.Linear(128, 10),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.SiLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.SiLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.SiLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
     )
 
 
@@ -126,9 +135,7 @@ def precision_at_k(scores: Tensor, flipped: Tensor) -> float:
     return flipped[scores.topk(int(flipped.sum())).indices].float().mean().item()
 
 
-def measure_steps(
-    model: nn.Module, gs_model: nn.Module, digits: Digits, rounds: int = 100
-) -> tuple[float, float]:
+def measure_steps(model: nn.Module, gs_model: nn.Module, digits: Digits, rounds: int = 100) -> tuple[float, float]:
     """Median milliseconds of a plain compiled step and of one by `gs_model`, taken in turns."""
     x, y = digits.images[:BATCH_SIZE], digits.labels[:BATCH_SIZE]
 

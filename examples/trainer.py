@@ -58,8 +58,14 @@ def sentences(n: int) -> list[Sentence]:
 
 def make_bert() -> BertForSequenceClassification:
     config = BertConfig(
-        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=LENGTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=WORDS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     return BertForSequenceClassification(config)
 
@@ -119,9 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer = Trainer(
             model=fxgrad.transform(model, quantity=clipped, backend=options.backend),
             args=TrainingArguments(
-                output_dir=folder, num_train_epochs=1, per_device_train_batch_size=options.micro_batch,
-                gradient_accumulation_steps=options.accumulate, max_grad_norm=0.0, use_cpu=True, report_to=[],
-                save_strategy="no", logging_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential",
+                output_dir=folder,
+                num_train_epochs=1,
+                per_device_train_batch_size=options.micro_batch,
+                gradient_accumulation_steps=options.accumulate,
+                max_grad_norm=0.0,
+                use_cpu=True,
+                report_to=[],
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+                train_sampling_strategy="sequential",
             ),
             train_dataset=data,
             compute_loss_func=summed_loss,

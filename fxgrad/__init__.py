@@ -12,8 +12,9 @@ from fxgrad.api import empty_cache, release, result, transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import FxgradError
 from fxgrad.explanation.explaining import explain
-from fxgrad.explanation.findings import Explanation
+from fxgrad.explanation.explanation import Explanation
 from fxgrad.extend import implements_per_sample_grads, register_op
+from fxgrad.ops.families import Family
 from fxgrad.quantities import (
     ClippedGrad,
     Clipping,
@@ -28,7 +29,6 @@ from fxgrad.quantities import (
     Quantity,
     SquaredGrad,
 )
-from fxgrad.samples.families import Family
 from fxgrad.terms import OneHot, Term
 from fxgrad.tracing import Trace, trace
 from fxgrad.verification.verdict import Verdict

@@ -7,24 +7,26 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from fxgrad.batch import Roles
-from fxgrad.capture import Engine
-from fxgrad.checks import check_parameters
-from fxgrad.context import Mixing
+from fxgrad.capture.checks import check_parameters
+from fxgrad.capture.distributed import check_distribution, replicated
+from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_scale
+from fxgrad.compile.inner import inner_compiler
+from fxgrad.compile.memory_limit import check_limit
 from fxgrad.costs.choices import Strategy, wishes_of
-from fxgrad.distributed import check_distribution, replicated
+from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
-from fxgrad.first_batch import FirstBatch, check_comparable
-from fxgrad.guard import guard_for
-from fxgrad.guard import release as release_parameters
-from fxgrad.operators.memory import blocks
-from fxgrad.options import Inner, Options, check_strategy, inner_compiler, loss_scale
+from fxgrad.first_batch.check import FirstBatch, check_comparable
+from fxgrad.graph.context import Mixing
+from fxgrad.host.dynamo import OptimizedModule
+from fxgrad.host.modules import is_compiled_in_place, refuse_replicas
+from fxgrad.kernels.memory import blocks
 from fxgrad.quantities import GradSample, Quantity, check_quantities
-from fxgrad.room import FREE, check_limit
-from fxgrad.store import Accumulate, Store, clear
+from fxgrad.runtime.guard import guard_for
+from fxgrad.runtime.guard import release as release_parameters
+from fxgrad.runtime.store import STORES, Accumulate, Store, clear
+from fxgrad.samples.batch import Roles
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,16 +48,17 @@ def transform(
     check_first_batch: bool = False,
     memory_limit: int | str | None = FREE,
 ) -> M:
-    """A view of ``model`` whose backward leaves every sample's own gradient on the parameters.
+    """Return a view of ``model`` whose backward leaves every sample's own gradient on the parameters.
 
     After ``loss.backward()``, ``p.grad_sample`` is ``[B, *p.shape]`` for every trainable parameter, in
     p's dtype: row i is the gradient of the loss by sample i's own copy of p. ``p.grad`` stays None.
 
-    The result is a drop-in for the model: of its class, with the same Parameter, buffer and submodule
-    objects, the same ``state_dict`` and the same ``training`` flag; it is the model, seen as one that
-    knows its samples. The model passed in goes on working untransformed.
+    The view is a drop-in for the model: of its class, with the same Parameter, buffer and submodule
+    objects, the same ``state_dict`` and the same ``training`` flag. The model passed in goes on working
+    untransformed.
 
     Args:
+        model: the model, not compiled.
         quantity: what to compute, ``fxgrad.GradSample()`` where None; or a list of quantities.
         loss_reduction: "sum", or "mean" where the loss is a mean over samples (multiplies by B), or the
             number the loss was divided by.
@@ -72,12 +75,12 @@ def transform(
         fullgraph: whether the model has to be one graph. Between two graphs fxgrad does not see Python numbers, or
             branches, that are made of samples.
         strategy: how gradients are contracted where they are not asked for themselves (norms, clipped sums). None: the
-            cost model chooses, use by use, for this machine; `fxgrad.explain` says what, and why. Or one of "rank_one"
-            (one position per sample), "gram", "recompute" (multiplied out a few samples at a time, twice),
-            "materialise" (multiplied out once, and held until the end of the backward) and "rows" (tables), for every
+            cost model chooses, use by use, for this machine; `fxgrad.explain` shows the choice and the reason. Or one
+            of "rank_one" (one position per sample), "gram", "recompute" (materialised a few samples at a time, twice),
+            "materialise" (materialised once, and kept until the end of the backward) and "rows" (tables), for every
             use that can have it; or a mapping from names of parameters, or patterns as in ``fnmatch``, to one each. A
-            parameter named in full has to be able to. `GradSample` multiplies every gradient out, so beside it there
-            is nothing to choose, and strategy= is an error.
+            parameter named in full has to be able to. `GradSample` materialises every gradient, so beside it
+            strategy= is an error.
         methods: names of further methods that a call may enter by, such as ("encode", "training_step"); in_dims may
             then be a dict by method. What one of them calls is part of its graph. `forward` always is an entrance;
             everything else of the model runs untransformed.
@@ -87,14 +90,12 @@ def transform(
             check. An influence below rounding (of bfloat16, 5 %), or one that this batch and these weights do not
             show, goes unnoticed: `fxgrad.verify` is the full proof. In DistributedDataParallel the processes agree,
             so all of them have to call the model equally often until the check has passed.
+        memory_limit: how many bytes the results of a batch, and the gradients kept on the way to them, may take: "free"
+            for what is free on the device (in a container, of its limit), or a number, or None for no check. fxgrad
+            checks before a batch runs that is larger than those before, and does not wait for the device.
 
-        memory_limit: how many bytes the results of a batch, and the gradients held on the way to them, may take: "free"
-            for what is free on the device (in a container, of its limit), or a number, or None for no check. It is
-            looked at before a batch runs that is larger than those before, and nothing waits for the device.
-
-    While a quantity clips (`ClippedGrad`), p.grad is guarded: a gradient that arrives at a parameter past the
-    transformed calls raises UnclippedGrad in ``backward()``. The guard ends with the object that is returned, or with
-    `release`.
+    Returns:
+        An object of the model's class over the model's own state.
 
     Raises:
         OptionError: at once, where arguments do not fit; in the first call, where a strategy fits no use.
@@ -103,6 +104,14 @@ def transform(
             the line of the model.
         NotEnoughMemory: before a batch runs that will not fit.
         UnclippedGrad: in the backward, naming the parameter.
+
+    Guarantees:
+        A model whose samples meet is refused, or computes dL/dW(i) under mixing="allow"; docs/guarantees.md lists the
+        assumptions. While a quantity clips (`ClippedGrad`), p.grad is guarded: a gradient that arrives at a parameter
+        past the transformed calls raises UnclippedGrad in ``backward()``. The guard ends with the returned object, or
+        with `release`.
+
+    Source: the definition of dL/dW(i) is that of ``torch.func.vmap(torch.func.grad(...))`` over single samples.
 
     >>> model = transform(nn.Linear(3, 2), backend="eager")
     >>> model(torch.ones(5, 3)).sum().backward()
@@ -185,12 +194,12 @@ def _first_batch(model: nn.Module, options: Options) -> FirstBatch:
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"transform takes an nn.Module, not {type(model).__name__}")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if isinstance(model, OptimizedModule):
         raise OptionError(
             "transform takes the model itself, not a compiled one",
             advice="Transform the model before compiling: fxgrad compiles it.",
         )
-    if model._compiled_call_impl is not None:
+    if is_compiled_in_place(model):
         raise OptionError(
             "the model is compiled in place by model.compile()",
             advice="Transform it without compiling: fxgrad compiles it.",
@@ -239,9 +248,6 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
             engine.store.results.clear()
             engine.store.cleared(engine.model.parameters())
 
-        def _replicate_for_data_parallel(self) -> Any:
-            raise replicated()
-
         def __reduce__(self) -> Any:
             return _rebuild, (engine.model, arguments)
 
@@ -251,6 +257,7 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
         original.__module__,
     )
     View.__doc__ = original.__doc__
+    refuse_replicas(View, replicated)
     _copy_signature(View.forward, original.forward)
     for name in engine.roles.keys() - {"__call__", "forward"}:
         setattr(View, name, _entrance(engine, name, getattr(original, name)))
@@ -286,7 +293,16 @@ def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
 
 
 def zero_grad(model: nn.Module) -> None:
-    """Clear ``.grad`` and every per-sample attribute of a model's parameters, transformed or not."""
+    """Clear ``.grad`` and every per-sample attribute of a model's parameters.
+
+    Args:
+        model: what `transform` returned, or any other module.
+
+    >>> model = transform(nn.Linear(3, 2), backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> zero_grad(model)
+    >>> getattr(model.weight, "grad_sample", None)
+    """
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = None
@@ -300,8 +316,10 @@ def zero_grad(model: nn.Module) -> None:
 def release(model: nn.Module) -> None:
     """End the guard on a model's p.grad that clipping quantities set up; the next transformed call sets it up again.
 
-    ``model`` is what `transform` returned, or the model that was transformed. The guard also ends when the transformed
-    object is deleted.
+    The guard also ends when the transformed object is deleted.
+
+    Args:
+        model: what `transform` returned, or the model that was transformed.
 
     >>> import torch, fxgrad
     >>> model = torch.nn.Linear(3, 2)
@@ -321,11 +339,12 @@ def release(model: nn.Module) -> None:
 
 
 def empty_cache() -> None:
-    """Let go of memory on CPU that is kept for the next step's results, as ``torch.cuda.empty_cache`` does on CUDA.
+    """Return memory on CPU that is kept for the next step's results, as ``torch.cuda.empty_cache`` does on CUDA.
 
-    Under Linux a result of more than 32 MiB lies in memory that is used again when you have let go of it. Until then
-    the system may take it whenever memory is short, so this is for limits on a process's addresses and for tools that
-    count what it holds. What lay idle for a minute is let go of with the next such result anyway.
+    Under Linux a result of more than 32 MiB lies in memory that fxgrad uses again once the result is deleted. Until
+    then the system may take it whenever memory is short, so this function is for limits on a process's addresses and
+    for tools that count what a process has. A block that lay idle for a minute is returned with the next such result
+    anyway.
 
     >>> empty_cache()
     """
@@ -333,14 +352,15 @@ def empty_cache() -> None:
 
 
 def result(model: nn.Module | Callable[..., Any], quantity: Quantity) -> Any:
-    """What the last backward of a transformed model found of a quantity, over all parameters.
-
-    `NormSample`: norms ``[B]``. `ClippedGrad`: a `Clipping`. `GradDot`: ``[B]`` or ``[B, K]``. `GradGram`:
-    ``[B, B]``. `GradProjection`: ``[B, dim]``.
+    """Return what the last backward of a transformed model computed of a quantity, over all parameters.
 
     Args:
         model: the transformed model.
         quantity: the one passed to `transform`, or one equal to it.
+
+    Returns:
+        For `NormSample` the norms ``[B]``; for `ClippedGrad` a `Clipping`; for `GradDot` ``[B]`` or ``[B, K]``; for
+        `GradGram` ``[B, B]``; for `GradProjection` ``[B, dim]``.
 
     Raises:
         OptionError: the model is not transformed for this quantity, or no backward has run since zero_grad().
@@ -354,9 +374,7 @@ def result(model: nn.Module | Callable[..., Any], quantity: Quantity) -> Any:
     engine = engine_of(model)
     if engine is not None:
         return engine.store.result(quantity)
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        from fxgrad.backend import STORES
-
+    if isinstance(model, OptimizedModule):
         for store in STORES:  # by the very object: the backend does not know the model
             if any(one is quantity for one in store.quantities) and store.results:
                 return store.result(quantity)

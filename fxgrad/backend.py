@@ -9,73 +9,70 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import exc
 
-from fxgrad.captured import SAMPLE_DIM, Captured, is_argument
-from fxgrad.compiler import compile_graph
+from fxgrad.capture.captured import SAMPLE_DIM, Captured, is_argument
+from fxgrad.capture.dynamo import MARKS
+from fxgrad.capture.options import FREE, Options, check_strategy, loss_scale
+from fxgrad.compile.compiler import compile_graph
+from fxgrad.compile.memory_limit import check_limit
 from fxgrad.costs.choices import wishes_of
-from fxgrad.dynamo import MARKS
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
-from fxgrad.guard import guard_for
-from fxgrad.options import Options, check_strategy, loss_scale
+from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
 from fxgrad.quantities import GradSample, Quantity, check_quantities
-from fxgrad.room import FREE, check_limit
-from fxgrad.store import Accumulate, Store
+from fxgrad.runtime.guard import guard_for
+from fxgrad.runtime.store import STORES, Accumulate, Store
 
-_AGAIN = "_fxgrad_again"  # on an input while Dynamo captures a second time
+_AGAIN = "_fxgrad_again"  # an attribute of inputs while Dynamo captures a second time
 _OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend", "strategy", "memory_limit")
 
 
 def fxgrad_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The compiler function that TorchDynamo calls with each graph.
+    """Compile a graph; TorchDynamo calls this function with each one.
 
     ``options`` are `fxgrad.transform`'s: quantity, loss_reduction, batch_first, accumulate, mixing,
-    strategy, memory_limit, and backend, the compiler behind. All inputs have to agree on the batch size.
+    strategy, memory_limit, and backend, the inner compiler. All inputs have to agree on the batch size.
 
     >>> model = torch.compile(nn.Linear(3, 2), backend="fxgrad", options={"backend": "eager"})
     >>> model(torch.ones(4, 3)).sum().backward()
     >>> tuple(model.weight.grad_sample.shape)
     (4, 2, 3)
     """
-    given = dict(options or {})
-    unknown = sorted(given.keys() - set(_OPTIONS))
+    user_options = dict(options or {})
+    unknown = sorted(user_options.keys() - set(_OPTIONS))
     if unknown:
         raise OptionError(f"the fxgrad backend has no option {', '.join(unknown)}", advice=f"It has {_OPTIONS}.")
-    dim = 0 if given.get("batch_first", True) else 1
+    dim = 0 if user_options.get("batch_first", True) else 1
     placeholders = gm.graph.find_nodes(op="placeholder")
-    held = _held(placeholders, example_inputs, dim)
-    size = _batch_size(held)
+    batched = _held(placeholders, example_inputs, dim)
+    size = _batch_size(batched)
     if size > 1:
-        _recapture_where_static(held, placeholders, example_inputs)
-    fresh = [(tensor, own) for tensor, own in held if getattr(tensor, SAMPLE_DIM, None) is None]
-    for tensor, own in fresh:
-        setattr(tensor, SAMPLE_DIM, own)
-    made = Options(
-        check_quantities(given.get("quantity", GradSample())),
-        loss_scale(given.get("loss_reduction", "sum")),
-        given.get("mixing", "error"),
-        given.get("backend", "inductor"),
-        fullgraph=False,  # the user's torch.compile decides; later graphs find the samples by their inputs' roles
+        _recapture_where_static(batched, placeholders, example_inputs)
+    fresh = [(tensor, sample_dim) for tensor, sample_dim in batched if getattr(tensor, SAMPLE_DIM, None) is None]
+    for tensor, sample_dim in fresh:
+        setattr(tensor, SAMPLE_DIM, sample_dim)
+    settings = Options(
+        check_quantities(user_options.get("quantity", GradSample())),
+        loss_scale(user_options.get("loss_reduction", "sum")),
+        user_options.get("mixing", "error"),
+        user_options.get("backend", "inductor"),
+        fullgraph=False,  # torch.compile decides; later graphs read the sample dims from their inputs
         named=False,
-        memory_limit=given.get("memory_limit", FREE),
+        memory_limit=user_options.get("memory_limit", FREE),
     )
-    check_limit(made.memory_limit)
-    made.check_each()
-    strategy = given.get("strategy")
-    check_strategy(strategy, made.quantities)
-    _check_whole(gm, made.quantities)
-    whole = not all(quantity.adds for quantity in made.quantities)  # else this may be one graph of several
+    check_limit(settings.memory_limit)
+    settings.check_each()
+    strategy = user_options.get("strategy")
+    check_strategy(strategy, settings.quantities)
+    _check_whole(gm, settings.quantities)
+    whole = not all(quantity.adds for quantity in settings.quantities)  # otherwise this graph may be one of several
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
-        made.wishes = wishes_of(strategy, captured.parameter_names(), whole=whole)
-        return compile_graph(captured, made, _store(given.get("accumulate", "error"), made.quantities))
+        settings.wishes = wishes_of(strategy, captured.parameter_names(), whole=whole)
+        return compile_graph(captured, settings, _store(user_options.get("accumulate", "error"), settings.quantities))
     finally:
         _unmark([tensor for tensor, _ in fresh])
-
-
-STORES: weakref.WeakSet[Store] = weakref.WeakSet()  # of the graphs that torch.compile handed over
 
 
 def _store(policy: Accumulate, quantities: tuple[Quantity, ...]) -> Store:
@@ -88,7 +85,7 @@ def _store(policy: Accumulate, quantities: tuple[Quantity, ...]) -> Store:
 
 
 def _check_whole(gm: fx.GraphModule, quantities: Sequence[Quantity]) -> None:
-    """A part of a model has norms of its own: they say nothing of the whole's."""
+    """Raise at a graph break if a quantity needs the whole model; norms of parts do not give its norms."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     alone = next((quantity for quantity in quantities if not quantity.adds), None)
     if alone is not None and reason is not None and getattr(reason, "graph_break", False):
@@ -100,22 +97,20 @@ def _check_whole(gm: fx.GraphModule, quantities: Sequence[Quantity]) -> None:
         )
 
 
-def _held(
-    placeholders: Sequence[fx.Node], examples: Sequence[Any], dim: int
-) -> list[tuple[Tensor, int]]:
-    """The inputs that hold samples, with their sample dimension: arguments, and what an earlier graph made."""
-    found = []
+def _held(placeholders: Sequence[fx.Node], examples: Sequence[Any], dim: int) -> list[tuple[Tensor, int]]:
+    """Return the inputs with samples and their sample dimensions: arguments, and outputs of earlier graphs."""
+    batched = []
     for node, example in zip(placeholders, examples, strict=True):
         if not isinstance(example, Tensor) or isinstance(example, nn.Parameter) or not is_argument(node):
             continue
-        own = getattr(example, SAMPLE_DIM, dim)
-        if 0 <= own < example.dim():
-            found.append((example, own))
-    return found
+        sample_dim = getattr(example, SAMPLE_DIM, dim)
+        if 0 <= sample_dim < example.dim():
+            batched.append((example, sample_dim))
+    return batched
 
 
-def _batch_size(held: Sequence[tuple[Tensor, int]]) -> int:
-    sizes = {tensor.shape[dim] for tensor, dim in held}
+def _batch_size(batched: Sequence[tuple[Tensor, int]]) -> int:
+    sizes = {tensor.shape[dim] for tensor, dim in batched}
     if len(sizes) != 1:
         raise BatchSizeError(
             f"the inputs do not agree on a batch size: {sorted(sizes)}",
@@ -126,29 +121,29 @@ def _batch_size(held: Sequence[tuple[Tensor, int]]) -> int:
 
 # Note [Capturing again]
 # ~~~~~~~~~~~~~~~~~~~~~~
-# A first call is captured with static sizes, in which the batch size has become a number like any other.
-# A backend is not asked before, so it asks Dynamo to start over, this time with the sample dims marked
-# dynamic. Of Dynamo's own reasons to start over, one may be raised by a backend; it is used here.
+# Dynamo captures a first call with static sizes, in which the batch size is a number. The backend cannot act earlier.
+# So it marks the sample dims dynamic and makes Dynamo start over. It raises the one exception for a restart of Dynamo
+# that a backend may raise.
 
 
 def _recapture_where_static(
-    held: Sequence[tuple[Tensor, int]], placeholders: Sequence[fx.Node], examples: Sequence[Any]
+    batched: Sequence[tuple[Tensor, int]], placeholders: Sequence[fx.Node], examples: Sequence[Any]
 ) -> None:
-    """See Note [Capturing again]."""
+    """Restart the capture if a sample dim is static. See Note [Capturing again]."""
     values = {id(e): node.meta["example_value"] for e, node in zip(examples, placeholders, strict=True)}
-    static = [tensor for tensor, dim in held if not isinstance(values[id(tensor)].shape[dim], torch.SymInt)]
+    static = [tensor for tensor, dim in batched if not isinstance(values[id(tensor)].shape[dim], torch.SymInt)]
     if not static:
         return
     if any(getattr(tensor, _AGAIN, False) for tensor in static):
-        _unmark([tensor for tensor, _ in held])
+        _unmark([tensor for tensor, _ in batched])
         raise BatchSizeError(
             "the model fixes its batch size: it works for one number of samples only",
             advice="Write sizes in terms of x.shape[0].",
         )
-    for tensor, dim in held:
-        torch._dynamo.mark_dynamic(tensor, dim)
+    for tensor, dim in batched:
+        mark_dynamic(tensor, dim)
         setattr(tensor, _AGAIN, True)
-    raise exc.TensorifyScalarRestartAnalysis
+    raise CaptureAgain
 
 
 def _unmark(tensors: Sequence[Tensor]) -> None:

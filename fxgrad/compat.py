@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxgrad.api import transform
-from fxgrad.batch import tensors_in
+from fxgrad.capture.options import Inner
 from fxgrad.errors import AlreadySet, BatchSizeError, OptionError
-from fxgrad.options import Inner
+from fxgrad.host import pytree
+from fxgrad.samples.batch import tensors_in
 
 _VIEWS = "_fxgrad_views"  # on a module: its transformed views, by the arguments they were made with
 
@@ -35,12 +35,13 @@ def call_for_per_sample_grads(
     batch_first: bool = True,
     backend: str | Inner = "inductor",
 ) -> Callable[..., Any]:
-    """A function that calls ``module`` so that backward fills ``grad_sample``, ``[B, *p.shape]``.
+    """Return a function that calls ``module`` so that the backward fills ``grad_sample``, ``[B, *p.shape]``.
 
-    The signature, defaults, checks and errors of ``torch.nn.utils._per_sample_grad.call_for_per_sample_grads``,
-    for any model that `fxgrad.transform` takes. The compiled graph is kept on the module: call this in every
-    step, as one does with PyTorch's. Several calls, and several backwards, add up until ``grad_sample`` is
-    cleared, which has to be done before the next ``call_for_per_sample_grads``.
+    The signature, defaults, checks and errors are those of
+    ``torch.nn.utils._per_sample_grad.call_for_per_sample_grads``, for any model that `fxgrad.transform` takes. The
+    compiled graph is kept on the module: call this in every step, as one does with PyTorch's. Several calls, and
+    several backwards, add up until ``grad_sample`` is cleared, which has to be done before the next
+    ``call_for_per_sample_grads``.
 
     Args:
         module: its trainable parameters get ``grad_sample``.
@@ -49,9 +50,14 @@ def call_for_per_sample_grads(
         batch_first: whether samples are on dimension 0 of the inputs (else 1).
         backend: as in `fxgrad.transform`.
 
+    Returns:
+        A function with the signature of ``module.forward``.
+
     Raises:
         OptionError, AlreadySet: here, as PyTorch does.
         BatchSizeError: in the call, where the arguments disagree about the batch size or hold no tensor.
+
+    Source: ``torch.nn.utils._per_sample_grad`` (PyTorch, private).
 
     >>> model = nn.Linear(4, 3)
     >>> import torch

@@ -15,7 +15,20 @@ from __future__ import annotations
 
 
 class FxgradError(RuntimeError):
-    """The base of all of fxgrad's errors."""
+    """The base class of fxgrad's errors; its text has up to four parts.
+
+    Attributes:
+        sentence: what went wrong, with which op and parameter.
+        where: the user's source line, such as ``model.py:41   x = self.bn(x)``; may be empty.
+        path: the ops on the way of the samples, such as ``x -> conv2d -> batch_norm``; may be empty.
+        advice: what to do; may be empty.
+
+    >>> raise FxgradError("the op is unknown", advice="Register it.")
+    Traceback (most recent call last):
+        ...
+    fxgrad.errors.FxgradError: the op is unknown
+      Register it.
+    """
 
     def __init__(self, sentence: str, *, where: str = "", path: str = "", advice: str = "") -> None:
         self.sentence, self.where, self.path, self.advice = sentence, where, path, advice
@@ -34,7 +47,7 @@ class MixedSamples(FxgradError):
 
 
 class UnknownOp(FxgradError):
-    """An op nobody classified: fxgrad cannot tell whether it treats samples alone."""
+    """An op without a known family: fxgrad cannot tell whether it treats samples alone."""
 
 
 class UnsupportedOp(FxgradError):

@@ -9,12 +9,23 @@ from fxgrad.errors import OptionError
 
 
 def token_mean(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-    """Each sample's mean cross entropy over its own tokens: ``[B, T, classes], [B, T] -> [B]``.
+    """Compute each sample's mean cross entropy over its own tokens.
 
     ``cross_entropy(.., reduction="mean")`` divides by the number of tokens in the batch, so one sample's length scales
-    the others' gradients, and `fxgrad.ClippedGrad` refuses it. Tokens whose label is ``ignore_index`` do not count; a
-    sample of none has the loss 0. In the logits' dtype, in nats. The labels are taken as they are: a language model
-    shifts them first. Raises OptionError where the shapes do not fit.
+    the others' gradients, and `fxgrad.ClippedGrad` refuses it.
+
+    Args:
+        logits: ``[B, T, classes]``.
+        labels: ``[B, T]``, class numbers. They are taken as they are: a language model shifts them first.
+        ignore_index: tokens with this label do not count.
+
+    Returns:
+        The losses ``[B]`` in the logits' dtype, in nats; 0 for a sample without tokens.
+
+    Raises:
+        OptionError: the shapes do not fit.
+
+    Source: `torch.nn.functional.cross_entropy`, its mean taken per sample.
 
     >>> import torch
     >>> labels = torch.tensor([[1, 2, -100], [0, -100, -100], [-100, -100, -100]])

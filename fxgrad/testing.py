@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-import fxgrad
-from fxgrad.oracle import (
-    TOLERANCE,
+from fxgrad.api import transform, zero_grad
+from fxgrad.host import pytree
+from fxgrad.kernels.precision import TOLERANCE
+from fxgrad.verification.oracle import (
     LossFn,
     default_loss,
     fresh,
@@ -45,14 +45,33 @@ def assert_per_sample_grads(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> float:
-    """Transforms `model`, runs it forward and backward on `args` and `kwargs`, and compares with the loop over samples.
+    """Assert that a transformed model agrees with the loop over single samples.
 
-    Checks, each within `tolerance` (by dtype, see `TOLERANCE`): the output is the plain model's; `p.grad_sample` is
-    `per_sample_grads`, contiguous, of p's dtype, and `p.grad` stays None; frozen parameters have none; the gradients of
-    the inputs that require grad are the plain model's; `grad_sample.sum(0)` is the plain gradient of the whole batch
-    (unless `check_sum` is False). `loss_fn` takes the output and gives a sum over samples (`default_loss`).
-    `options` go to `fxgrad.transform` as they are. The model's gradients, buffers and `grad_sample` are cleared
-    afterwards. Returns the largest error found; raises AssertionError with what differs, and fxgrad's own errors.
+    Checked, each within ``tolerance``: the output is the plain model's; ``p.grad_sample`` is `per_sample_grads`,
+    contiguous, of p's dtype, and ``p.grad`` stays None; frozen parameters have none; the gradients of the inputs that
+    require grad are the plain model's; ``grad_sample.sum(0)`` is the plain gradient of the whole batch. The model's
+    gradients, buffers and ``grad_sample`` are cleared afterwards.
+
+    Args:
+        model: the model, not transformed.
+        args: as the model takes them.
+        loss_fn: takes the output and returns a sum over samples; None: `default_loss`.
+        backend: as in `fxgrad.transform`.
+        tolerance: the largest accepted `relative_error`; None: by dtype, see `TOLERANCE`.
+        batch_size: as in `fxgrad.transform`.
+        in_dims: as in `fxgrad.transform`.
+        batch_first: as in `fxgrad.transform`.
+        seed: set before each forward, for models that draw random numbers.
+        check_sum: whether the sum over samples is compared with the plain gradient.
+        options: further options of `fxgrad.transform`.
+        kwargs: as the model takes them.
+
+    Returns:
+        The largest error.
+
+    Raises:
+        AssertionError: with what differs.
+        FxgradError: what the transformed model raises.
 
     >>> assert_per_sample_grads(nn.Linear(3, 2), torch.randn(5, 3), backend="eager") < 1e-4
     True
@@ -66,7 +85,7 @@ def assert_per_sample_grads(
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     expected = per_sample_grads(model, loss, args, kwargs, seed=seed, **how)
-    transformed = fxgrad.transform(model, backend=backend, **how, **(options or {}))
+    transformed = transform(model, backend=backend, **how, **(options or {}))
     try:
         with state_restored(model):
             plain = _run(model, parameters, fresh(leaves), spec, loss, seed)
@@ -83,7 +102,7 @@ def assert_per_sample_grads(
                 pairs["grad_sample.sum(0)"] = ({name: g.sum(0) for name, g in grad_sample.items()}, plain["grads"])
         return max(_assert_close(what, a, b, tolerance) for what, (a, b) in pairs.items())
     finally:
-        fxgrad.zero_grad(model)
+        zero_grad(model)
 
 
 def _assert_close(what: str, actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> float:
@@ -161,8 +180,11 @@ class _OneOp(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         given = iter(inputs)
         filled = [
-            getattr(self, f"argument_{i}") if isinstance(leaf, nn.Parameter)
-            else next(given) if isinstance(leaf, Tensor) else leaf
+            getattr(self, f"argument_{i}")
+            if isinstance(leaf, nn.Parameter)
+            else next(given)
+            if isinstance(leaf, Tensor)
+            else leaf
             for i, leaf in enumerate(self.leaves)
         ]
         args, kwargs = pytree.tree_unflatten(filled, self.spec)
@@ -177,13 +199,24 @@ def check_rule(
     tolerance: float | None = None,
     **kwargs: Any,
 ) -> float:
-    """Try an op's rule on numbers: per-sample gradients by it against the loop over single samples.
+    """Check an op's rule on numbers: per-sample gradients by it against the loop over single samples.
 
-    Arguments that are `nn.Parameter` are differentiated by; every other tensor is batched along dim 0
-    (`in_dims`, one entry per such tensor, says otherwise; None for one that all samples share). The op
-    runs on the whole batch, on batches of one, and with each parameter frozen in turn. Raises
-    `fxgrad.errors.RuleError` where the rule is wrong by more than `tolerance` (by dtype, see
-    `TOLERANCE`). Returns the largest error.
+    The op runs on the whole batch, on batches of one, and with each parameter frozen in turn.
+
+    Args:
+        op: the op, called as ``op(*args, **kwargs)``.
+        args: its arguments. Those that are `nn.Parameter` are differentiated by; every other tensor is batched.
+        in_dims: the sample dimension of the batched tensors, one for all or an entry for each; None for one that all
+            samples share.
+        backend: as in `fxgrad.transform`.
+        tolerance: the largest accepted `relative_error`; None: by dtype, see `TOLERANCE`.
+        kwargs: as the op takes them.
+
+    Returns:
+        The largest error.
+
+    Raises:
+        RuleError: the rule is wrong by more than the tolerance.
 
     >>> check_rule(torch.nn.functional.linear, torch.randn(5, 3), nn.Parameter(torch.randn(2, 3))) < 1e-4
     True

@@ -1,4 +1,4 @@
-"""`fxgrad.trace`: what the passes make of a model, without running it."""
+"""`fxgrad.trace`: the graph of a model after the passes, without running it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import exc
 
 from fxgrad.api import engine_of, transform
-from fxgrad.batch import Batch
-from fxgrad.capture import Engine, moves_states
-from fxgrad.captured import make_context
-from fxgrad.context import Context
-from fxgrad.dynamo import CapturedCall, check_told, fresh_function
-from fxgrad.dynamo_errors import translated
+from fxgrad.capture.dynamo import CapturedCall, check_configured, fresh_function
+from fxgrad.capture.dynamo_errors import translated
+from fxgrad.compile.context_of import make_context
+from fxgrad.compile.pipeline import ONE, Pass, passes_of, run_passes
+from fxgrad.engine import Engine, moves_states
 from fxgrad.errors import FxgradError
-from fxgrad.pipeline import ONE, Pass, passes_of, run_passes
-from fxgrad.printing import graph_text
+from fxgrad.graph.context import Context
+from fxgrad.graph.printing import graph_text
+from fxgrad.host.dynamo import BackendCompilerFailed
+from fxgrad.samples.batch import Batch
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A rewritten graph; ``str()`` of it is stable, fit for a snapshot."""
+    """A rewritten graph, as `fxgrad.trace` returns it; ``str()`` of it is stable, fit for a snapshot.
+
+    Attributes:
+        graph_module: the graph after all passes, before the inner compiler.
+        context: the facts of the passes besides the graph: sizes, parameters, inputs.
+
+    >>> "tap_linear" in str(trace(nn.Linear(3, 2), torch.ones(4, 3)))
+    True
+    """
 
     graph_module: fx.GraphModule
     context: Context
@@ -37,7 +45,7 @@ class Trace:
 
 
 class _Captured(Exception):
-    """Carries the graph out of Dynamo: nothing is compiled and nothing runs."""
+    """Raised to carry the graph out of Dynamo, so that it neither compiles nor runs."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__("captured")
@@ -45,10 +53,23 @@ class _Captured(Exception):
 
 
 def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
-    """The rewritten graph of ``model(*args, **kwargs)``, printable and stable.
+    """Return the rewritten graph of ``model(*args, **kwargs)``, printable and stable.
 
-    ``model`` may be transformed already; its options then apply. Nothing is computed: no random numbers
-    are drawn and no buffers move. The text names no addresses and no paths.
+    trace runs no computation: it draws no random numbers and changes no buffers. The text has no addresses or paths.
+
+    Args:
+        model: a model, or a transformed one, whose options then apply.
+        args: as the model takes them.
+        kwargs: as the model takes them.
+
+    Returns:
+        A `Trace`.
+
+    Raises:
+        FxgradError: any error of the transformed model's first call, such as `MixedSamples`; also if the model uses no
+            trainable parameter.
+
+    Source: the passes of `fxgrad.compile.pipeline`, on the graph that TorchDynamo captures.
 
     >>> print(trace(nn.Linear(3, 2, bias=False), torch.ones(4, 3)))
     inputs:
@@ -74,22 +95,22 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
 def capture(
     engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], passes: Sequence[Pass] | None = None
 ) -> Trace:
-    """Let Dynamo trace a call and run the passes (all, or these) on its graph, and stop there."""
+    """Trace a call by Dynamo, run the passes (all, or these) on its graph, and stop there."""
     batch = engine.roles["forward"].find(args, kwargs)
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        check_told()
+        check_configured()
         captured = engine.captured(gm, examples, batch.size)
-        own = passes if passes is not None else passes_of(batch.size, engine.options.quantities)
-        dims = captured.held() if own is ONE else captured.sample_dims()
+        passes_to_run = passes if passes is not None else passes_of(batch.size, engine.options.quantities)
+        dims = captured.held() if passes_to_run is ONE else captured.sample_dims()
         ctx = make_context(captured, engine.options, dims, single=batch.size == 1)
-        made = run_passes(gm, ctx, own)
-        raise _Captured(Trace(made, ctx))
+        rewritten = run_passes(gm, ctx, passes_to_run)
+        raise _Captured(Trace(rewritten, ctx))
 
     compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
     try:
         CapturedCall(batch, args, kwargs).run(compiled)
-    except exc.BackendCompilerFailed as error:
+    except BackendCompilerFailed as error:
         if isinstance(error.inner_exception, _Captured):
             return error.inner_exception.trace
         if moves_states(error):
@@ -103,11 +124,11 @@ def capture(
 
 
 def settled_batch(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-    """The batch of a call, once its graph said which inputs are states: see Note [States] in fxgrad.batch."""
+    """Return the batch of a call, after its graph showed the states. See Note [States] in fxgrad.samples.batch."""
     roles = engine.roles["forward"]
     batch = roles.find(args, kwargs)
     if not batch.size or not roles.tied(args, kwargs, batch.size):
         return batch
-    with contextlib.suppress(Exception):  # what cannot be captured says so where it runs
+    with contextlib.suppress(Exception):  # the run raises the same error
         capture(engine, args, kwargs, ())
     return roles.find(args, kwargs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxgrad.checkpointing import AskedTarget, Policy
-from fxgrad.context import Context
-from fxgrad.targets import Target
+from fxgrad.graph.context import Context
+from fxgrad.runtime.checkpointing import AskedTarget, Policy
+from fxgrad.runtime.targets import Target
 
 
 def ask_policies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

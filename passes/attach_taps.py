@@ -12,26 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.calls import Call, map_nodes
-from fxgrad.context import Context, memory_of, path_to, place_beside, source_line
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
-from fxgrad.making import bind_again, make
-from fxgrad.opening import add_ghosts, open_tape
+from fxgrad.graph.context import Context, path_to, place_beside, source_line
+from fxgrad.graph.edit import bind_again, make
+from fxgrad.graph.prologue import add_ghosts, open_tape
+from fxgrad.ops.calls import Call, map_nodes
+from fxgrad.ops.families import Family, family_of
+from fxgrad.ops.user_functions import UserFunction
+from fxgrad.ops.values import memory_of
+from fxgrad.ops.written import places_of_result, written_to
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
-from fxgrad.samples.families import Family, family_of
-from fxgrad.samples.layouts import Kind, Layout, Samples
-from fxgrad.samples.symbols import expression
-from fxgrad.samples.written import places_of_result, written_to
-from fxgrad.strategies import Strategy, choose, choose_own, choose_several
-from fxgrad.targets import (
+from fxgrad.rules.strategies import Strategy, choose, choose_own, choose_several
+from fxgrad.rules.uses import Slot, Use
+from fxgrad.runtime.targets import (
     DeriveTarget,
     OwnTapTarget,
     TapSeveralTarget,
     TapTarget,
 )
-from fxgrad.user_functions import UserFunction
-from fxgrad.uses import Slot, Use
+from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.symbols import expression
 
 
 def attach_taps(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -437,4 +438,3 @@ def _as_slot(node: fx.Node) -> Any:
 
 def _shapes(operands: Sequence[fx.Node]) -> list[Any]:
     return [arg.meta["fake"].shape if isinstance(arg.meta["fake"], Tensor) else None for arg in operands]
-

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxgrad.calls import Call
-from fxgrad.context import Context, memory_of, path_to, source_line, tensors_of
 from fxgrad.errors import MixedSamples
+from fxgrad.graph.context import Context, path_to, source_line
+from fxgrad.ops.calls import Call
+from fxgrad.ops.values import memory_of, tensors_of
+from fxgrad.ops.written import written_to
 from fxgrad.samples.layouts import WHOLE, Kind, Samples
-from fxgrad.samples.written import written_to
 
 _ORDER = (Kind.CONSTANT, Kind.UNIFORM, Kind.BATCHED)
 Kinds = dict[Any, Kind]

@@ -1,4 +1,4 @@
-"""Write what nobody classified in terms of ATen ops that somebody did."""
+"""Decompose ops without a known family into ATen ops that have one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
-from fxgrad.calls import Call, bind, op_name
-from fxgrad.context import Context, place_beside, tensors_of
-from fxgrad.inlining import inline
-from fxgrad.making import bind_again
+from fxgrad.graph.context import Context, place_beside
+from fxgrad.graph.edit import bind_again
+from fxgrad.host import pytree
+from fxgrad.host.dispatch import enable_python_dispatcher
+from fxgrad.host.fake import FakeTensor
+from fxgrad.host.ops import HigherOrderOperator, core_decompositions
+from fxgrad.ops.calls import Call, bind, op_name
+from fxgrad.ops.families import Family, family_of
+from fxgrad.ops.inlining import inline
+from fxgrad.ops.values import tensors_of
 from fxgrad.rules import RULES
-from fxgrad.samples.families import Family, family_of
 
 _TORCH_FUNC = "torch_func"  # what wrap_transforms made
 
@@ -95,9 +96,7 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
 
     def call(*values: Any) -> Any:
         given = iter(values)
-        args, kwargs = pytree.tree_unflatten(
-            [next(given) if isinstance(arg, fx.Node) else arg for arg in flat], spec
-        )
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(arg, fx.Node) else arg for arg in flat], spec)
         if isinstance(node.target, str):
             return getattr(args[0], node.target)(*args[1:], **kwargs)
         assert callable(node.target)
@@ -115,7 +114,7 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
 @cache
 def _core_table() -> dict[Any, Any]:
     """PyTorch's decompositions to core ops but that of ``detach``: as ``alias`` it would let gradients through."""
-    table = dict(torch._decomp.core_aten_decompositions().items())
+    table = core_decompositions()
     table.pop(torch.ops.aten.detach.default, None)
     return table
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context, place_beside
-from fxgrad.recurrent.states import MODES
+from fxgrad.graph.context import Context, place_beside
+from fxgrad.ops.calls import op_name
+from fxgrad.samples.recurrent_states import MODES
 
 
 def decompose_recurrent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

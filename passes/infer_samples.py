@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.calls import Call, map_nodes
-from fxgrad.context import Context, memory_of, path_to, source_line, spoken, tensors_of
-from fxgrad.control_flow import ControlFlow, Crossed
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
-from fxgrad.samples.families import MOVEMENT, Family, family_of
-from fxgrad.samples.forms import reads_form_alone
+from fxgrad.graph.context import Context, path_to, source_line, spoken
+from fxgrad.ops.calls import Call, map_nodes
+from fxgrad.ops.families import MOVEMENT, Family, family_of
+from fxgrad.ops.forms import reads_form_alone
+from fxgrad.ops.user_functions import FUNCTION, HOOK, UserFunction
+from fxgrad.ops.values import memory_of, tensors_of
+from fxgrad.samples.control_flow import ControlFlow, Crossed
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Mixes, Op, Operand, by_shape
@@ -21,7 +23,6 @@ from fxgrad.samples.replay import SHAPED_AS, Replay
 from fxgrad.samples.symbols import expression
 from fxgrad.samples.tracking import PICK_ADVICE, PICKS, counts_tokens, track
 from fxgrad.samples.writes import after_write, written
-from fxgrad.user_functions import FUNCTION, HOOK, UserFunction
 
 _ADVICE = {
     "batch_norm": "Use GroupNorm, or put the layer in eval mode.",
@@ -178,9 +179,7 @@ class _Inference:
                 elif isinstance(samples, Samples):
                     found.append(Operand(name, arg, self.numbers.scalar, samples))
                 elif isinstance(samples, list):
-                    found.extend(
-                        Operand(name, arg, f, s) for f, s in zip(fake, samples, strict=True) if s is not None
-                    )
+                    found.extend(Operand(name, arg, f, s) for f, s in zip(fake, samples, strict=True) if s is not None)
             elif isinstance(arg, tuple | list):
                 for item in arg:
                     visit(name, item)
@@ -271,9 +270,7 @@ class _Inference:
             merge = merges.get(expression(operand.fake.shape[dims[0]]))
             if merge is None:
                 return operand
-            return Operand(
-                operand.name, operand.node, operand.fake, Samples(Kind.BATCHED, merge.at(dims[0]))
-            )
+            return Operand(operand.name, operand.node, operand.fake, Samples(Kind.BATCHED, merge.at(dims[0])))
 
         return [promote(operand) for operand in operands]
 
@@ -296,9 +293,7 @@ class _Inference:
             return Samples(Kind.MIXED, traced=flow)
         raise self._refusal(node, call, answer.reason, answer.advice)
 
-    def _allowed(
-        self, node: fx.Node, call: Call, operands: list[Operand], output: Tensor, flow: bool
-    ) -> Samples:
+    def _allowed(self, node: fx.Node, call: Call, operands: list[Operand], output: Tensor, flow: bool) -> Samples:
         op = Op(node, call, operands, self.symbols, self.replay)
         answer = by_shape(op, output)
         if isinstance(answer, Layout) and call.op not in MOVEMENT:
@@ -333,13 +328,11 @@ class _Inference:
         return Samples(Kind.CONSTANT) if isinstance(output, Tensor) else None
 
     def _made(self, output: Any, operands: list[Operand]) -> Samples | None:
-        """A new tensor; of values that hold samples nobody says where they are."""
+        """Return the samples of a new tensor: none, or mixed where an operand holds samples."""
         of_samples = any(operand.samples.kind in (Kind.BATCHED, Kind.MIXED) for operand in operands)
         return Samples(Kind.MIXED) if of_samples and isinstance(output, Tensor) else self._constant(output)
 
-    def _shared(
-        self, node: fx.Node, call: Call, operands: list[Operand], output: Any, flow: bool
-    ) -> Samples | None:
+    def _shared(self, node: fx.Node, call: Call, operands: list[Operand], output: Any, flow: bool) -> Samples | None:
         """No operand holds samples: constant, uniform, or a parameter's value handed to every sample."""
         if not isinstance(output, Tensor):
             return None
@@ -491,9 +484,7 @@ class _Inference:
                 raise self._refusal(node, call, f"{function.what} lets samples influence each other in its backward")
         return found
 
-    def _control(
-        self, node: fx.Node, call: Call, operands: list[Operand], flows: list[bool]
-    ) -> list[Samples | None]:
+    def _control(self, node: fx.Node, call: Call, operands: list[Operand], flows: list[bool]) -> list[Samples | None]:
         """cond, scan, map, while_loop: as what their bodies do says."""
         flow_op: ControlFlow = node.target  # type: ignore[assignment]
         try:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxgrad.calls import op_name
-from fxgrad.checkpointing import policy_of
-from fxgrad.context import OF_A_CHECKPOINT, Context
-from fxgrad.inlining import inline
+from fxgrad.graph.context import OF_A_CHECKPOINT, Context
+from fxgrad.ops.calls import op_name
+from fxgrad.ops.inlining import inline
+from fxgrad.runtime.checkpointing import policy_of
 
 # Where each operator that runs a body once has its operands; a body is its first argument.
 _OPERANDS = {

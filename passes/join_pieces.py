@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context
-from fxgrad.samples.families import RANDOM, Family, family_of
+from fxgrad.graph.context import Context
+from fxgrad.ops.calls import op_name
+from fxgrad.ops.families import RANDOM, Family, family_of
 
 _CUTS = frozenset({"chunk", "split", "tensor_split", "split_with_sizes"})
 _NORMS = frozenset({"group_norm", "instance_norm"})
@@ -149,6 +149,4 @@ def _same(one: Any, other: Any, first: _Region, region: _Region) -> bool:
     if one not in first.nodes:
         return one is other
     alike = (one.op, one.target, one.kwargs.keys()) == (other.op, other.target, other.kwargs.keys())
-    return alike and _same(
-        (*one.args, *one.kwargs.values()), (*other.args, *other.kwargs.values()), first, region
-    )
+    return alike and _same((*one.args, *one.kwargs.values()), (*other.args, *other.kwargs.values()), first, region)

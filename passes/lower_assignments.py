@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fxgrad.calls import Call
-from fxgrad.context import Context, memory_of, without_gradients
-from fxgrad.making import bind_again, make
-from fxgrad.selections import Selections
+from fxgrad.graph.context import Context, without_gradients
+from fxgrad.graph.edit import bind_again, make
+from fxgrad.graph.selections import Selections
+from fxgrad.ops.calls import Call
+from fxgrad.ops.values import memory_of
 
 
 def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -56,9 +57,7 @@ def _flows(value: Any) -> bool:
 class _Assignment:
     """One ``base[index] = value``."""
 
-    def __init__(
-        self, graph: fx.Graph, node: fx.Node, ctx: Context, traced: set[int | None], stopped: bool
-    ) -> None:
+    def __init__(self, graph: fx.Graph, node: fx.Node, ctx: Context, traced: set[int | None], stopped: bool) -> None:
         self.graph, self.node, self.ctx, self.traced, self.stopped = graph, node, ctx, traced, stopped
         self.base = node.args[0]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxgrad.calls import bind
-from fxgrad.context import Context
+from fxgrad.graph.context import Context
+from fxgrad.ops.calls import bind
 
 
 def normalize_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

@@ -8,11 +8,11 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
-from fxgrad.calls import bind, op_name
-from fxgrad.context import Context, source_line
 from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
+from fxgrad.graph.context import Context, source_line
+from fxgrad.host.dispatch import enable_python_dispatcher
+from fxgrad.ops.calls import bind, op_name
 from fxgrad.samples.symbols import expression
 
 

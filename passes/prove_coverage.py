@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from fxgrad.context import Context, source_line
 from fxgrad.errors import UncoveredParameter
+from fxgrad.graph.context import Context, source_line
+from fxgrad.runtime.targets import TAPS, CollectTarget, DeriveTarget, TapSeveralTarget, TapTarget
 from fxgrad.samples.layouts import Kind, Samples
-from fxgrad.targets import TAPS, CollectTarget, DeriveTarget, TapSeveralTarget, TapTarget
 
 
 def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from fxgrad.context import Context, path_to, source_line
 from fxgrad.errors import MixedSamples
-from fxgrad.independence.following import MEET, Follow, watched
-from fxgrad.independence.sharing import Written
-from fxgrad.independence.trials import trials_of
-from fxgrad.independence.values import Met
-from fxgrad.independence.walking import Walk
-from fxgrad.samples.families import believed
+from fxgrad.graph.context import Context, path_to, source_line
+from fxgrad.host.dispatch import enable_python_dispatcher
+from fxgrad.host.fake import FunctionalTensorMode
+from fxgrad.ops.families import believed
+from fxgrad.proof.following import MEET, Follow, watched
+from fxgrad.proof.sharing import Written
+from fxgrad.proof.trials import trials_of
+from fxgrad.proof.values import Met
+from fxgrad.proof.walking import Walk
 
 
 def prove_independence(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context, source_line
 from fxgrad.errors import UnsupportedOp
+from fxgrad.graph.context import Context, source_line
+from fxgrad.ops.calls import op_name
 
 _RESHAPES = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _MAY_BE_ITSELF = frozenset("contiguous to float double half bfloat16 type type_as cpu cuda requires_grad_".split())

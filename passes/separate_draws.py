@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxgrad.calls import Call
-from fxgrad.context import Context
-from fxgrad.making import bind_again, make
-from fxgrad.samples.families import draws
+from fxgrad.graph.context import Context
+from fxgrad.graph.edit import bind_again, make
+from fxgrad.ops.calls import Call
+from fxgrad.ops.families import draws
 from fxgrad.samples.layouts import WHOLE, Kind, Layout, Samples
 
 # What multiplies its input by noise of its own

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.context import Context, memory_of, place_beside, source_line
 from fxgrad.errors import UnsupportedOp
-from fxgrad.making import bind_again, make
+from fxgrad.graph.context import Context, place_beside, source_line
+from fxgrad.graph.edit import bind_again, make
+from fxgrad.ops.values import memory_of
 from fxgrad.samples.layouts import Kind, Samples
 
 

@@ -9,8 +9,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxgrad.context import Context
-from fxgrad.making import bind_again, make
+from fxgrad.graph.context import Context
+from fxgrad.graph.edit import bind_again, make
 from fxgrad.samples.symbols import expression
 
 _REGROUPS = frozenset("view unflatten unsqueeze squeeze".split())
@@ -43,7 +43,7 @@ def _goes_on(node: fx.Node) -> bool:
 
 
 def _chain(node: fx.Node) -> Iterator[fx.Node]:
-    """A view and those before it that nobody else reads, the last one first."""
+    """Yield a view and the views before it that have no other reader, the last one first."""
     yield node
     source = node.args[0]
     while isinstance(source, fx.Node) and _is_view(source) and len(source.users) == 1:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context, place_beside
+from fxgrad.graph.context import Context, place_beside
+from fxgrad.ops.calls import op_name
 
 _PREFIX = "_foreach_"
 _ALIKE = frozenset(

@@ -8,10 +8,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
-from fxgrad.context import Context, source_line
-from fxgrad.making import bind_again, make
+from fxgrad.graph.context import Context, source_line
+from fxgrad.graph.edit import bind_again, make
+from fxgrad.host.pytree import tree_map
 from fxgrad.samples.every_batch import BATCHES
 from fxgrad.samples.symbols import expression
 

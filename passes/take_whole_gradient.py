@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context, memory_of, tensors_of, without_gradients
-from fxgrad.opening import add_ghosts, open_tape
-from fxgrad.targets import SingleTarget
+from fxgrad.graph.context import Context, without_gradients
+from fxgrad.graph.prologue import add_ghosts, open_tape
+from fxgrad.ops.calls import op_name
+from fxgrad.ops.values import memory_of, tensors_of
+from fxgrad.runtime.targets import SingleTarget
 
 
 def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

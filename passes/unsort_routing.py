@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.context import Context, memory_of, tensors_of
-from fxgrad.making import bind_again, make
-from fxgrad.samples.families import RANDOM, Family, family_of
+from fxgrad.graph.context import Context
+from fxgrad.graph.edit import bind_again, make
+from fxgrad.ops.families import RANDOM, Family, family_of
+from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.samples.symbols import expression
 
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # what a group's number survives a cast to

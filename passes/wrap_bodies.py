@@ -6,13 +6,14 @@ import operator
 from typing import Any
 
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context, memory_of, place_beside, source_line
-from fxgrad.control_flow import CONTROL_FLOW, Cond
 from fxgrad.errors import UnsupportedOp
-from fxgrad.user_functions import HOOK, UserFunction
+from fxgrad.graph.context import Context, place_beside, source_line
+from fxgrad.host.pytree import tree_leaves
+from fxgrad.ops.calls import op_name
+from fxgrad.ops.user_functions import HOOK, UserFunction
+from fxgrad.ops.values import memory_of
+from fxgrad.samples.control_flow import CONTROL_FLOW, Cond
 
 
 def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:

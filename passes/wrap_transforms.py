@@ -8,15 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context, place_beside
+from fxgrad.graph.context import Context, place_beside
+from fxgrad.ops.calls import op_name
 
-_BEGIN = frozenset(
-    "_grad_increment_nesting _vmap_increment_nesting _jvp_increment_nesting _enter_dual_level".split()
-)
-_END = frozenset(
-    "_grad_decrement_nesting _vmap_decrement_nesting _jvp_decrement_nesting _exit_dual_level".split()
-)
+_BEGIN = frozenset("_grad_increment_nesting _vmap_increment_nesting _jvp_increment_nesting _enter_dual_level".split())
+_END = frozenset("_grad_decrement_nesting _vmap_decrement_nesting _jvp_decrement_nesting _exit_dual_level".split())
 # PyTorch forbids saved-tensor hooks there; what is inside only runs to be traced, under a hook of fxgrad's own
 _HOOKS = ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
 
@@ -77,7 +73,7 @@ def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
     held = set(inside)
     inputs = list(dict.fromkeys(arg for node in inside for arg in node.all_input_nodes if arg not in held))
     outputs = [node for node in inside if any(user not in held for user in node.users)]
-    if not outputs and not any(_writes(node) for node in inside):  # Dynamo leaves levels that nobody reads
+    if not outputs and not any(_writes(node) for node in inside):  # Dynamo leaves levels without a reader
         return _erase(gm, inside)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {arg: graph.placeholder(arg.name) for arg in inputs}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxgrad.operators.grouped import grouped_rows
+from fxgrad.kernels.grouped import grouped_rows
 
 BATCH = 5
 EXTRA: tuple[tuple[int, ...], ...] = ((), (BATCH,), (2, 3))
@@ -109,15 +109,11 @@ class Case:
                     buffer.copy_(torch.rand(buffer.shape) + 0.5)
         return model
 
-    def inputs(
-        self, device: torch.device, extra: Sequence[int] = (), requires_grad: bool = True
-    ) -> list[Tensor]:
+    def inputs(self, device: torch.device, extra: Sequence[int] = (), requires_grad: bool = True) -> list[Tensor]:
         return [argument.make(extra, device, requires_grad) for argument in self.arguments]
 
 
-def case(
-    name: str, call: Callable[..., Any], *arguments: Input | Weight, tolerance: float | None = None
-) -> Case:
+def case(name: str, call: Callable[..., Any], *arguments: Input | Weight, tolerance: float | None = None) -> Case:
     """`call(*arguments)`"""
     inputs = tuple(argument for argument in arguments if isinstance(argument, Input))
     return Case(name, lambda: Op(call, arguments), inputs, tolerance)
@@ -271,6 +267,7 @@ CONVOLUTIONS = [
     case("conv_transpose3d", with_(F.conv_transpose3d, stride=2, output_padding=1), x(2, 2, 3, 2), w(2, 4, 2, 1, 3),
          w(4)),
 ]  # fmt: skip
+
 
 def grouped(input: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of all samples, each times the weight of its group."""

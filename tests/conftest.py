@@ -10,8 +10,8 @@ import torch
 import torch._inductor.config
 
 from fxgrad.costs import machines
+from fxgrad.ops.families import _REGISTERED, family_of
 from fxgrad.rules import RULES
-from fxgrad.samples.families import _REGISTERED, family_of
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

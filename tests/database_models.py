@@ -268,9 +268,7 @@ def _shared(p: Tensor, dim: int, term: str) -> tuple[Tensor, str]:
     return p.narrow(dim, 0, 1), f"{term}.expand({sizes})"
 
 
-def compiled_module(
-    module: nn.Module, expression: str, arguments: Iterable[str], names: dict[str, Any]
-) -> nn.Module:
+def compiled_module(module: nn.Module, expression: str, arguments: Iterable[str], names: dict[str, Any]) -> nn.Module:
     """`module` with `forward(self, *arguments)` returning `expression`, whose source tracebacks can show."""
     filename = f"<database model {next(_serial)}>"
     source = f"def forward(self, {', '.join(arguments)}):\n    return {expression}\n"

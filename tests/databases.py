@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxgrad
-from fxgrad.calls import op_name
+from fxgrad.ops.calls import op_name
 from fxgrad.rules import RULES, Rule
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
 from tests.independence import tensors_of

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxgrad
-from fxgrad.oracle import TOLERANCE, state_restored
+from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.testing import (
     default_loss,
     per_sample_grads,
     relative_error,
 )
+from fxgrad.verification.oracle import state_restored
 from tests.database_models import NEW, PADDED, Call, Plan, compiled_module
 from tests.databases import Case, Verdict, op_db, verdict
 from tests.independence import sample_dims_of_output, tensors_of
@@ -309,8 +310,10 @@ def check(way: Way, *, input_gradients: bool) -> None:
             plain = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
             found = _run(case, transformed, inputs)
             right = _run(case, case.model, plain)
-            right["grad_sample"] = _definition(way, plain) if case.out_dims is None else per_sample_grads(
-                case.model, case.loss_fn, [x.detach() for x in plain], in_dims=case.in_dims
+            right["grad_sample"] = (
+                _definition(way, plain)
+                if case.out_dims is None
+                else per_sample_grads(case.model, case.loss_fn, [x.detach() for x in plain], in_dims=case.in_dims)
             )
             for what, value in found.items():
                 error = relative_error(_without_noise(value), _without_noise(right[what]))
@@ -428,9 +431,7 @@ def check_sums(case: Case) -> None:
         grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     expected = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(trained.items(), grads, strict=True)}
     quantities = [fxgrad.GradSample(), fxgrad.Grad()]
-    transformed = fxgrad.transform(
-        model, quantity=quantities, in_dims=case.in_dims, mixing="allow", backend="eager"
-    )
+    transformed = fxgrad.transform(model, quantity=quantities, in_dims=case.in_dims, mixing="allow", backend="eager")
     try:
         with state_restored(model):
             case.loss_fn(transformed(*_clones(inputs))).backward()

@@ -72,9 +72,7 @@ def run(seeds: Iterable[int], state: Path | None, jobs: int, **how: Any) -> dict
     left = [seed for seed in wanted if seed not in done]
     counts = Counter(done[seed].kind for seed in wanted if seed in done)
     with (
-        tqdm(
-            total=len(wanted), initial=len(wanted) - len(left), unit=" programs", smoothing=0.05
-        ) as bar,
+        tqdm(total=len(wanted), initial=len(wanted) - len(left), unit=" programs", smoothing=0.05) as bar,
         Path(state or os.devnull).open("a") as stream,
     ):
         for seed, outcome, seconds in outcomes(left, jobs, **how):
@@ -110,16 +108,12 @@ def shortest(program: Program, outcome: Outcome, **how: Any) -> Program:
             **how,
         )
     for line in reversed(program.source.splitlines()):
-        shorter = replace(
-            program, source=without_unused(program.source.replace(line + "\n", "", 1))
-        )
+        shorter = replace(program, source=without_unused(program.source.replace(line + "\n", "", 1)))
         program = first_same([shorter], program, outcome, **how)
     return program
 
 
-def first_same(
-    candidates: list[Program], program: Program, outcome: Outcome, **how: Any
-) -> Program:
+def first_same(candidates: list[Program], program: Program, outcome: Outcome, **how: Any) -> Program:
     return next((c for c in candidates if same_outcome(c, outcome, **how)), program)
 
 
@@ -148,9 +142,7 @@ def without_output(program: Program, k: int) -> Program:
     if len(codes) != len(program.outputs):  # a comma inside
         return program
     outputs = program.outputs[:k] + program.outputs[k + 1 :]
-    return replace(
-        program, source=f"{head}return {', '.join(codes[:k] + codes[k + 1 :])}\n", outputs=outputs
-    )
+    return replace(program, source=f"{head}return {', '.join(codes[:k] + codes[k + 1 :])}\n", outputs=outputs)
 
 
 def report(results: dict[int, Outcome], backend: str, show: int) -> int:
@@ -162,9 +154,7 @@ def report(results: dict[int, Outcome], backend: str, show: int) -> int:
         if outcome.reason:
             by_reason[outcome.kind, outcome.reason].append(seed)
     unknown = 0
-    for (kind, reason), seeds in sorted(
-        by_reason.items(), key=lambda item: (item[0][0], -len(item[1]))
-    ):
+    for (kind, reason), seeds in sorted(by_reason.items(), key=lambda item: (item[0][0], -len(item[1]))):
         known = kind != "refused" or is_known(reason)
         unknown += len(seeds) * (not known)
         print(
@@ -176,9 +166,7 @@ def report(results: dict[int, Outcome], backend: str, show: int) -> int:
             continue
         second_batch = SECOND_BATCHES[seed % len(SECOND_BATCHES)]
         program = shortest(generate(seed), outcome, backend=backend, second_batch=second_batch)
-        print(
-            f"\nseed {seed}: {outcome.kind}: {outcome.reason}\nbatch {program.batch}, in_dims {program.in_dims}"
-        )
+        print(f"\nseed {seed}: {outcome.kind}: {outcome.reason}\nbatch {program.batch}, in_dims {program.in_dims}")
         print(program.source)
     return len(failing) + unknown
 
@@ -187,9 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--seeds", default="0:1000", help="first:last, the last one left out")
-    parser.add_argument(
-        "--state", type=Path, help="file of outcomes, one JSON line each; a run goes on from it"
-    )
+    parser.add_argument("--state", type=Path, help="file of outcomes, one JSON line each; a run goes on from it")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--show", type=int, default=5, help="failing programs to print, shortened")
     options = parser.parse_args()

@@ -251,7 +251,7 @@ LEDGERS = {
     ),
     "mixing": Ledger(
         "mixing.txt",
-        "mixing=\"allow\": `grad_sample.sum(0)` and Grad() against the ordinary gradient, of each op and module.\n"
+        'mixing="allow": `grad_sample.sum(0)` and Grad() against the ordinary gradient, of each op and module.\n'
         "`right` here says that both are equal to it, whether or not the samples meet.\n",
         {info.full_name: _op_row(_judge_mixing, info, MOST_MIXING) for info in every_op.ENTRIES}
         | _module_rows(_judge_mixing_module, MOST_MIXING),

@@ -66,9 +66,7 @@ class Program:
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if tensor.is_floating_point():
-                    drawn = 0.6 * torch.randn(
-                        tensor.shape, generator=generator, dtype=torch.float64
-                    )
+                    drawn = 0.6 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
                     tensor.copy_(drawn.abs() + 0.5 if "running_var" in name else drawn)
         return model
 
@@ -103,9 +101,7 @@ def tuple_of(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def loss_of(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
     """A sum over samples: a 0-dim output is a loss already, every other one is summed behind a nonlinear function."""
-    return torch.stack(
-        [out if out.dim() == 0 else (out.sin() * 1.3).sum() for out in tuple_of(outputs)]
-    ).sum()
+    return torch.stack([out if out.dim() == 0 else (out.sin() * 1.3).sum() for out in tuple_of(outputs)]).sum()
 
 
 @contextmanager
@@ -149,9 +145,7 @@ def shares(program: Program, model: nn.Module, args: list[Tensor], batch: int) -
     def outputs_of(i: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         single = single_of(program, args, i)
         own = [*parts[:i], tuple_of(model.body(*single)), *parts[i + 1 :]]  # type: ignore[operator]
-        whole = [
-            side_by_side([part[k] for part in own], layout) for k, layout in enumerate(program.outputs)
-        ]
+        whole = [side_by_side([part[k] for part in own], layout) for k, layout in enumerate(program.outputs)]
         return single, tuple_of(model.ending(*whole))  # type: ignore[operator]
 
     return truth_by(model, batch, outputs_of)
@@ -214,9 +208,7 @@ def sample_of(out: Tensor, layout: Layout, batch: int, i: int) -> Tensor:
     return split.narrow(d + 1, i, 1).reshape(*out.shape[:d], outer * inner, *out.shape[d + 1 :])
 
 
-def forward_error(
-    program: Program, outputs: tuple[Tensor, ...], truth: Truth, batch: int
-) -> float:
+def forward_error(program: Program, outputs: tuple[Tensor, ...], truth: Truth, batch: int) -> float:
     """The largest difference between a batch's outputs and the single samples' outputs."""
     worst = 0.0
     for k, (out, layout) in enumerate(zip(outputs, program.outputs, strict=True)):

@@ -209,9 +209,7 @@ def finish(b: Builder) -> list[tuple[str, Layout | None]]:
         v = held[-1] if held else b.values[0]
         ends = [b.like(f"{v.name} * {b.bare(broadcast(b, v))}", v, learned=True)]
     if b.mixed is not None and b.mixed.name not in b.used:
-        ends.append(
-            b.like(f"{b.mixed.name} * {b.bare(broadcast(b, b.mixed))}", b.mixed, learned=True)
-        )
+        ends.append(b.like(f"{b.mixed.name} * {b.bare(broadcast(b, b.mixed))}", b.mixed, learned=True))
     ends = [rejoined(b, v) for v in ends[-3:]]
     outputs: list[tuple[str, Layout | None]] = [(v.name, v.layout) for v in ends]
     if b.chance(0.2):
@@ -448,12 +446,14 @@ KNOWN_REFUSALS: dict[str, str] = {
     "that is used for nothing else is not known to be one",
     r"UnknownOp: .* (as_strided|higher_order::register_hook) ": "ops that nobody has classified",
     r"BatchSizeError: (one_hot|split) fixes": "PyTorch's own shape rule makes the batch a number",
-    r"GraphBreak: TorchDynamo does not capture the model: (PendingUnbacked|Could not extract)": "a number of a tensor "
-    "as a size, or in a factory, that Dynamo cannot follow",
+    r"GraphBreak: TorchDynamo does not capture the model: (PendingUnbacked|Could not extract|Could not guard)": "a "
+    "number of a tensor as a size, or in a factory, that Dynamo cannot follow",
+    r"GraphBreak: TorchDynamo does not capture the model: Expected body_fn_output": "while_loop wants each "
+    "result in memory as the first",
     r"GraphBreak: TorchDynamo does not capture the model: This higher order operator": "PyTorch's own cond, whose "
     "arguments share memory where there is one sample",
-    r"MixedSamples: index_put .* it writes one sample": "places counted by the pieces that the "
-    "batch was cut into: a number",
+    r"MixedSamples: index_(put|copy) .* it writes one sample": "places counted by the pieces that the "
+    "batch was cut into, a number, or by an arange from the last to the first",
     r"GraphBreak: the model does not capture as one graph: Failed to trace builtin": "a number made a text",
     r"LostLayout: … does not work for every number of samples": "modules called on one sample after the other",
     r"LostLayout: \w+ gives a parameter's value": "copies of a parameter over a merged dim, used alone",

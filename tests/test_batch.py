@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxgrad
-from fxgrad.batch import SHARED, Roles
+from fxgrad.compile.inner import inner_compiler
 from fxgrad.errors import BatchSizeError, OptionError
-from fxgrad.options import inner_compiler
+from fxgrad.samples.batch import SHARED, Roles
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, plot, reference, report, results, roofline, tasks
+from benchmarks import kept, page, peers, plot, reference, report, results, roofline, tasks
 from benchmarks.measure import Comparison, median_ratio
 from benchmarks.models import MODELS, find_models
 from benchmarks.models.perceptrons import perceptron
@@ -50,9 +50,7 @@ def test_every_model_has_a_loss_for_each_sample(name: str) -> None:
         assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(
-    "name", ["c02-mnist", "c04-embedding", "c14-lstm-16", "c16-depthwise"]
-)
+@pytest.mark.parametrize("name", ["c02-mnist", "c04-embedding", "c14-lstm-16", "c16-depthwise"])
 def test_fxgrad_is_right_on_a_small_batch(name: str) -> None:
     task = tasks.make_task(name, replace(MODELS[name], batch=2), "cpu", backend="eager")
     record = Comparison(task, FXGRAD, rounds=0).compare("G")
@@ -107,13 +105,13 @@ def test_fxgrad_is_measured_on_a_toy_model(task: tasks.Task, record: Record) -> 
 
 def test_results_are_kept_shown_and_drawn(record: Record, tmp_path: Path) -> None:
     failed = Record("toy", "opacus_ghost", "G", failed="no such thing")
-    kept = Results(results.describe_machine(), roofline.Rates(1e11, 1e10))
+    written = Results(results.describe_machine(), roofline.Rates(1e11, 1e10))
     for one in (record, failed, record):
-        kept.add(one)
-    kept.save(tmp_path / "results.json")
+        written.add(one)
+    written.save(tmp_path / "results.json")
     again = results.load(tmp_path / "results.json")
 
-    assert again == kept
+    assert again == written
     assert len(again.records) == 2
     assert "toy" in report.format_table(again.records)
     assert "peak <= plain" in report.format_gates(report.find_gates(again))
@@ -121,6 +119,48 @@ def test_results_are_kept_shown_and_drawn(record: Record, tmp_path: Path) -> Non
     assert "100 Gflop/s" in report.format_rates(again)
     plot.draw(again, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_the_page_is_what_the_report_writes(tmp_path: Path) -> None:
+    assert page.PAGE.read_text() == page.text(), "run python -m benchmarks report"
+    page.draw(tmp_path / "ratios.png")
+    assert (tmp_path / "ratios.png").stat().st_size > 10_000
+
+
+def test_a_page_shows_what_its_file_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = page.text(), kept.read
+    intel = read("intel")
+    changed = replace(intel, models=[replace(intel.models[0], plain_ms=7.89), *intel.models[1:]])
+    monkeypatch.setattr(kept, "read", lambda name: changed if name == "intel" else read(name))
+    assert [line for line in page.text().splitlines() if line not in before.splitlines()] == [
+        "| MLP-3 | 7.89 | 1.25 [1.23, 1.25] | 0.87 [0.86, 0.88] | 5.63 [5.52, 5.71] | 1.15 | 1.14 | 343 (380) |"
+    ]
+
+
+def test_the_geometric_means_are_of_the_models() -> None:
+    means = [kept.read("intel").mean(quantity) for quantity in kept.QUANTITIES]
+    assert means == pytest.approx([1.17, 0.99, 1.50], abs=0.005)
+
+
+def test_new_figures_are_kept_for_the_page(record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    failed = Record("toy", "opacus_ghost", "G", failed="no such thing")
+    beside = replace(record, peer="vmap", fxgrad_ratio=results.Interval(0.5, 0.4, 0.6))
+    times = [results.CompileRecord("toy", name, "G", 2.0 * i, 0.5, 1) for i, name in ((1, PLAIN), (2, FXGRAD))]
+    measured = Results(results.describe_machine(), roofline.Rates(1e11, 1e10), [record, failed, beside], times)
+    measured.save(tmp_path / "measured.json")
+    kept.write("new", kept.Kept("old", "2.0", "none", models=[kept.Figures("toy", 1.0, target_C=1.5)]))
+    page.main(["keep", str(tmp_path / "measured.json"), "new", "--source", "a test"])
+    new = kept.read("new")
+
+    assert new.source == "a test"
+    assert new.models[0].target_C == 1.5
+    assert new.rates == {"matmul_gflops": 100, "stored_gb": 10}
+    assert new.compile == [kept.Compile("toy", "G", 2.0, 4.0, 0.5)]
+    assert new.peers == {"G": [{"model": "toy", "opacus_ghost": "failed", "vmap": 0.5}]}
+    assert record.ratio is not None
+    assert new.models[0].G is not None and new.models[0].G.ratio == round(record.ratio.median, 3)
+    assert "| toy | failed | 0.50 |" in page.peers(new, "G")
 
 
 def test_models_are_found_by_how_they_begin() -> None:

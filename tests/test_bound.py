@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.gradients.rounding import rounding_of_term
-from fxgrad.operators.norms import gamma
-from fxgrad.operators.tables import _by_sorting, rounding_of_rows, row_norms
+from fxgrad.errors import MixedSamples
+from fxgrad.kernels.norms import gamma
+from fxgrad.kernels.tables import _by_sorting, rounding_of_rows, row_norms
 from fxgrad.terms import OneHot, Term
 from tests.programs import quick_dynamo
 
@@ -69,13 +69,19 @@ SUMS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "einsum with dots": (lambda x, w: torch.einsum("...d,ed->...e", x, w), [(D, D)]),
     "einsum of a diagonal": (lambda x, w: torch.einsum("btd,dd->btd", x, w), [(D, D)]),
     "gather of copies": (lambda x, w: w.expand(len(x), 7, D).gather(1, _places(x).expand(-1, -1, D)), [(7, D)]),
-    "gather of copies at the same places": (lambda x, w: w.expand(len(x), 7, D).gather(
-        1, torch.zeros(len(x), T, D, dtype=torch.long, device=x.device)) + x, [(7, D)]),
-    "copies at places": (lambda x, w: w.expand(len(x), 7, D)[
-        torch.arange(len(x), device=x.device)[:, None], _places(x)[..., 0]], [(7, D)]),
+    "gather of copies at the same places": (
+        lambda x, w: w.expand(len(x), 7, D).gather(1, torch.zeros(len(x), T, D, dtype=torch.long, device=x.device)) + x,
+        [(7, D)],
+    ),
+    "copies at places": (
+        lambda x, w: w.expand(len(x), 7, D)[torch.arange(len(x), device=x.device)[:, None], _places(x)[..., 0]],
+        [(7, D)],
+    ),
     "copies at a list of places": (lambda x, w: w.expand(len(x), 7, D)[:, [0, 2] * (T // 2)] + x, [(7, D)]),
-    "copies selected": (lambda x, w: w.expand(len(x), 7, D).index_select(
-        1, torch.zeros(T, dtype=torch.long, device=x.device)) + x, [(7, D)]),
+    "copies selected": (
+        lambda x, w: w.expand(len(x), 7, D).index_select(1, torch.zeros(T, dtype=torch.long, device=x.device)) + x,
+        [(7, D)],
+    ),
     "copies repeated": (lambda x, w: w.repeat(len(x), 1, 1).gather(1, _places(x).expand(-1, -1, D)), [(1, 7, D)]),
     "copies multiplied": (lambda x, w: torch.bmm(x, w.expand(len(x), D, D)), [(D, D)]),
     "copies read often": (lambda x, w: _often(x, w.expand(len(x), T, D)), [(D,)]),
@@ -242,18 +248,27 @@ def test_a_batch_of_one_without_its_dimension(name: str, device: torch.device) -
     assert float(weight * norm) <= C * (1 + 1e-5)
 
 
+def test_statistics_of_a_batch_of_one_are_refused(device: torch.device) -> None:
+    """Its running statistics are those that later samples are normalised with."""
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(T)).to(device)
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager")
+    with pytest.raises(MixedSamples, match="batch_norm in training mode lets samples influence each other"):
+        transformed(torch.randn(1, T, D, device=device))
+    transformed.eval()(torch.randn(1, T, D, device=device)).sum().backward()
+
+
 def test_products_of_entries_round_as_their_absolute_values_say(device: torch.device) -> None:
     g, x = torch.randn(2, 3, 4, 5, 6, device=device)
-    found = rounding_of_term(Term("nkc...,nkc...->nc", g, x))
+    found = Term("nkc...,nkc...->nc", g, x).rounding()
     expected = 1.01 * gamma(4 * 6, torch.float32) * (g * x).abs().double().sum((1, 3)).norm(dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_what_is_neither_multiplied_nor_added_up_is_not_rounded(device: torch.device) -> None:
     g = torch.randn(5, 1, 7, device=device)
-    assert rounding_of_term(Term("n...o->no", g)).equal(torch.zeros(5, dtype=torch.float64, device=device))
-    assert (rounding_of_term(Term("n...o->no", g.expand(5, 2, 7))) > 0).all()
-    assert (rounding_of_term(Term("n...o,n...o->no", g, g)) > 0).all()
+    assert Term("n...o->no", g).rounding().equal(torch.zeros(5, dtype=torch.float64, device=device))
+    assert (Term("n...o->no", g.expand(5, 2, 7)).rounding() > 0).all()
+    assert (Term("n...o,n...o->no", g, g).rounding() > 0).all()
 
 
 def one_that_takes_all(k: int, device: torch.device) -> Tensor:

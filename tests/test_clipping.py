@@ -17,12 +17,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxgrad
 from fxgrad.errors import AlreadySet, GraphBreak, NonFinite, OptionError
 from fxgrad.gradients.sample_grads import norms_of
-from fxgrad.operators.convolutions import Settings
-from fxgrad.operators.gram import window_gram
-from fxgrad.operators.products import product_norms
-from fxgrad.operators.tables import row_norms
-from fxgrad.operators.windows import window_norms
-from fxgrad.precision import at_most
+from fxgrad.kernels.gram import window_gram
+from fxgrad.kernels.precision import at_most
+from fxgrad.kernels.products import product_norms
+from fxgrad.kernels.settings import Settings
+from fxgrad.kernels.tables import row_norms
+from fxgrad.kernels.windows import window_norms
 from fxgrad.terms import OneHot, Patches, Term
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
 from tests.programs import quick_dynamo
@@ -502,9 +502,7 @@ def test_norms_are_set_once(device: torch.device) -> None:
     default_loss(transformed(x)).backward()
 
 
-@pytest.mark.parametrize(
-    ("reduction", "scale"), [("mean", 5.0), (2.0, 2.0)], ids=["mean", "number"]
-)
+@pytest.mark.parametrize(("reduction", "scale"), [("mean", 5.0), (2.0, 2.0)], ids=["mean", "number"])
 def test_loss_reduction(reduction: Any, scale: float, device: torch.device) -> None:
     model = net(device)
     x = torch.randn(5, 3, device=device, dtype=torch.float64)

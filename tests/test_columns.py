@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 import fxgrad
 import fxgrad.gradients.columns
-from fxgrad.gradients.columns import by_columns, product_gram, table_gram
-from fxgrad.gradients.parts import Kept, Part, summed
-from fxgrad.operators.convolutions import Settings
-from fxgrad.operators.signs import signs
-from fxgrad.terms import OneHot, Patches, Term
+import fxgrad.kernels.sample_grams
+from fxgrad.gradients.columns import by_columns
+from fxgrad.gradients.parts import summed
+from fxgrad.kernels.sample_grams import product_gram, table_gram
+from fxgrad.kernels.settings import Settings
+from fxgrad.kernels.signs import signs
+from fxgrad.terms import Materialised, OneHot, Part, Patches, Term
 from fxgrad.testing import default_loss, relative_error
 from tests.allocations import peak
 from tests.programs import quick_dynamo
@@ -50,13 +52,13 @@ def windows(kernel: tuple[int, ...], groups: int = 1, transposed: bool = False) 
     return Term("nko...,nk...i->noi", g, patches)
 
 
-PARTS: dict[str, Callable[[], list[Part]]] = {
+PARTS: dict[str, Callable[[], list[Part | Tensor]]] = {
     "one position": lambda: [product(1)],
     "three positions": lambda: [product(3)],
     "in another shape": lambda: [product(3, (21, 2))],
     "table": lambda: [table(3)],
     "table with padding": lambda: [table(4, padding=2)],
-    "tied": lambda: [product(3), table(3), Kept(randn(7, 6), torch.zeros(N))],
+    "tied": lambda: [product(3), table(3), Materialised(randn(7, 6), torch.zeros(N))],
     "windows": lambda: [windows((4, 4, 3, 5))],
     "windows in groups": lambda: [windows((4, 2, 3, 3), groups=2)],
     "transposed windows": lambda: [windows((4, 4, 3, 3), transposed=True)],
@@ -78,6 +80,7 @@ def expected(rows: Tensor, what: str) -> Tensor:
 @pytest.mark.parametrize("name", PARTS)
 def test_against_rows(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fxgrad.gradients.columns, "ELEMENTS", block)
+    monkeypatch.setattr(fxgrad.kernels.sample_grams, "ELEMENTS", block)
     torch.manual_seed(0)
     parts = PARTS[name]()
     flat = [part.dense() if isinstance(part, Term) else summed([part]) for part in parts]
@@ -90,7 +93,7 @@ def test_against_rows(name: str, block: int, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
 def test_gram_matrices_of_positions(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fxgrad.gradients.columns, "ELEMENTS", block)
+    monkeypatch.setattr(fxgrad.kernels.sample_grams, "ELEMENTS", block)
     torch.manual_seed(0)
     g, x, ids = randn(3, 7), randn(3, 6), torch.randint(4, (N, 3))
     rows = (g.mT @ x).flatten(1)
@@ -129,7 +132,8 @@ P = 211 * 31 + 31 * 67 + 67 * 71 + 71 * 73 * 3 + 73 * 79
 def test_the_gradients_are_never_held(quantity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 x 36,000 elements; GradSample shows that the measure sees them."""
     monkeypatch.setattr("fxgrad.gradients.columns.ELEMENTS", 1 << 13)
-    monkeypatch.setattr("fxgrad.operators.signs.BLOCK", 1 << 13)
+    monkeypatch.setattr("fxgrad.kernels.sample_grams.ELEMENTS", 1 << 13)
+    monkeypatch.setattr("fxgrad.kernels.signs.BLOCK", 1 << 13)
     torch.manual_seed(0)
     transformed = fxgrad.transform(Net(), quantity=quantity, backend="eager")
     ids = torch.randint(211, (SIZE, 3))
@@ -148,5 +152,3 @@ def test_no_value_is_a_weight_s_size_times_b(quantity: Any) -> None:
     torch.manual_seed(0)
     gm = backward_of(Net(), torch.randint(211, (SIZE, 3)), quantity)
     assert max(elements(gm)) < SIZE * 31 * 67  # the smallest of the weights
-
-

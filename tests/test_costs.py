@@ -24,13 +24,15 @@ from benchmarks.models import MODELS as BENCHMARKS
 from benchmarks.tasks import Training
 from fxgrad.costs import contractions, machines
 from fxgrad.costs.choices import Ways, wishes_of
-from fxgrad.costs.contractions import TABLES, Way, contraction_of, costs
+from fxgrad.costs.contractions import TABLES, contraction_of, costs
 from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
-from fxgrad.operators.convolutions import Settings
-from fxgrad.samples.symbols import Symbols, hint
-from fxgrad.targets import NewTape
+from fxgrad.kernels.settings import Settings
+from fxgrad.kernels.sizes import hint
+from fxgrad.runtime.targets import NewTape
+from fxgrad.samples.symbols import Symbols
 from fxgrad.terms import OneHot, Patches, Term
+from fxgrad.terms.work import Way
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
 from tests.programs import quick_dynamo
 
@@ -63,7 +65,7 @@ def table(n: int, k: int, v: int, d: int) -> Term:
     return Term("n...v,n...d->nvd", OneHot(meta(n, k).long(), v), meta(n, k, d))
 
 
-# What the page says on the reference machine. Each of these was timed there: see docs/performance.md.
+# What the page says on the reference machine. Each of these was timed there: see benchmarks/LOG.md.
 
 CHOSEN = {
     "one position": (linear(32, 1, 256, 256), Way.RANK_ONE),
@@ -116,9 +118,7 @@ def test_norms_alone_cost_no_sum() -> None:
 
 def test_float64_takes_twice_as_long() -> None:
     single, double = linear(32, 64, 512, 512), Term("n...o,n...i->noi", *(meta(32, 64, 512).double(),) * 2)
-    ratio = [
-        costs(contraction_of(term), REFERENCE, 32)[Way.RECOMPUTE].seconds for term in (double, single)
-    ]
+    ratio = [costs(contraction_of(term), REFERENCE, 32)[Way.RECOMPUTE].seconds for term in (double, single)]
     assert 1.7 < ratio[0] / ratio[1] < 2.3
 
 
@@ -405,9 +405,7 @@ def test_uses_without_a_common_form() -> None:
             return self.conv(self.conv(x).tanh())
 
     model, x = Model(), torch.randn(5, 3, 6)
-    made = fxgrad.transform(
-        model, quantity=fxgrad.NormSample(), strategy={"conv.weight": "recompute"}, backend="eager"
-    )
+    made = fxgrad.transform(model, quantity=fxgrad.NormSample(), strategy={"conv.weight": "recompute"}, backend="eager")
     with pytest.raises(OptionError, match="its uses have no form in common") as caught:
         made(x)
     assert "test_costs.py" in caught.value.where
@@ -508,7 +506,7 @@ def test_the_choice_is_written_into_the_graph_that_caches_are_keyed_by() -> None
     assert "fxgrad.product_rows.default" in held and "fxgrad.product_norms.default" not in held
     graph = fx.Graph()
     node = graph.call_function(NewTape([], 1, [], [], Ways()))
-    with pytest.raises(BypassAOTAutogradCache):
+    with pytest.raises(BypassAOTAutogradCache, match="Unsupported call_function target new_tape"):
         check_node_safe(node)
 
 

@@ -96,7 +96,6 @@ class TestTwoProcesses:
             same_parameters(each[case], alone[case])
         assert not torch.allclose(found[0][case]["0.weight"], found[0]["private mean"]["0.weight"], atol=1e-3)
 
-
     def test_the_first_batch_is_checked_by_all(self, found: Any) -> None:
         """Where each has more than one sample: in the same call, or in a private step; what one sees, all raise."""
         for rank, each in enumerate(found):

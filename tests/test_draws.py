@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.operators.generic import per_sample_vjp, register_program
+from fxgrad.kernels.generic import per_sample_vjp, register_program
 from fxgrad.testing import assert_per_sample_grads
 
 B, T, E = 3, 4, 6
@@ -55,9 +55,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
 def test_drawn_once(name: str, backend: str) -> None:
     """The forward draws what the plain model draws, and the backward draws nothing."""
     function, shape = CASES[name]
-    assert_per_sample_grads(
-        Model(function, *shape), torch.randn(B, T, E, dtype=torch.float64), backend=backend, seed=1
-    )
+    assert_per_sample_grads(Model(function, *shape), torch.randn(B, T, E, dtype=torch.float64), backend=backend, seed=1)
 
 
 def test_a_parameter_without_drawing_stays_whole() -> None:

@@ -16,7 +16,6 @@ from fxgrad.testing import default_loss, per_sample_grads, relative_error
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
-
 class Two(nn.Module):
     """A graph break between two layers."""
 
@@ -215,7 +214,7 @@ class Coincidence(Two):
 
 def test_a_size_that_agreed_by_chance(device: torch.device) -> None:
     model = Coincidence().double().to(device)
-    with pytest.raises(fxgrad.FxgradError):
+    with pytest.raises(fxgrad.FxgradError, match="getitem takes samples out of the batch by their places"):
         gs_model = view(model)
         gs_model(samples(4, model))
         gs_model(samples(6, model))

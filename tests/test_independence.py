@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fxgrad.independence.calls import Origins
-from fxgrad.independence.following import Follow
-from fxgrad.independence.origins import MANY, SUM
-from fxgrad.independence.rules import RULES
-from fxgrad.independence.trials import Trial
+from fxgrad.proof.calls import Origins
+from fxgrad.proof.following import Follow
+from fxgrad.proof.origins import MANY, SUM
+from fxgrad.proof.rules import RULES
+from fxgrad.proof.trials import Trial
 from tests.databases import CRASHES, op_db
 
 SAMPLES = 3  # of each op in the database

@@ -25,9 +25,7 @@ from tests.cases import BATCH, Case, case, ids, w, x
 pytestmark = pytest.mark.inductor
 
 
-def products(
-    x: Tensor, v: Tensor, w: Tensor, b: Tensor, left: Tensor, heads: Tensor, u: Tensor, z: Tensor
-) -> Tensor:
+def products(x: Tensor, v: Tensor, w: Tensor, b: Tensor, left: Tensor, heads: Tensor, u: Tensor, z: Tensor) -> Tensor:
     """linear, matmul on both sides, a batch of weights, einsum, addmm, mv"""
     h = F.linear(x, v, b).tanh() @ w + F.linear(x, v.t())
     h = (left @ h).unsqueeze(1) @ heads
@@ -36,9 +34,7 @@ def products(
     return torch.mv(h, z)
 
 
-def convolutions(
-    x: Tensor, one: Tensor, bias: Tensor, two: Tensor, three: Tensor, up: Tensor
-) -> list[Tensor]:
+def convolutions(x: Tensor, one: Tensor, bias: Tensor, two: Tensor, three: Tensor, up: Tensor) -> list[Tensor]:
     """conv1d, conv2d and conv3d with strides, groups and padding by name, conv_transpose"""
     h = F.conv1d(x, one, bias, stride=2, padding=2).tanh()
     up = F.conv_transpose1d(h, up, stride=2, output_padding=1, groups=2)
@@ -162,7 +158,7 @@ class Returns(nn.Module):
     ids=["all", "transposed", "flat", "expanded"],
 )
 def test_the_backward_leaves_the_outputs_alone(layer: Any, part: Any, device: torch.device) -> None:
-    """See Note [Donated buffers] in fxgrad/compiler.py."""
+    """See Note [Donated buffers] in fxgrad/compile/compiler.py."""
     gs = fxgrad.transform(Returns(layer(), part).to(device))
     outputs = gs(torch.randn(16, 5, 3, device=device))
     before = [output.detach().clone() for output in outputs]
@@ -175,7 +171,7 @@ def test_no_cached_backward_writes_over_the_outputs(device: torch.device, monkey
     model = Returns(nn.Linear(3, 3), lambda h: h.transpose(0, -1)).to(device)
     x = torch.randn(16, 5, 3, device=device)
     with monkeypatch.context() as patched:
-        patched.setattr("fxgrad.compiler._outputs_kept", lambda gm: contextlib.nullcontext())
+        patched.setattr("fxgrad.compile.compiler._outputs_kept", lambda gm: contextlib.nullcontext())
         sum(output.sum() for output in fxgrad.transform(model)(x)).backward()
     torch._dynamo.reset()
     fxgrad.zero_grad(model)
@@ -231,11 +227,11 @@ def test_no_cached_backward_reads_before_what_adds(device: torch.device, tmp_pat
 _CACHED = """
 import sys
 sys.path.insert(0, {root!r})
-import torch, fxgrad, fxgrad.inductor
+import torch, fxgrad, fxgrad.compile.inductor
 from torch._dynamo.utils import counters
 from tests.test_inductor import Pooled
 if sys.argv[1] == "without":
-    fxgrad.inductor._keep_renames = lambda: None
+    fxgrad.compile.inductor._keep_renames = lambda: None
 torch.manual_seed(0)
 device = torch.device(sys.argv[2])
 model, x, y = Pooled().to(device), torch.randn(16, 1, 28, 28, device=device), torch.arange(16, device=device) % 10

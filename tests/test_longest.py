@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import fxgrad
-from fxgrad.errors import FxgradError
+from fxgrad.errors import FxgradError, MixedSamples
 from tests.programs import quick_dynamo
 
 IN, H = 3, 4
 LENGTHS = torch.tensor([3, 5, 1, 2])
+SEEN = r"the longest sample is|the lengths of all|influence each other|out of the batch|data-dependent expression"
+"""How refusals say that a sample would see the others' lengths."""
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -360,7 +362,7 @@ def test_what_sees_the_longest_sample_is_refused(name: str, device: torch.device
     torch._dynamo.reset()
     gs = fxgrad.transform(Padded(REFUSED[name]).double().to(device), backend="eager")
     x = torch.randn(4, 5, IN, dtype=torch.float64, device=device)
-    with pytest.raises(FxgradError), torch.device(device):
+    with pytest.raises(FxgradError, match=SEEN), torch.device(device):
         gs(x, LENGTHS.to(device))
 
 
@@ -377,7 +379,7 @@ class FromLengths(Padded):
 def test_lengths_that_a_cast_changes(lengths: Any) -> None:
     torch._dynamo.reset()
     gs = fxgrad.transform(FromLengths(RIGHT["masked mean"]).double(), backend="eager")
-    with pytest.raises(FxgradError):
+    with pytest.raises(FxgradError, match="sum may see how long the longest sample is"):
         gs(torch.randn(4, 5, IN, dtype=torch.float64), torch.tensor(lengths, dtype=torch.float64))
 
 
@@ -431,8 +433,13 @@ def packed_rows() -> PackedSequence:
 @pytest.mark.parametrize("name", PACKED)
 def test_how_long_a_packed_input_is(name: str) -> None:
     torch._dynamo.reset()
-    with pytest.raises(FxgradError):
+    with pytest.raises(FxgradError, match=SEEN):
         fxgrad.transform(OfPacked(PACKED[name]).double(), backend="eager")(packed_rows())
+
+
+def test_how_sequences_are_packed_is_named() -> None:
+    with pytest.raises(MixedSamples, match=r"how sequences are packed \(batch_sizes, sorted_indices\) depends on"):
+        fxgrad.transform(OfPacked(PACKED["how many ones"]).double(), backend="eager")(packed_rows())
 
 
 def test_a_packed_input() -> None:

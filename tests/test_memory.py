@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.operators.blocks import Blocks
-from fxgrad.operators.memory import HEAP, blocks, fresh
+from fxgrad.kernels.blocks import Blocks
+from fxgrad.kernels.memory import HEAP, blocks, fresh
 
 LARGE = 40 << 20  # bytes
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nothing is kept elsewhere")
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_let_go_of() -> None:
 @linux
 def test_what_lies_idle_for_a_minute_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("fxgrad.operators.blocks.monotonic", lambda: clock[0])
+    monkeypatch.setattr("fxgrad.kernels.blocks.monotonic", lambda: clock[0])
     many = [taken() for _ in range(3)]
     many.clear()
     for _ in range(7):
@@ -103,7 +103,7 @@ def test_dynamo_does_not_compile_what_a_last_holder_calls() -> None:
 
 
 def test_where_nothing_is_kept_memory_is_the_c_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxgrad.operators.blocks._madvise", lambda: None)
+    monkeypatch.setattr("fxgrad.kernels.blocks._madvise", lambda: None)
     block = taken()
     block.resize_(2 * len(block))
     del block
@@ -207,7 +207,7 @@ def test_gradients_that_are_kept_are_not_written_over() -> None:
 # Where the heap ends, which the C library itself moves: not every kernel counts page faults.
 GIVEN_BACK = """
 import ctypes, torch
-from fxgrad.operators.memory import keep_memory
+from fxgrad.kernels.memory import keep_memory
 
 sbrk = ctypes.CDLL(None).sbrk
 sbrk.restype, sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]

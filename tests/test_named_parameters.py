@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxgrad.named_parameters import NamedParameters
+from fxgrad.capture.named_parameters import NamedParameters
 
 
 class Equal(nn.Linear):
@@ -123,5 +123,5 @@ def test_a_model_that_hides_parameters() -> None:
 
 
 def test_what_it_gives_cannot_be_changed() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="does not support item assignment"):
         NamedParameters(net()).now()["0.weight"] = None  # type: ignore[index]

@@ -747,8 +747,17 @@ def norms_of_pieces(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("mixing", ["error", "allow"])
 @pytest.mark.parametrize(
     "program",
-    [centred, along_the_pieces, in_another_order, each_in_its_way, with_each_other, read_beside, norms_of_pieces,
-     one_without_gradients, one_after_a_write],
+    [
+        centred,
+        along_the_pieces,
+        in_another_order,
+        each_in_its_way,
+        with_each_other,
+        read_beside,
+        norms_of_pieces,
+        one_without_gradients,
+        one_after_a_write,
+    ],
 )
 def test_pieces_that_meet_or_differ_are_refused(program: Any, mixing: Any) -> None:
     with pytest.raises(MixedSamples, match="it cuts the batch into pieces of several samples") as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxgrad.operators import onednn
+from fxgrad.kernels import onednn
 
 
 @pytest.mark.parametrize("weights", [False, True])

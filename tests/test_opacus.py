@@ -424,9 +424,7 @@ class TestBudget:
         engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
         optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), 8)
         with pytest.warns(UserWarning, match="non-zero privacy budget already spent"):
-            private.make_private_with_epsilon(
-                engine, module=model, optimizer=optimizer, data_loader=loader, **BUDGET
-            )
+            private.make_private_with_epsilon(engine, module=model, optimizer=optimizer, data_loader=loader, **BUDGET)
 
 
 class TestArguments:
@@ -525,9 +523,7 @@ class TestArguments:
     @pytest.mark.parametrize("one_backward", [False, True])
     def test_a_fixed_batch_size_under_poisson_sampling(self, one_backward: bool) -> None:
         quantity = fxgrad.ClippedGrad(1.0) if one_backward else fxgrad.GradSample()
-        view = fxgrad.transform(
-            words(), quantity=quantity, loss_reduction="mean", backend="eager", batch_size=7
-        )
+        view = fxgrad.transform(words(), quantity=quantity, loss_reduction="mean", backend="eager", batch_size=7)
         with pytest.raises(OptionError, match="batch_size=7, and Poisson sampling draws batches of every size"):
             make(view, one_backward=one_backward)
         make(view, one_backward=one_backward, poisson_sampling=False)
@@ -598,7 +594,7 @@ class TestCopies:
             max_grad_norm=1.0,
         )[1]
         try:
-            with pytest.raises(AttributeError):
+            with pytest.raises(AttributeError, match="'DPOptimizer' object has no attribute 'original_optimizer'"):
                 copy.deepcopy(plain)
             assert kind.step is not step  # PyTorch has put another in its place
             self.step(made, optimizer)
@@ -705,7 +701,7 @@ class TestValidator:
             max_grad_norm=1.0,
         )
         fxgrads(engine, model, **arguments)
-        with pytest.raises(UnsupportedModuleError):
+        with pytest.raises(UnsupportedModuleError, match=r"We do not support nn\.LSTM"):
             engine.make_private(module=model, **arguments)
 
 

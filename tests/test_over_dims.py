@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fxgrad import transform
 from fxgrad.errors import BatchSizeError, MixedSamples
-from fxgrad.samples.families import family_of
+from fxgrad.ops.families import family_of
+from fxgrad.ops.worked_dims import OVER_LAST, OVER_NAMED
 from fxgrad.samples.tracking import HANDLERS
-from fxgrad.samples.worked_dims import OVER_LAST, OVER_NAMED
 from fxgrad.testing import assert_per_sample_grads
 
 Function = Callable[[Tensor, Tensor], Any]
@@ -82,7 +82,7 @@ REFUSED: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    with pytest.raises(MixedSamples):
+    with pytest.raises(MixedSamples, match=r"along the sample dimension|to the first samples|cannot be followed"):
         transform(Model(REFUSED[name], 4), backend="eager")(batch(5, 4))
 
 
@@ -101,7 +101,7 @@ def test_products_summed_over_samples(name: str) -> None:
 
 
 def test_product_summed_over_samples_then_bent() -> None:
-    with pytest.raises(MixedSamples):
+    with pytest.raises(MixedSamples, match=r"exp lets samples influence each other: .* may only be summed"):
         transform(Model(lambda x, w: torch.dot(x @ w, x[:, 0]).exp(), 4), backend="eager")(batch(5, 4))
 
 
@@ -132,7 +132,8 @@ OVER_CLASSES: dict[str, Function] = {
 def test_reduced_losses_that_compare_samples(name: str) -> None:
     """The sum over samples is the loss of rows; one row of all samples is none."""
     fixed = name == "probabilities" and torch.__version__ < "2.13"  # by PyTorch's own shape rule
-    with pytest.raises(BatchSizeError if fixed else MixedSamples):
+    said = "fixes the batch size" if fixed else r"works along the sample dimension|hold the samples in different places"
+    with pytest.raises(BatchSizeError if fixed else MixedSamples, match=said):
         transform(Model(OVER_CLASSES[name], 4), backend="eager")(batch(5, 4))
 
 
@@ -140,7 +141,7 @@ def test_kernels_of_samples() -> None:
     """A convolution of one image, a parameter, with a kernel of each sample."""
     model = Model(lambda x, w: F.conv1d(w[None], x).movedim(1, 0), 3, 7)
     assert_per_sample_grads(model, batch(5, 3, 2), backend="eager")
-    with pytest.raises(MixedSamples):
+    with pytest.raises(MixedSamples, match="its weight holds samples"):
         transform(Model(lambda x, w: F.conv1d(w[None], x, groups=3), 3, 7), backend="eager")(batch(6, 1, 2))
 
 

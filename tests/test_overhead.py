@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import fxgrad
-from fxgrad.store import Forward, Store
+from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.store import Store
 
 PACKAGE = str(Path(fxgrad.__file__).parent)
 

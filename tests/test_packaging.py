@@ -78,7 +78,7 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     others = {p.relative_to(ROOT).as_posix() for p in (ROOT / "fxgrad").rglob("*.*") if p.suffix in READ}
-    assert {"fxgrad/py.typed", "fxgrad/operators/depthwise.cpp", "fxgrad/explanation/page.css"} <= others
+    assert {"fxgrad/py.typed", "fxgrad/kernels/depthwise.cpp", "fxgrad/explanation/page.css"} <= others
     assert names == {*source_files(), *others}
 
 

@@ -162,7 +162,7 @@ def test_recurrent_modules(info: Any, one_in: int) -> None:
         states = list(states[0]) if states and isinstance(states[0], tuple | list) else states
         assert x.dim() == 2
         batch_dim = 0 if rnn.batch_first else 1
-        with pytest.raises(MixedSamples):
+        with pytest.raises(MixedSamples, match=r"recurrence .*: it runs along the sample dimension"):
             fxgrad.transform(SamplesFirst(rnn), backend="eager", in_dims=(0, *[1] * len(states)))(x)
         batched = torch.randn(3, *x.shape, dtype=x.dtype).transpose(0, batch_dim).contiguous().requires_grad_()
         given = [torch.randn(h.shape[0], 3, h.shape[1], dtype=h.dtype).requires_grad_() for h in states]

@@ -1,4 +1,4 @@
-"""Each pass on a small model: what it makes of the graph, where it must not fire, what it refuses."""
+"""Each pass on a small model: where it must not fire, what it refuses. What it makes of a graph is in tests/passes."""
 
 from __future__ import annotations
 
@@ -12,45 +12,17 @@ from torch import Tensor, fx, nn
 
 import fxgrad
 from fxgrad.api import engine_of
-from fxgrad.context import last_own_line
+from fxgrad.compile.pipeline import PASSES, copy_graph, run_passes
 from fxgrad.errors import MixedSamples, SpecViolation, UncoveredParameter
-from fxgrad.independence.following import Follow
-from fxgrad.independence.rules import RULES
+from fxgrad.graph.context import last_own_line
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.prove_coverage import prove_coverage
 from fxgrad.passes.prove_independence import prove_independence
-from fxgrad.pipeline import PASSES, copy_graph, run_passes
-from fxgrad.targets import DeriveTarget, TapTarget
-from fxgrad.testing import assert_graph_snapshot
+from fxgrad.proof.following import Follow
+from fxgrad.proof.rules import RULES
+from fxgrad.runtime.targets import DeriveTarget, TapTarget
 from fxgrad.tracing import Trace, capture
-
-
-class Small(nn.Module):
-    """A linear layer on merged samples, and a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        samples, length, channels = x.shape
-        hidden = self.fc(x.view(samples * length, channels))
-        pooled: Tensor = (hidden * self.scale).view(samples, length, -1).mean(1)
-        return pooled
-
-
-class Calls(nn.Module):
-    """A function of an input and of parameters w [4, 4] and b [4]."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4))
-        self.b = nn.Parameter(torch.randn(4))
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self, *inputs)
+from tests.passes.pictures import Program, Small, X
 
 
 def after(name: str, model: nn.Module, *args: Tensor) -> Trace:
@@ -67,76 +39,19 @@ def nodes(trace: Trace, kind: type) -> list[fx.Node]:
 
 def layouts(function: Callable[..., Any], *args: Tensor) -> list[str]:
     """What infer_samples says of every value that a function computes."""
-    trace = after("infer_samples", Calls(function), *args)
-    return [str(node.meta["samples"]) for node in trace.graph_module.graph.nodes if "call" in node.meta
-            and node.meta["samples"] is not None]
-
-
-X = torch.randn(5, 5, 3)  # as many positions as samples
-
-
-def test_propagate_shapes() -> None:
-    assert_graph_snapshot(
-        after("propagate_shapes", Small(), X),
-        """
-        inputs:
-          x: f32[B, 5, 3]
-          fc.weight: f32[4, 3]                                            trainable
-          fc.bias: f32[4]                                                 trainable
-          scale: f32[4]                                                   trainable
-        graph:
-          view = view(x, 5*B, 3)                                          f32[5*B, 3]
-          linear = linear(view, fc.weight, fc.bias)                       f32[5*B, 4]
-          mul = mul(linear, scale)                                        f32[5*B, 4]
-          view_2 = view(mul, B, 5, -1)                                    f32[B, 5, 4]
-          mean = mean(view_2, 1)                                          f32[B, 4]
-        return (mean,)
-        """,
-    )
-
-
-def test_infer_samples() -> None:
-    assert_graph_snapshot(
-        after("infer_samples", Small(), X),
-        """
-        inputs:
-          x: f32[B, 5, 3]                                                 batched(0)
-          fc.weight: f32[4, 3]                                            trainable
-          fc.bias: f32[4]                                                 trainable
-          scale: f32[4]                                                   trainable
-        graph:
-          view = view(x, 5*B, 3)                                          f32[5*B, 3] batched(0, 1, 5)
-          linear = linear(view, fc.weight, fc.bias)                       f32[5*B, 4] batched(0, 1, 5)
-          mul = mul(linear, scale)                                        f32[5*B, 4] batched(0, 1, 5)
-          view_2 = view(mul, B, 5, -1)                                    f32[B, 5, 4] batched(0)
-          mean = mean(view_2, 1)                                          f32[B, 4] batched(0)
-        return (mean,)
-        """,
-    )
-
-
-def test_separate_draws() -> None:
-    assert_graph_snapshot(
-        after("separate_draws", Calls(lambda own, x: x @ F.dropout(own.w, 0.5)), torch.randn(3, 4)),
-        """
-        inputs:
-          w: f32[4, 4]                                                    trainable
-          args[0]: f32[B, 4]                                              batched(0)
-        graph:
-          ones_like = ones_like(w)                                        f32[4, 4] constant
-          dropout = dropout(ones_like, 0.5)                               f32[4, 4] constant
-          mul = mul(w, dropout)                                           f32[4, 4] uniform
-          matmul = matmul(args[0], mul)                                   f32[B, 4] batched(0)
-        return (matmul,)
-        """,
-    )
+    trace = after("infer_samples", Program(function), *args)
+    return [
+        str(node.meta["samples"])
+        for node in trace.graph_module.graph.nodes
+        if "call" in node.meta and node.meta["samples"] is not None
+    ]
 
 
 def test_separate_draws_gives_each_sample_its_mask() -> None:
     def attend(own: Any, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, attn_mask=own.w, dropout_p=0.5)
 
-    text = str(after("separate_draws", Calls(attend), torch.randn(3, 4, 5)))
+    text = str(after("separate_draws", Program(attend), torch.randn(3, 4, 5)))
     assert "expand = expand(w, B, -1, -1)" in text and "attn_mask=expand" in text
 
 
@@ -145,162 +60,17 @@ def test_separate_draws_must_not_fire_on_samples() -> None:
         q = F.dropout(x @ own.w, 0.5)
         return F.scaled_dot_product_attention(q, q, q, attn_mask=own.w, dropout_p=0.0)
 
-    before, now = (after(name, Calls(drop), torch.randn(3, 4, 4)) for name in ("infer_samples", "separate_draws"))
+    before, now = (after(name, Program(drop), torch.randn(3, 4, 4)) for name in ("infer_samples", "separate_draws"))
     assert str(before) == str(now)
 
 
-def test_attach_taps() -> None:
-    assert_graph_snapshot(
-        after("attach_taps", Small(), X),
-        """
-        inputs:
-          x: f32[B, 5, 3]                                                 batched(0)
-          fc.weight: f32[4, 3]                                            trainable
-          fc.bias: f32[4]                                                 trainable
-          scale: f32[4]                                                   trainable
-        ghosts:
-          ghost(scale)
-          ghost(fc.weight)
-          ghost(fc.bias)
-        graph:
-          tape = new_tape[GradSample]()
-          handle = collect(tape, B, ghost(scale), ghost(fc.weight), ghost(fc.bias))
-          view = view(x, 5*B, 3)                                          f32[5*B, 3] batched(0, 1, 5)
-          linear = linear(view, fc.weight.detach(), fc.bias.detach())     f32[5*B, 4] batched(0, 1, 5)
-          linear' = tap_linear(tape, B, linear, handle, view, fc.weight.detach(), fc.bias.detach())  rule
-          mul = mul(linear', scale.detach())                              f32[5*B, 4] batched(0, 1, 5)
-          mul' = tap_mul(tape, B, mul, handle, linear', scale.detach())   elementwise
-          view_2 = view(mul', B, 5, -1)                                   f32[B, 5, 4] batched(0)
-          mean = mean(view_2, 1)                                          f32[B, 4] batched(0)
-        return (mean,)
-        """,
-    )
-
-
-def test_take_whole_gradient() -> None:
-    assert_graph_snapshot(
-        fxgrad.trace(Small(), X[:1]),
-        """
-        inputs:
-          x: f32[1, 5, 3]
-          fc.weight: f32[4, 3]                                            trainable
-          fc.bias: f32[4]                                                 trainable
-          scale: f32[4]                                                   trainable
-        ghosts:
-          ghost(scale)
-          ghost(fc.weight)
-          ghost(fc.bias)
-        graph:
-          tape = new_tape[GradSample]()
-          handle = collect(tape, 1, ghost(scale), ghost(fc.weight), ghost(fc.bias))
-          single = single(tape, handle, scale)
-          single_2 = single(tape, handle, fc.weight)
-          single_3 = single(tape, handle, fc.bias)
-          view = view(x, 5, 3)
-          linear = linear(view, single_2, single_3)
-          mul = mul(linear, single)
-          view_2 = view(mul, 1, 5, -1)
-          mean = mean(view_2, 1)
-        return (mean,)
-        """,
-    )
-
-
-def test_derived_parameters() -> None:
-    model = Calls(lambda own, x: x @ own.w.t()[:, :2] + own.b.chunk(2)[1])
-    assert_graph_snapshot(
-        fxgrad.trace(model, torch.randn(3, 4)),
-        """
-        inputs:
-          w: f32[4, 4]                                                    trainable
-          args[0]: f32[B, 4]                                              batched(0)
-          b: f32[4]                                                       trainable
-        ghosts:
-          ghost(w)
-          ghost(b)
-        graph:
-          tape = new_tape[GradSample]()
-          handle = collect(tape, B, ghost(w), ghost(b))
-          t = t(w.detach())                                               f32[4, 4] uniform
-          derived = derive_t(tape, B, handle, w.detach())                 rule
-          getitem = getitem(t, (:, :2))                                   f32[4, 2] uniform
-          derived_2 = derive_getitem(tape, B, derived, t)                 rule
-          matmul = matmul(args[0], getitem)                               f32[B, 2] batched(0)
-          matmul' = tap_matmul(tape, B, matmul, derived_2, args[0], getitem)  rule
-          chunk = chunk(b.detach(), 2)                                    (f32[2], f32[2]) uniform, uniform
-          getitem_2 = getitem(chunk, 1)                                   f32[2] uniform
-          derived_3 = derive_chunk(tape, B, handle, b.detach())           rule
-          add = add(matmul', getitem_2)                                   f32[B, 2] batched(0)
-          add' = tap_add(tape, B, add, derived_3, matmul', getitem_2)     elementwise
-        return (add',)
-        """,
-    )
-
-
-def assigned(m: Calls, x: Tensor) -> Tensor:
-    h = torch.zeros_like(x)
-    h[:, :2] = x[:, 2:] @ m.w[2:, :2]
-    h[x[:, 0] > 0] = m.b
-    return h
-
-
-def test_lower_assignments() -> None:
-    assert_graph_snapshot(
-        after("lower_assignments", Calls(assigned), torch.randn(3, 4)),
-        """\
-inputs:
-  args[0]: f32[B, 4]
-  w: f32[4, 4]                                                    trainable
-  b: f32[4]                                                       trainable
-graph:
-  zeros_like = zeros_like(args[0])                                f32[B, 4]
-  getitem = getitem(args[0], (:, 2:))                             f32[B, 2]
-  getitem_2 = getitem(w, (2:, :2))                                f32[2, 2]
-  matmul = matmul(getitem, getitem_2)                             f32[B, 2]
-  getitem_3 = getitem(zeros_like, (:, :2))                        f32[B, 2]
-  copy = copy_(getitem_3, matmul)                                 f32[B, 2]
-  getitem_4 = getitem(args[0], (:, 0))                            f32[B]
-  gt = gt(getitem_4, 0)                                           b8[B]
-  getitem_5 = getitem(zeros_like, (:, :))                         f32[B, 4]
-  unsqueeze = unsqueeze(gt, -1)                                   b8[B, 1]
-  where = where(unsqueeze, b, getitem_5)                          f32[B, 4]
-  copy_2 = copy_(getitem_5, where)                                f32[B, 4]
-return (zeros_like,)
-""",
-    )
-
-
-def test_separate_writes() -> None:
-    def written(m: Calls, x: Tensor) -> Tensor:
-        u = m.w * 2
-        u[0].mul_(3)
-        return x @ u
-
-    assert_graph_snapshot(
-        after("separate_writes", Calls(written), torch.randn(3, 4)),
-        """\
-inputs:
-  w: f32[4, 4]                                                    trainable
-  args[0]: f32[B, 4]
-graph:
-  mul = mul(w, 2)                                                 f32[4, 4]
-  getitem = getitem(mul, 0)                                       f32[4]
-  clone = clone(getitem)                                          f32[4]
-  mul_2 = mul_(clone, 3)                                          f32[4]
-  put = put(mul, places_0_getitem, mul_2)                         f32[4, 4]
-  matmul = matmul(args[0], put)                                   f32[B, 4]
-return (matmul,)
-""",
-    )
-
-
 def test_separate_writes_must_not_fire_on_samples_or_on_what_nothing_else_reads() -> None:
-    def written(m: Calls, x: Tensor) -> Tensor:
+    def written(m: Program, x: Tensor) -> Tensor:
         h = x @ m.w
         h[:, 0].mul_(m.b[0])
         return h + (m.b * 2).add_(1)
 
-    trace = after("separate_writes", Calls(written), torch.randn(3, 4))
+    trace = after("separate_writes", Program(written), torch.randn(3, 4))
     assert "clone" not in str(trace)
 
 
@@ -322,7 +92,7 @@ def test_normalize_calls() -> None:
         lambda own, x: torch.ops.aten.add.Tensor(x, own.b),
     ]
     for spelling in spellings:
-        graph = after("normalize_calls", Calls(spelling), torch.randn(3, 4)).graph_module.graph
+        graph = after("normalize_calls", Program(spelling), torch.randn(3, 4)).graph_module.graph
         (call,) = [node.meta["call"] for node in graph.nodes if "call" in node.meta]
         arguments = {name: str(value) for name, value in call.arguments.items()}
         assert call.op == "add" and not call.inplace
@@ -369,7 +139,7 @@ def test_infer_samples_follows(function: Callable[..., Any], expected: list[str]
 
 @pytest.mark.parametrize("move", [lambda x: x.flip(0), lambda x: x.roll(1, 0), lambda x: x[torch.randperm(len(x))]])
 def test_infer_samples_refuses_moved_samples(move: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(MixedSamples):
+    with pytest.raises(MixedSamples, match="matmul lets samples influence each other"):
         layouts(lambda own, x: move(x) @ own.w, torch.randn(5, 4))
 
 
@@ -382,7 +152,7 @@ def test_infer_samples_refuses_pairs_of_samples_unless_returned(use: Callable[[T
 
 def test_propagate_shapes_refuses_a_fixed_batch() -> None:
     with pytest.raises(fxgrad.FxgradError, match=r"fixes (its|the) batch size|every number of samples"):
-        fxgrad.trace(Calls(lambda own, x: x.view(5, 4) @ own.w), torch.randn(5, 4))
+        fxgrad.trace(Program(lambda own, x: x.view(5, 4) @ own.w), torch.randn(5, 4))
 
 
 def test_attach_taps_must_not_fire_without_a_gradient() -> None:
@@ -392,14 +162,14 @@ def test_attach_taps_must_not_fire_without_a_gradient() -> None:
         result: Tensor = x @ own.w.detach() * scale + own.b
         return result
 
-    trace = fxgrad.trace(Calls(frozen), torch.randn(3, 4))
+    trace = fxgrad.trace(Program(frozen), torch.randn(3, 4))
     assert [node.target.strategy.use.op for node in nodes(trace, TapTarget)] == ["add"]  # type: ignore[union-attr]
     assert not nodes(trace, DeriveTarget)
 
 
 def test_attach_taps_refuses_a_parameter_in_a_sum_over_samples() -> None:
-    with pytest.raises(fxgrad.FxgradError):
-        fxgrad.trace(Calls(lambda own, x: (x @ own.w).sum() + own.b.sum()), torch.randn(3, 4))
+    with pytest.raises(fxgrad.FxgradError, match="add lets samples influence each other"):
+        fxgrad.trace(Program(lambda own, x: (x @ own.w).sum() + own.b.sum()), torch.randn(3, 4))
 
 
 def test_prove_coverage_finds_a_missing_tap() -> None:
@@ -442,7 +212,7 @@ def test_trace_runs_nothing() -> None:
 
 def test_a_lost_layout_names_the_line() -> None:
     with pytest.raises(MixedSamples, match="cannot be followed") as caught:
-        fxgrad.trace(Calls(lambda own, x: own.b.repeat(len(x)).view(4, -1).t() + x), torch.randn(3, 4))
+        fxgrad.trace(Program(lambda own, x: own.b.repeat(len(x)).view(4, -1).t() + x), torch.randn(3, 4))
     assert caught.value.where.startswith("test_passes.py:")
 
 
@@ -493,7 +263,7 @@ def test_alike_layers_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_written_to_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layer's value is written to with samples; the layers before it are alike, and hold none of that."""
     after("prove_independence", Layers(3, lambda h: h.mul_(2)), torch.randn(4, 3))
-    with pytest.raises(MixedSamples):
+    with pytest.raises(MixedSamples, match="getitem takes samples out of the batch by their places"):
         after("prove_independence", Layers(3, lambda h: h[1:].add_(h[:-1].clone())), torch.randn(4, 3))
 
 

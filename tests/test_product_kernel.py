@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxgrad import compiled
-from fxgrad.operators import gram_kernel, product_kernel
-from fxgrad.operators import products as operators_of_products
-from fxgrad.operators.dense import products
-from fxgrad.operators.products import product_norms, product_rows
+from fxgrad.kernels import compiled, gram_kernel, product_kernel
+from fxgrad.kernels import products as operators_of_products
+from fxgrad.kernels.dense import products
+from fxgrad.kernels.products import product_norms, product_rows
 
 
 def every(g: Tensor, x: Tensor) -> list[Tensor]:

@@ -71,9 +71,7 @@ def check_seeds(seeds: range, backend: str) -> None:
         assert not outcome.fails, fail(program, outcome)
         if outcome.kind == "refused":
             refused += 1
-            assert is_known(outcome.reason), fail(
-                program, outcome
-            )
+            assert is_known(outcome.reason), fail(program, outcome)
     assert refused <= MOST_REFUSED * len(seeds)
 
 
@@ -164,11 +162,11 @@ def test_long_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monke
     def run_seed(seed: int, **_: Any) -> tuple[int, Outcome, float]:
         seen.append(seed)
         if seed == 3 and len(seen) == 4:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("seed 3")
         return seed, Outcome("right"), 0.1
 
     monkeypatch.setattr(fuzz, "run_seed", run_seed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="seed 3"):
         fuzz.run(range(6), state, 1, backend="eager")
     results = fuzz.run(range(6), state, 1, backend="eager")
     assert seen == [0, 1, 2, 3, 3, 4, 5]

@@ -214,9 +214,7 @@ def test_batch_sizes(device: torch.device) -> None:
         assert fxgrad.result(transformed, clipped).norm_sample.shape == (size,)
         for name, p in model.named_parameters():
             assert p.grad is not None
-            wanted = (
-                weighted(weights(flat(expected).norm(dim=1), 0.5), expected)[name] if size else torch.zeros_like(p)
-            )
+            wanted = weighted(weights(flat(expected).norm(dim=1), 0.5), expected)[name] if size else torch.zeros_like(p)
             assert relative_error({name: p.grad}, {name: wanted}) <= 1e-10
         fxgrad.zero_grad(transformed)
 
@@ -245,3 +243,47 @@ def test_groups_of_rows(name: str, device: torch.device) -> None:
     fxgrad.zero_grad(transformed)
     with pytest.raises(fxgrad.errors.BatchSizeError, match="5 rows cannot be groups of 3"):
         transformed(x[:5])
+
+
+class ReadInTwoWays(nn.Module):
+    """A matrix whose rows are read, and single elements of it: two tables of one parameter, of other lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.w).sum(1) + self.w[ids[:, 0], ids[:, 1] % 4][:, None]
+
+
+class RowsFirst(ReadInTwoWays):
+    """The same sum the other way round: its backward meets the rows first. The elements are those of the first row."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.w[ids[:, 0] // 6, ids[:, 1] % 4][:, None] + F.embedding(ids, self.w).sum(1)
+
+
+@pytest.mark.parametrize("model", [ReadInTwoWays, RowsFirst])
+def test_gradients_of_rows_and_single_elements_of_one_matrix(model: type[ReadInTwoWays]) -> None:
+    torch.manual_seed(0)
+    net, ids = model(), torch.randint(6, (5, 4))
+    expected = per_sample_grads(net, default_loss, (ids,))
+    default_loss(fxgrad.transform(net, backend="eager")(ids)).backward()
+    assert relative_error({"w": net.w.grad_sample}, expected) <= 1e-10  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("strategy", [None, {"*": "rows"}, "materialise"], ids=str)
+def test_rows_and_single_elements_of_one_matrix(strategy: Any) -> None:
+    torch.manual_seed(0)
+    model, ids = ReadInTwoWays(), torch.randint(6, (5, 4))
+    expected = per_sample_grads(model, default_loss, (ids,))["w"].flatten(1)
+    quantities = [fxgrad.NormSample(), fxgrad.GradGram(), fxgrad.SquaredGrad()]
+    transformed = fxgrad.transform(model, quantity=quantities, strategy=strategy, backend="eager")
+    default_loss(transformed(ids)).backward()
+    found = {
+        "norms": fxgrad.result(transformed, quantities[0]),
+        "gram": fxgrad.result(transformed, quantities[1]),
+        "squares": model.w.squared_grad_sum.flatten(),  # type: ignore[attr-defined]
+    }
+    truth = {"norms": expected.norm(dim=1), "gram": expected @ expected.t(), "squares": expected.square().sum(0)}
+    assert relative_error(found, truth) <= 1e-10

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch._decomp import decomposition_table
 
 import fxgrad
-from fxgrad.context import Context
 from fxgrad.errors import BatchSizeError, MixedSamples
+from fxgrad.graph.context import Context
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.samples.symbols import Symbols
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error

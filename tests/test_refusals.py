@@ -86,7 +86,8 @@ def text_of(error: fxgrad.FxgradError) -> str:
         "path: x -> batch_norm",
         "Use GroupNorm, or put the layer in eval mode.",
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def batch_norm_in_training(x: Tensor, w: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, w, training=True)
@@ -107,7 +108,8 @@ def batch_norm_by_fixed_statistics(x: Tensor, w: Tensor) -> Tensor:
         "Its number of classes is the batch size: column j stands for sample j, so a product with it picks other "
         "samples' rows. Use a number of classes that does not depend on the batch, or gather within a sample.",
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def rows_by_one_hot(x: Tensor, w: Tensor) -> Tensor:
     h = F.linear(x, w)
@@ -135,7 +137,8 @@ AT_ONCE = "Work on all samples at once, or use torch.vmap for a function of one 
         "test_refusals.py:N   return F.linear(x, w).view(5, 4)",
         SIZES,
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def viewed_by_a_number(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w).view(5, 4)
@@ -147,7 +150,8 @@ def viewed_by_a_number(x: Tensor, w: Tensor) -> Tensor:
         "test_refusals.py:N   rows = x.reshape(5, -1)",
         SIZES,
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def reshaped_by_a_number(x: Tensor, w: Tensor) -> Tensor:
     rows = x.reshape(5, -1)
@@ -161,7 +165,8 @@ def reshaped_by_a_number(x: Tensor, w: Tensor) -> Tensor:
         "test_refusals.py:N   torch._check(x.shape[0] == 5)",
         "Check the batch size outside of the model.",
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def checked_by_a_number(x: Tensor, w: Tensor) -> Tensor:
     torch._check(x.shape[0] == 5)
@@ -181,7 +186,8 @@ def asserted_to_be_a_number(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> getitem",
         AT_ONCE,
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def one_after_the_other(x: Tensor, w: Tensor) -> Tensor:
     rows = [x[i] for i in range(x.shape[0])]
@@ -195,7 +201,8 @@ def one_after_the_other(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> linear -> getitem",
         AT_ONCE,
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def the_first_four(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w)[:4]
@@ -211,7 +218,8 @@ def the_first_four(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> linear -> sum -> register_hook",
         KEEP,
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def hook_on_a_sum(x: Tensor, w: Tensor) -> Tensor:
     h = F.linear(x, w).sum(0)
@@ -226,7 +234,8 @@ def hook_on_a_sum(x: Tensor, w: Tensor) -> Tensor:
         "Leave the hook out where it is not wanted. Compute what the hook computes in an autograd.Function inside of "
         "the model, whose backward fxgrad follows.",
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def hook_removed(x: Tensor, w: Tensor) -> Tensor:
     h = F.linear(x, w)
@@ -245,7 +254,8 @@ def hook_removed(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> mean -> sub -> linear",
         KEEP,
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def centered_before_a_layer(x: Tensor, w: Tensor) -> Tensor:
     centered = x - x.mean(0)
@@ -259,7 +269,8 @@ def centered_before_a_layer(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> linear -> mean -> sub",
         KEEP,
     ],
-    x(3), w(4, 3),
+    x(3),
+    w(4, 3),
 )
 def centered_after_a_layer(x: Tensor, w: Tensor) -> Tensor:
     h = F.linear(x, w)
@@ -281,7 +292,8 @@ def centered_within_the_sample(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> mul -> softmax",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def softmax_over_the_batch(x: Tensor, w: Tensor) -> Tensor:
     return (x * w).softmax(0)
@@ -299,7 +311,8 @@ def softmax_over_features(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> mul -> sort",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def sorted_batch(x: Tensor, w: Tensor) -> Tensor:
     return (x * w).sort(0).values
@@ -317,7 +330,8 @@ def sorted_features(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> mul -> cumsum",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def cumsum_over_the_batch(x: Tensor, w: Tensor) -> Tensor:
     return torch.cumsum(x * w, dim=-2)
@@ -335,7 +349,8 @@ def cumsum_over_features(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> flatten -> mul -> softmax",
         KEEP,
     ],
-    x(4, 3), w(3),
+    x(4, 3),
+    w(3),
 )
 def softmax_over_merged_rows(x: Tensor, w: Tensor) -> Tensor:
     return (x.flatten(0, 1) * w).softmax(0)
@@ -351,13 +366,13 @@ def softmax_within_merged_rows(x: Tensor, w: Tensor) -> Any:
 
 @refused(
     [
-        ("MixedSamples: flip lets samples influence each other: "
-         "it moves the samples to where they cannot be followed"),
+        ("MixedSamples: flip lets samples influence each other: it moves the samples to where they cannot be followed"),
         "test_refusals.py:N   return h + h.flip(0)",
         "path: x -> mul -> flip",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def flipped_batch(x: Tensor, w: Tensor) -> Tensor:
     h = x * w
@@ -372,13 +387,13 @@ def flipped_features(x: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
-        ("MixedSamples: roll lets samples influence each other: "
-         "it moves the samples to where they cannot be followed"),
+        ("MixedSamples: roll lets samples influence each other: it moves the samples to where they cannot be followed"),
         "test_refusals.py:N   return h * h.roll(1, 0)",
         "path: x -> mul -> roll",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def rolled_batch(x: Tensor, w: Tensor) -> Tensor:
     h = x * w
@@ -397,7 +412,8 @@ def rolled_features(x: Tensor, w: Tensor) -> Tensor:
         "test_refusals.py:N   return x.flatten(0, 1) * w.expand(2 * len(x), 3).flip(0)",
         COPIES,
     ],
-    x(2, 3), w(3),
+    x(2, 3),
+    w(3),
 )
 def flipped_copies(x: Tensor, w: Tensor) -> Tensor:
     return x.flatten(0, 1) * w.expand(2 * len(x), 3).flip(0)
@@ -415,7 +431,8 @@ def copies_moved_in_their_order(x: Tensor, w: Tensor) -> Tensor:
         "test_refusals.py:N   copies = w.expand(2 * len(x), 3)",
         COPIES,
     ],
-    x(2, 3), w(3),
+    x(2, 3),
+    w(3),
 )
 def copies_in_two_orders(x: Tensor, w: Tensor) -> Tensor:
     copies = w.expand(2 * len(x), 3)
@@ -426,13 +443,13 @@ def copies_in_two_orders(x: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
-        ("MixedSamples: add lets samples influence each other: "
-         "its operands hold the samples in different orders"),
+        ("MixedSamples: add lets samples influence each other: its operands hold the samples in different orders"),
         "test_refusals.py:N   return h.flatten(0, 1) + h.transpose(0, 1).flatten(0, 1)",
         "path: x -> mul -> flatten -> add",
         KEEP,
     ],
-    x(4, 3), w(3),
+    x(4, 3),
+    w(3),
 )
 def rows_in_two_orders(x: Tensor, w: Tensor) -> Tensor:
     h = x * w
@@ -456,7 +473,8 @@ def rows_in_one_order(x: Tensor, w: Tensor) -> Any:
         "path: x -> mul -> matmul -> softmax",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def similarities_in_the_model(x: Tensor, w: Tensor) -> Tensor:
     h = x * w
@@ -474,12 +492,15 @@ def similarities_within_the_sample(x: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
-        ("UnsupportedOp: embedding with max_norm= has no per-sample gradient: "
-         "it renormalises the weight in the forward, for all samples at once"),
+        (
+            "UnsupportedOp: embedding with max_norm= has no per-sample gradient: "
+            "it renormalises the weight in the forward, for all samples at once"
+        ),
         "test_refusals.py:N   return F.embedding(ids, w, max_norm=1.0)",
         "Leave out max_norm=, or freeze the parameter.",
     ],
-    ids(7, 4), w(7, 3),
+    ids(7, 4),
+    w(7, 3),
 )
 def embedding_with_max_norm(ids: Tensor, w: Tensor) -> Tensor:
     return F.embedding(ids, w, max_norm=1.0)
@@ -487,12 +508,15 @@ def embedding_with_max_norm(ids: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
-        ("UnsupportedOp: embedding with scale_grad_by_freq= has no per-sample gradient: "
-         "it counts an id over the whole batch, so samples influence each other"),
+        (
+            "UnsupportedOp: embedding with scale_grad_by_freq= has no per-sample gradient: "
+            "it counts an id over the whole batch, so samples influence each other"
+        ),
         "test_refusals.py:N   return F.embedding(ids, w, scale_grad_by_freq=True)",
         "Leave out scale_grad_by_freq=, or freeze the parameter.",
     ],
-    ids(7, 4), w(7, 3),
+    ids(7, 4),
+    w(7, 3),
 )
 def embedding_scaled_by_frequency(ids: Tensor, w: Tensor) -> Tensor:
     return F.embedding(ids, w, scale_grad_by_freq=True)
@@ -532,7 +556,8 @@ unknown.register_autograd(lambda ctx, g: g * 2)
         "path: x -> mul -> fxgrad_tests::unknown",
         "Say it with fxgrad.register_op, or write the op in terms of PyTorch's own.",
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def unknown_op(x: Tensor, w: Tensor) -> Any:
     return unknown(x * w)
@@ -564,7 +589,8 @@ def add_to(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         "path: refusals::add_to",
         "Use an op that returns a new tensor.",
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def a_parameter_written_into_a_list(x: Tensor, w: Tensor) -> Tensor:
     h = 2 * w
@@ -591,12 +617,15 @@ def a_list_that_takes_constants(x: Tensor, w: Tensor) -> Any:
 
 @refused(
     [
-        ("UnsupportedOp: alpha_dropout draws random numbers for a parameter: "
-         "the backward would have to draw them again"),
+        (
+            "UnsupportedOp: alpha_dropout draws random numbers for a parameter: "
+            "the backward would have to draw them again"
+        ),
         "test_refusals.py:N   return x * F.alpha_dropout(w, 0.5, training=True)",
         "Apply it to values that hold samples, or put the layer in eval mode.",
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def alpha_dropout_of_a_parameter(x: Tensor, w: Tensor) -> Tensor:
     return x * F.alpha_dropout(w, 0.5, training=True)
@@ -617,7 +646,8 @@ def dropout_of_a_parameter_in_eval_mode(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> mul -> square -> sum -> log",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def log_of_a_loss(x: Tensor, w: Tensor) -> Tensor:
     return (x * w).square().sum().log()
@@ -630,7 +660,8 @@ def log_of_a_loss(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> mul -> sum -> mul",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def product_of_losses(x: Tensor, w: Tensor) -> Tensor:
     h = x * w
@@ -644,7 +675,8 @@ def product_of_losses(x: Tensor, w: Tensor) -> Tensor:
         "path: x -> mul -> mean -> mul",
         KEEP,
     ],
-    x(3), w(3),
+    x(3),
+    w(3),
 )
 def weights_from_the_loss(x: Tensor, w: Tensor) -> Tensor:
     h = x * w
@@ -667,13 +699,13 @@ def loss_over_statistics_of_the_data(x: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
-        ("MixedSamples: conv1d lets samples influence each other: "
-         "it gets its samples on another dimension than 0"),
+        ("MixedSamples: conv1d lets samples influence each other: it gets its samples on another dimension than 0"),
         "test_refusals.py:N   return F.conv1d(x.T, w)",
         "path: x -> T -> conv1d",
         KEEP,
     ],
-    x(3), w(4, 3, 2),
+    x(3),
+    w(4, 3, 2),
 )
 def convolution_along_the_batch(x: Tensor, w: Tensor) -> Tensor:
     return F.conv1d(x.T, w)
@@ -686,13 +718,13 @@ def convolution_along_positions(x: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
-        ("MixedSamples: adaptive_avg_pool1d lets samples influence each other: "
-         "it works across the sample dimension"),
+        ("MixedSamples: adaptive_avg_pool1d lets samples influence each other: it works across the sample dimension"),
         "test_refusals.py:N   return F.adaptive_avg_pool1d((x * w).permute(1, 2, 0), 1)",
         "path: x -> mul -> permute -> adaptive_avg_pool1d",
         KEEP,
     ],
-    x(2, 3), w(3),
+    x(2, 3),
+    w(3),
 )
 def pooling_along_the_batch(x: Tensor, w: Tensor) -> Tensor:
     return F.adaptive_avg_pool1d((x * w).permute(1, 2, 0), 1)
@@ -705,13 +737,16 @@ def pooling_along_features(x: Tensor, w: Tensor) -> Tensor:
 
 @refused(
     [
-        ("MixedSamples: scaled_dot_product_attention lets samples influence each other: "
-         "it attends over the sample dimension"),
+        (
+            "MixedSamples: scaled_dot_product_attention lets samples influence each other: "
+            "it attends over the sample dimension"
+        ),
         "test_refusals.py:N   return F.scaled_dot_product_attention(h, h, h)",
         "path: x -> mul -> transpose -> scaled_dot_product_attention",
         KEEP,
     ],
-    x(4, 3), w(3),
+    x(4, 3),
+    w(3),
 )
 def attention_over_the_batch(x: Tensor, w: Tensor) -> Tensor:
     h = (x * w).transpose(0, 1)

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fxgrad
-from fxgrad import room
+from fxgrad.compile import memory_limit as room
 from fxgrad.errors import NotEnoughMemory, OptionError
 
 

@@ -225,5 +225,5 @@ def assigned_twice(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> 
 )  # fmt: skip
 def test_what_depends_on_the_order_is_refused(body: Callable[..., Tensor], device: torch.device) -> None:
     gs = fxgrad.transform(Experts(body).to(device), backend="eager")
-    with pytest.raises(FxgradError):
+    with pytest.raises(FxgradError, match=r"(grouped_mm_fallback|index_add) lets samples influence each other"):
         gs(torch.randn(4, 5, 4, device=device))

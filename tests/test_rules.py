@@ -19,9 +19,7 @@ from tests.programs import quick_dynamo
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
-CASES = (
-    PRODUCTS + EINSUMS + CONVOLUTIONS + LOOKUPS + NORMS + ELEMENTWISE + MOVED + FUNCTIONS + HANDED_OUT
-)
+CASES = PRODUCTS + EINSUMS + CONVOLUTIONS + LOOKUPS + NORMS + ELEMENTWISE + MOVED + FUNCTIONS + HANDED_OUT
 FIRST = list({case.op: case for case in reversed(CASES)}.values())[::-1]
 """One case for every op."""
 
@@ -44,9 +42,7 @@ def check(case: Case, model: nn.Module, inputs: Sequence[Tensor], **how: Any) ->
     assert_per_sample_grads(model, *inputs, **{"backend": "eager", "tolerance": case.tolerance, **how})
 
 
-@pytest.mark.parametrize(
-    ("case", "extra"), [(case, extra) for case in CASES for extra in case.extra[:-1]], ids=by_name
-)
+@pytest.mark.parametrize(("case", "extra"), [(case, extra) for case in CASES for extra in case.extra[:-1]], ids=by_name)
 def test_extra_dims(case: Case, extra: tuple[int, ...], device: torch.device) -> None:
     """All but the most dims that a case can have, which test_aot_eager and test_each_parameter_frozen take."""
     check(case, case.model(device), case.inputs(device, extra))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 
 import fxgrad
-from fxgrad.shape_rules import symbolic_shape_rules, take_along_dim
+from fxgrad.capture.shape_rules import symbolic_shape_rules, take_along_dim
 from fxgrad.testing import assert_per_sample_grads
 
 OP = torch.ops.aten.take_along_dim.default

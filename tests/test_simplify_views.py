@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import fxgrad
-from fxgrad.calls import op_name
+from fxgrad.ops.calls import op_name
 from fxgrad.testing import assert_per_sample_grads
 
 B, T, E = 5, 4, 12
-
-
 
 
 def views_of(gm: fx.GraphModule) -> list[str]:

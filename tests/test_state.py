@@ -450,11 +450,11 @@ class Two(nn.Module):
 def test_bad_input_changes_nothing(x: Tensor) -> None:
     model = Two().to(x)
     gs = view(model)
-    with pytest.raises(BatchSizeError):
+    with pytest.raises(BatchSizeError, match="inputs disagree about the batch size"):
         gs(x, x[:2])
     assert is_clear(model)
     gs_loss = gs(x, x).sin().sum()
-    with pytest.raises(BatchSizeError):
+    with pytest.raises(BatchSizeError, match="inputs disagree about the batch size"):
         gs(x, x[:2])
     gs_loss.backward()
     assert holds(model, per_sample_grads(model, lambda y: y.sin().sum(), (x, x)))

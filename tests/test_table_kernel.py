@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.operators import tables
-from fxgrad.operators.tables import row_norms, table_grads, table_rows, table_sum
+from fxgrad.kernels import tables
+from fxgrad.kernels.tables import row_norms, table_grads, table_rows, table_sum
 
 
 def grads(ids: Tensor, g: Tensor, classes: int, padding: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.backends import opt_einsum
 
 import fxgrad
-from fxgrad.dynamo import MARKS
+from fxgrad.capture.dynamo import MARKS
 
 
 class Net(nn.Module):

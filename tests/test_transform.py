@@ -17,7 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fxgrad
 from fxgrad.api import engine_of
-from fxgrad.dynamo import MARKS, CapturedCall
+from fxgrad.capture.dynamo import MARKS, CapturedCall
 from fxgrad.errors import OptionError
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
 
@@ -227,7 +227,7 @@ def test_user_tensors_are_not_left_marked(net: Net, x: Tensor) -> None:
 
 
 def test_nothing_is_left_on_tensors_of_a_known_graph(net: Net, x: Tensor) -> None:
-    """Dynamo is told what it has to know where it compiles; AOTAutograd marks what it saves in every call."""
+    """Dynamo is configured only where it compiles; AOTAutograd marks what it saves in every call."""
     gs = fxgrad.transform(net, backend="aot_eager")
     for _ in range(3):
         assert right(gs, x)
@@ -235,13 +235,13 @@ def test_nothing_is_left_on_tensors_of_a_known_graph(net: Net, x: Tensor) -> Non
         assert not x.__dict__.keys() & set(MARKS)
 
 
-def test_a_known_graph_is_not_told_anything(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_graph_does_not_configure_dynamo(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     gs = view(net)
     assert right(gs, x)
     fxgrad.zero_grad(gs)
-    told: list[CapturedCall] = []
-    monkeypatch.setattr(CapturedCall, "tell", told.append)
-    assert right(gs, torch.cat([x, x])) and not told
+    configured: list[CapturedCall] = []
+    monkeypatch.setattr(CapturedCall, "configure", configured.append)
+    assert right(gs, torch.cat([x, x])) and not configured
 
 
 def test_a_compilation_that_nobody_announced(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_a_compilation_that_nobody_announced(net: Net, x: Tensor, monkeypatch: p
     for size in (BATCH, BATCH + 2):
         assert right(gs, torch.randn(size, 6, 3).to(x))
         fxgrad.zero_grad(gs)
-    torch._dynamo.reset()  # forgets who asked to be told
+    torch._dynamo.reset()  # forgets the callbacks
     assert right(gs, torch.randn(BATCH, 6, 3).to(x))
 
 

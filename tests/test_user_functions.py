@@ -246,11 +246,14 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.xfail(
-            name == "mark_dirty" and torch.__version__ < "2.13",
-            raises=UnsupportedOp,
-            reason="before 2.13 the graph does not say what was marked, and torch.compile is wrong itself",
-        ))
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(
+                name == "mark_dirty" and torch.__version__ < "2.13",
+                raises=UnsupportedOp,
+                reason="before 2.13 the graph does not say what was marked, and torch.compile is wrong itself",
+            ),
+        )
         for name in BODIES
     ],
 )

@@ -177,9 +177,7 @@ def test_dropout_and_a_loss_inside() -> None:
     model = Lambda(lambda h, y: F.cross_entropy(h, y, reduction="sum"), nn.Linear(3, 4), nn.Dropout(0.5))
     verdict = fxgrad.verify(model, x(), torch.tensor([0, 1, 2, 3, 0]))
     assert verdict.ok
-    assert verdict.notes == (
-        "the model draws random numbers and returns a loss of all samples: tried in eval mode",
-    )
+    assert verdict.notes == ("the model draws random numbers and returns a loss of all samples: tried in eval mode",)
 
 
 def test_dropout_that_eval_mode_does_not_end() -> None:
@@ -222,7 +220,7 @@ def test_a_mean_inside_the_model() -> None:
     verdict = fxgrad.verify(model, x(), y)
     assert verdict.ok
     (note,) = verdict.notes
-    assert note == 'the model\'s own loss weighs each sample\'s by 1/B: pass loss_reduction="mean" to undo it'
+    assert note == "the model's own loss weighs each sample's by 1/B: pass loss_reduction=\"mean\" to undo it"
     assert fxgrad.verify(fxgrad.transform(model, loss_reduction="mean", backend="eager"), x(), y).notes == ()
 
 
@@ -364,7 +362,9 @@ def test_the_text() -> None:
     text = str(fxgrad.verify(nn.Sequential(model, nn.Linear(2, 3), Scaled()), x()))
     text = re.sub(r"\d\.\de-1[4-9]|0\.0e\+00", "0.0e+00", text)
     text = re.sub(r"\d  WRONG", "4  WRONG", text)
-    assert text == """\
+    assert (
+        text
+        == """\
 5 samples in float64, tolerance 1e-10; against the loop over single samples
 
 parameter   shape     error  worst sample  verdict
@@ -381,3 +381,4 @@ outputs against the plain model's: 0.0e+00
 sum over samples against the ordinary gradient: 1.0e-03
 mixing: none; each sample was changed in turn, and no other's output or gradient moved
 verdict: NOT OK"""
+    )

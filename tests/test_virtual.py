@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxgrad
-from fxgrad.gradients import sample_grads
+from fxgrad.terms import product
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
 from tests.programs import quick_dynamo
 from tests.test_forward_untouched import Recorder
@@ -154,10 +154,8 @@ def test_nothing_of_a_weights_size_times_b(name: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("name", ["weight norm", "product", "deep"])
-def test_a_finished_sum_is_pulled_back_once(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sample_grads, "FEW_PRODUCTS", 0)  # an operator for every sum
+def test_a_finished_sum_is_pulled_back_once(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "FEW_PRODUCTS", 0)  # an operator for every sum
     model, x = built(name, 5, device)
     gm = backward_of(model, x, fxgrad.ClippedGrad(0.5))
     names = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxgrad import compiled
-from fxgrad.operators import window_kernel
-from fxgrad.operators.convolutions import Settings, conv_rows
-from fxgrad.operators.windows import window_norms, window_rows
+from fxgrad.kernels import compiled, window_kernel
+from fxgrad.kernels.convolutions import conv_rows
+from fxgrad.kernels.norms import CHAIN
+from fxgrad.kernels.settings import Settings
+from fxgrad.kernels.windows import window_norms, window_rows
 
 LAYOUTS = ["plain", "channels last", "strided", "samples last"]
 
@@ -31,8 +35,14 @@ def in_layout(value: Tensor, layout: str) -> Tensor:
     return value
 
 
-def operands(n: int, k: int, size: tuple[int, int], channels: tuple[int, int], kernel: tuple[int, int], told: Settings,
-             ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+def operands(
+    n: int,
+    k: int,
+    size: tuple[int, int],
+    channels: tuple[int, int],
+    kernel: tuple[int, int],
+    told: Settings,
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """g and input ``[n, k, channels, *space]``, and the weight's shape."""
     input = torch.randn(n, k, channels[0], *size)
     fan_out, fan_in = channels if told.transposed else channels[::-1]
@@ -129,8 +139,10 @@ def test_norms_where_squares_leave_float32(scale: float, channels: tuple[int, in
     g = g.clone()
     g[1] *= scale
     norms = expected(g, input, shape, told).flatten(1).norm(dim=1)
-    for norm, bound in (window_rows(g, input, shape, told.numbers())[1],
-                        window_norms(g, input, shape, told.numbers(), False)):
+    for norm, bound in (
+        window_rows(g, input, shape, told.numbers())[1],
+        window_norms(g, input, shape, told.numbers(), False),
+    ):
         torch.testing.assert_close(norm, norms, rtol=1e-5, atol=0)
         assert (bound >= norms * (1 - 1e-12)).all() and (bound <= norms * 1.001).all()
 
@@ -180,8 +192,10 @@ def test_the_bound_counts_the_sums_that_are_added(shape: tuple[int, int, int], g
     g = torch.full((1, k, groups, rows, columns), 2.0**-12)
     g[0, 0, :, 0, 0] = 1
     norm = g[0, :, 0].double().square().sum() * groups**0.5
-    for found in (window_rows(g, g, (groups, 1, 1, 1), told.numbers())[1],
-                  window_norms(g, g, (groups, 1, 1, 1), told.numbers(), False)):
+    for found in (
+        window_rows(g, g, (groups, 1, 1, 1), told.numbers())[1],
+        window_norms(g, g, (groups, 1, 1, 1), told.numbers(), False),
+    ):
         assert found[1, 0] >= norm * (1 - 1e-9)
 
 
@@ -196,3 +210,19 @@ def test_equal_samples_have_equal_bounds_in_any_number_of_threads(
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         _, (_, bound) = window_rows(g, input, shape, told.numbers())
         assert (bound == bound[0]).all()
+
+
+def test_sizes_have_one_order_in_python_and_in_c() -> None:
+    """`Shape` goes to C++ as memory: a field in another place would be another size, and no error."""
+    source = (Path(window_kernel.__file__).parent / "windows.cpp").read_text()
+    (body,) = re.findall(r"struct Shape \{(.*?)\};", source, re.DOTALL)
+    declared = re.findall(r"\w+(?=[,;])", body)
+    assert declared == [field[0] for field in window_kernel.Shape._fields_]
+    assert ctypes.sizeof(window_kernel.Shape) == 8 * len(declared)
+
+
+def test_sums_are_as_long_in_python_as_in_c() -> None:
+    """`norms.CHAIN` bounds the rounding of sums that common.cpp makes."""
+    source = (Path(window_kernel.__file__).parent / "common.cpp").read_text()
+    (chain,) = re.findall(r"int64_t CHAIN = (\d+)", source)
+    assert int(chain) == CHAIN

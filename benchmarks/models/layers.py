@@ -76,6 +76,4 @@ def _layers(batch: int) -> dict[str, Spec]:
     }
 
 
-LAYERS: dict[str, Spec] = {
-    f"c14-{name}-{batch}": spec for batch in (16, 64) for name, spec in _layers(batch).items()
-}
+LAYERS: dict[str, Spec] = {f"c14-{name}-{batch}": spec for batch in (16, 64) for name, spec in _layers(batch).items()}

@@ -63,7 +63,7 @@ def fxgrad(task: Task, quantity: Quantity) -> Engine:
 def pass_seconds() -> float | None:
     """Seconds fxgrad's own passes took in this process; None where fxgrad does not tell."""
     try:
-        seconds = importlib.import_module("fxgrad.pipeline").seconds
+        seconds = importlib.import_module("fxgrad.compile.pipeline").seconds
     except (ImportError, AttributeError):
         return None
     return float(sum(seconds.values()))

@@ -14,8 +14,6 @@ from fxgrad.costs.contractions import (
     TABLES,
     Contraction,
     Cost,
-    Way,
-    Work,
     cheapest,
     contraction_of,
     costs,
@@ -23,6 +21,7 @@ from fxgrad.costs.contractions import (
 from fxgrad.costs.machines import REFERENCE, Machine
 from fxgrad.errors import OptionError
 from fxgrad.terms import Term
+from fxgrad.terms.work import Way, Work
 
 Strategy = str | Mapping[str, str]  # a way, or for names of parameters, or patterns of names, one each
 
@@ -48,7 +47,7 @@ class Choice:
     costs: Mapping[Way, Cost] = field(default_factory=dict)  # of every way it can have
 
     def work(self, sums: bool, way: Way | None = None) -> Work:
-        """What its way, or another one, takes, as the page has it; ``sums``: with a weighted sum."""
+        """What its way, or another one, takes, as its table has it; ``sums``: with a weighted sum."""
         assert self.found is not None
         norms, after = TABLES[self.found.kind][1][way or self.way]
         return norms + after if sums else norms
@@ -64,17 +63,17 @@ class Ways:
     sums: bool = True  # whether a weighted sum follows the norms
     log: list[tuple[str, Choice]] | None = field(default=None, compare=False)
 
-    def of(self, name: str, term: Term, *, waits: bool = False) -> Way:
-        """The way of a term of one parameter; ``waits``: it has not been multiplied out, and will not be held."""
-        choice = self.choice(name, contraction_of(term), waits=waits)
+    def of(self, name: str, term: Term, *, deferred: bool = False) -> Way:
+        """The way of a term of one parameter; ``deferred``: it has not been multiplied out, and will not be held."""
+        choice = self.choice(name, contraction_of(term), deferred=deferred)
         if self.log is not None:
             self.log.append((name, choice))
         return choice.way
 
-    def choice(self, name: str, found: Contraction, *, waits: bool = False) -> Choice:
+    def choice(self, name: str, found: Contraction, *, deferred: bool = False) -> Choice:
         """The same with its reasons."""
         prices = costs(found, self.machine, self.batch, sums=self.sums)
-        if waits:
+        if deferred:
             prices = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
         wish = self.wishes.get(name)
         if wish is not None and wish.way in prices:

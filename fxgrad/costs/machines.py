@@ -1,4 +1,4 @@
-"""How fast this machine is: seven numbers, measured and kept, by which the ways of `contractions` are told.
+"""How fast this machine is: seven numbers, measured and kept, which decide between the strategies of `contractions`.
 
     mkl, onednn         flop/s of a product of large matrices, by PyTorch's own call (MKL, cuBLAS) and by oneDNN
     batched             flop/s of one product for each sample
@@ -8,7 +8,7 @@
 
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
 number of threads and version of PyTorch; what is not in it is measured. The machine may have been busy then, so later
-processes measure again, up to `TIMES` in all, and the fastest counts; an entry without ``measured`` stays as somebody
+processes measure again, up to `TIMES` in all, and the fastest counts; an entry without ``measured`` stays as the user
 wrote it. ``FXGRAD_MACHINE`` names another file, or is ``reference``: then the numbers are `REFERENCE`'s, whatever
 machine this is, and a model is compiled in the same way everywhere.
 """
@@ -28,10 +28,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fxgrad.operators.onednn import outer_products
-from fxgrad.operators.products import product_norms
+from fxgrad.host.dispatch import disable_current_modes
+from fxgrad.kernels.onednn import outer_products
+from fxgrad.kernels.products import product_norms
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Machine:
         return max(self.mkl, self.onednn, self.batched)
 
     def onednn_pays(self) -> bool:
-        """Whether it is faster by more than what it is told costs."""
+        """Decide whether oneDNN saves more than the conversion of its operands costs."""
         return self.onednn > 1.15 * self.mkl
 
 
@@ -123,7 +123,7 @@ class Entry(NamedTuple):
     """What the file holds of one machine."""
 
     machine: Machine
-    measured: Sequence[float]  # when, in seconds since 1970; none where somebody wrote the numbers
+    measured: Sequence[float]  # when, in seconds since 1970; none where the user wrote the numbers
 
     def may_be_slow(self) -> bool:
         """Whether it is worth measuring again."""
@@ -193,7 +193,7 @@ ENOUGH = 0.3  # seconds, on a machine too busy for that many rounds
 def measure(device: torch.device, name: str = "") -> Machine:
     """A machine's speeds; see Note [Measuring]. `REFERENCE`'s where it cannot be measured."""
     try:
-        with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             return Machine(**{what: float(f"{rate:.2g}") for what, rate in _rates(device).items()}, name=name)
     except RuntimeError:  # no memory, no kernel
         return REFERENCE

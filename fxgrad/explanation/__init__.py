@@ -1,1 +1,1 @@
-"""`fxgrad.explain`: what fxgrad does with a model, parameter by parameter, and what that costs."""
+"""`fxgrad.explain`: the treatment of each parameter of a model by fxgrad, with its costs."""

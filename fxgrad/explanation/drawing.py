@@ -1,7 +1,7 @@
-"""An explanation as a page: the tables, and the graph as a column of ops with its edges beside it.
+"""The HTML page of an explanation: the tables, and the graph as a column of ops with its edges beside it.
 
-The page needs nothing but itself: its style and its script are in it, no font and no library is loaded. Without
-the script everything can be read, and the groups of modules open and close; the script draws the edges.
+The page is self-contained: its style and its script are inline, and it loads no font or library. It can be read without
+the script, and the groups of modules open and close. The script draws the edges.
 """
 
 from __future__ import annotations
@@ -11,38 +11,30 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from fxgrad.explanation.findings import (
-    Explained,
-    Explanation,
-    Value,
-    cells,
-    options_of,
-    show,
-    titles_of,
-    way_cell,
-)
+from fxgrad.explanation.findings import Explained, Findings, Value
+from fxgrad.explanation.text import cells, options_of, show, titles_of, way_cell
 
 ROWS_AT_FIRST = 90  # a graph with more rows starts with its inner modules closed
-LINES_AT_ONCE = 40  # a table with more lines scrolls in a box of its own
+LINES_AT_ONCE = 40  # a table with more lines scrolls in a box
 
 
-def page(found: Explanation) -> str:
-    """A complete HTML document."""
+def page(findings: Findings) -> str:
+    """Return a complete HTML document."""
     folder = Path(__file__).parent
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     parts = [
-        f"<header><h1>{escape(found.model)}</h1><p>{_subject(found)} at {_sizes(found)}</p></header>",
-        *_totals(found),
-        *_parameters(found),
-        *_ways(found),
-        *_graph(found),
+        f"<header><h1>{escape(findings.model)}</h1><p>{_subject(findings)} at {_sizes(findings)}</p></header>",
+        *_totals(findings),
+        *_parameters(findings),
+        *_ways(findings),
+        *_graph(findings),
     ]
     return "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>fxgrad: {escape(found.model)}</title>",
+            f"<title>fxgrad: {escape(findings.model)}</title>",
             f"<style>\n{style}</style></head><body>",
             *parts,
             f"<script>\n{script}</script></body></html>",
@@ -51,37 +43,37 @@ def page(found: Explanation) -> str:
     )
 
 
-def _subject(found: Explanation) -> str:
-    return escape(", ".join(found.quantities)) if found.machine else "per-sample gradients"
+def _subject(findings: Findings) -> str:
+    return escape(", ".join(findings.quantities)) if findings.machine else "per-sample gradients"
 
 
-def _sizes(found: Explanation) -> str:
-    return ", ".join(f"<b>{escape(name)}</b> = {size}" for name, size in found.sizes.items())
+def _sizes(findings: Findings) -> str:
+    return ", ".join(f"<b>{escape(name)}</b> = {size}" for name, size in findings.sizes.items())
 
 
-def _totals(found: Explanation) -> Iterator[str]:
+def _totals(findings: Findings) -> Iterator[str]:
     yield '<section class="totals"><table><thead><tr><th></th><th>plain step</th><th>with fxgrad</th></tr></thead>'
     yield "<tbody>"
-    for total in found.totals:
+    for total in findings.totals:
         numbers = "".join(
             f'<td class="number" title="{escape(cost.formula)}">{escape(show(cost, total.unit)) or "?"}</td>'
             for cost in (total.plain, total.fxgrad)
         )
         yield f"<tr><th>{escape(total.what)}</th>{numbers}</tr>"
     yield "</tbody></table>"
-    if found.notes:
-        yield "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in found.notes) + "</ul>"
+    if findings.notes:
+        yield "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in findings.notes) + "</ul>"
     yield "</section>"
 
 
-def _parameters(found: Explanation) -> Iterator[str]:
-    largest = max((p.bytes.value or 0 for p in found.parameters), default=0)
-    heads = "".join(f'<th{_number(title)}>{title}</th>' for title in titles_of(found))
-    tall = " tall" if sum(max(1, len(p.steps)) for p in found.parameters) > LINES_AT_ONCE else ""
+def _parameters(findings: Findings) -> Iterator[str]:
+    largest = max((p.bytes.value or 0 for p in findings.parameters), default=0)
+    heads = "".join(f"<th{_number(title)}>{title}</th>" for title in titles_of(findings))
+    tall = " tall" if sum(max(1, len(p.steps)) for p in findings.parameters) > LINES_AT_ONCE else ""
     yield f'<section><h2>Parameters</h2><div class="wide{tall}"><table class="parameters">'
     yield f"<thead><tr>{heads}</tr></thead>"
-    for p in found.parameters:
-        yield f'<tbody class="{p.status}">{"".join(_parameter_rows(p, largest, bool(found.machine)))}</tbody>'
+    for p in findings.parameters:
+        yield f'<tbody class="{p.status}">{"".join(_parameter_rows(p, largest, bool(findings.machine)))}</tbody>'
     yield "</table></div></section>"
 
 
@@ -89,15 +81,15 @@ def _number(title: str) -> str:
     return ' class="number"' if title in ("grad_sample", "flops", "bytes", "ms") else ""
 
 
-def _ways(found: Explanation) -> Iterator[str]:
-    """What each way of a use would take, where there is a choice."""
-    rows = [row for p in found.parameters for row in options_of(p)]
+def _ways(findings: Findings) -> Iterator[str]:
+    """Yield the table of strategies and their costs, for uses with a choice."""
+    rows = [row for p in findings.parameters for row in options_of(p)]
     if not rows:
         return
     titles = ("parameter", "use", "way", "flops", "bytes", "ms", "why")
     heads = "".join(f"<th{_number(title)}>{title}</th>" for title in titles)
     tall = " tall" if len(rows) > LINES_AT_ONCE else ""
-    yield f"<section><h2>Ways</h2><p>estimated for {escape(found.machine)}</p>"
+    yield f"<section><h2>Ways</h2><p>estimated for {escape(findings.machine)}</p>"
     yield f'<div class="wide{tall}"><table class="parameters"><thead><tr>{heads}</tr></thead><tbody>'
     for row in rows:
         cells_of = "".join(f"<td{_number(title)}>{escape(cell)}</td>" for title, cell in zip(titles, row, strict=True))
@@ -131,7 +123,7 @@ def _parameter_rows(p: Explained, largest: int, ways: bool) -> Iterator[str]:
 
 @dataclass
 class _Group:
-    """The consecutive values of one module; values of modules inside of it are groups in it."""
+    """Consecutive values of one module; values of its submodules are nested groups."""
 
     name: str
     items: list[_Group | Value] = field(default_factory=list)
@@ -145,7 +137,7 @@ class _Group:
 
 
 def grouped(values: Sequence[Value]) -> _Group:
-    """The values by module, in their order; a module of a single op is no group."""
+    """Group values by module, in their order; a module with a single op forms no group."""
     top = _Group("")
     for value in values:
         group = top
@@ -170,7 +162,7 @@ def _flattened(group: _Group) -> _Group:
     return _Group(group.name, items)
 
 
-def _graph(found: Explanation) -> Iterator[str]:
+def _graph(findings: Findings) -> Iterator[str]:
     kinds = ("batched", "uniform", "constant", "mixed")
     words = ("holds the samples", "function of parameters", "the same for all", "mixes samples")
     legend = "".join(
@@ -180,7 +172,7 @@ def _graph(found: Explanation) -> Iterator[str]:
     yield '<span><span class="pill">parameter</span></span><span><span class="tap">tap</span></span>'
     yield '<button data-open="1">open all</button><button data-open="">close all</button></p>'
     yield '<div class="wide"><div class="graph"><svg aria-hidden="true"></svg>'
-    top = grouped(found.values)
+    top = grouped(findings.values)
     depth = _open_depth(top)
     for item in top.items:
         yield from _item(item, "", depth)
@@ -188,7 +180,7 @@ def _graph(found: Explanation) -> Iterator[str]:
 
 
 def _open_depth(top: _Group) -> int:
-    """How deep groups are open at first, so that the rows can be taken in."""
+    """Return the depth to which groups are open at first, so that the rows fit on a page."""
     depth = 0
     while depth < 20 and _visible(top, depth + 1) <= ROWS_AT_FIRST:
         depth += 1
@@ -209,9 +201,9 @@ def _item(item: _Group | Value, outer: str, depth: int) -> Iterator[str]:
     values = list(item.values())
     parameters = len({name for value in values for name in value.parameters})
     counts = f"{len(values)} ops" + (f", {parameters} parameters" if parameters else "")
-    own = path.removeprefix(f"{outer}.") if outer else path
-    yield f'<details{" open" if depth > 0 else ""}><summary><span class="dot"></span><b>{escape(own)}</b> '
-    yield f'{escape(kind)} <small>{counts}</small></summary>'
+    inner_path = path.removeprefix(f"{outer}.") if outer else path
+    yield f'<details{" open" if depth > 0 else ""}><summary><span class="dot"></span><b>{escape(inner_path)}</b> '
+    yield f"{escape(kind)} <small>{counts}</small></summary>"
     for inner in item.items:
         yield from _item(inner, path, depth - 1)
     yield "</details>"
@@ -239,6 +231,6 @@ def _row(value: Value, module: str) -> str:
 
 
 def _pill(kind: str, name: str, module: str) -> str:
-    """A parameter by its name within the module whose group it stands in."""
-    own = name.removeprefix(f"{module}.") if module else name
-    return f'<span class="{kind}" title="{escape(name)}">{escape(own)}</span>'
+    """Return the label of a parameter, named relative to the module of its group."""
+    label = name.removeprefix(f"{module}.") if module else name
+    return f'<span class="{kind}" title="{escape(name)}">{escape(label)}</span>'

@@ -1,4 +1,4 @@
-"""`fxgrad.explain`: what fxgrad does with a model, parameter by parameter, and what that costs."""
+"""`fxgrad.explain`: the treatment of each parameter of a model by fxgrad, with its costs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxgrad.api import engine_of, transform
-from fxgrad.batch import SHARED, map_tensors
-from fxgrad.calls import op_name
-from fxgrad.capture import Engine
-from fxgrad.context import Context, tensors_of
+from fxgrad.compile.dry_run import Rehearsal, rehearse
+from fxgrad.compile.pipeline import PASSES
 from fxgrad.costs.choices import Choice
-from fxgrad.costs.contractions import Way
 from fxgrad.costs.flops import at, formula
+from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, OptionError
-from fxgrad.explanation.findings import (
-    Contracted,
-    Cost,
-    Explained,
-    Explanation,
-    Option,
-    Step,
-    Total,
-)
-from fxgrad.explanation.rehearsal import Rehearsal, rehearse
+from fxgrad.explanation.explanation import Explanation
+from fxgrad.explanation.findings import Contracted, Cost, Explained, Option, Step, Total
 from fxgrad.explanation.values import (
     GraphValues,
     TapNode,
@@ -37,46 +27,57 @@ from fxgrad.explanation.values import (
     term_text,
     where,
 )
+from fxgrad.graph.context import Context
+from fxgrad.graph.printing import dtype_name
+from fxgrad.kernels.compiled import libraries_asked
+from fxgrad.ops.calls import op_name
+from fxgrad.ops.values import tensors_of
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.passes.wrap_transforms import Stretch
-from fxgrad.pipeline import PASSES
-from fxgrad.printing import dtype_name
 from fxgrad.quantities import Quantity
+from fxgrad.runtime.targets import TAPS, DeriveTarget
+from fxgrad.samples.batch import SHARED, map_tensors
 from fxgrad.samples.symbols import expression
-from fxgrad.targets import TAPS, DeriveTarget
+from fxgrad.terms.work import Way
 from fxgrad.tracing import Trace, capture, settled_batch
 
 
 def explain(
     model: nn.Module, *args: Any, quantity: Quantity | Sequence[Quantity] | None = None, **kwargs: Any
 ) -> Explanation:
-    """What fxgrad does with every parameter of ``model(*args, **kwargs)``, and what it costs.
+    """Explain the treatment and the costs of every parameter of ``model(*args, **kwargs)``.
 
-    For each parameter its uses, one by one: the line of the model, whether a rule of its own, the elementwise
-    rule or the generic one differentiates it, the einsum of its gradient per sample, where the samples are,
-    the flops. A function of parameters (``w.t()``) is a use too, followed by the uses of its value. Frozen and
-    unused parameters are listed as such.
+    The explanation lists each use of a parameter, with the line of the model and the rule that differentiates it: the
+    rule of the op, the elementwise one or the generic one. It shows the einsum of the per-sample gradient, the layout
+    of the samples, and the flops. A function of parameters (``w.t()``) is a use too, followed by the uses of its value.
+    Frozen and unused parameters are listed as such.
 
-    Numbers are for the batch at hand; `Cost.formula` has them in B and the other sizes that change. Bytes are
-    bytes, flops twice the multiplications. The totals compare with the plain model's step: products and
-    convolutions as `torch.utils.flop_counter` counts them, forward and backward, and the memory of what waits
-    for the backward (before a compiler saves some of it by computing it again).
+    Numbers are for this batch; `Cost.formula` has them in B and the other dynamic sizes. One multiplication counts as
+    two flops. The totals compare with the plain model's step. They count products and convolutions as
+    `torch.utils.flop_counter` does, forward and backward, and the memory saved for the backward, before a compiler
+    recomputes some of it.
 
-    Where norms or sums are asked for and not the gradients, each use has a way to be contracted, chosen by the cost
-    model or ``strategy=``: which one, why, and what each would take (`Step.contracted`). A parameter whose gradients
-    are held multiplied out all the same, B times its size, is `Explained.materialised`.
+    If a quantity needs norms or sums instead of the gradients, each use has a strategy, chosen by the cost model or
+    ``strategy=``. `Step.contracted` has the chosen strategy, the reason, and the cost of each one. If the gradients of
+    a parameter are still materialised, at B times its size, `Explained.materialised` is True.
 
-    ``model`` may be transformed already; its options then apply. Nothing runs and nothing of the model changes.
+    explain runs no computation and leaves the model unchanged.
 
     Args:
-        quantity: as in `fxgrad.transform`; None: GradSample, or a transformed model's own.
+        model: a model, or a transformed one, whose options then apply.
+        args: as the model takes them.
+        quantity: as in `fxgrad.transform`; None: GradSample, or the quantity of a transformed model.
+        kwargs: as the model takes them.
 
     Returns:
         An `Explanation`: print it, or take ``.to_dict()``, or ``.to_html("page.html")``.
 
     Raises:
-        what the first call of the transformed model would raise: `MixedSamples`, `UnsupportedOp`, ...
+        FxgradError: any error of the transformed model's first call: `MixedSamples`, `UnsupportedOp`, ...
+        OptionError: quantity= is passed with a model that is already transformed.
+
+    Source: the graph of `fxgrad.trace`, the cost model of `fxgrad.costs` and `torch.utils.flop_counter`.
 
     >>> print(explain(nn.Linear(3, 2), torch.randn(5, 3)))
     Linear at B = 5
@@ -111,13 +112,13 @@ def explain(
 
 
 def _plain_step(captured: fx.GraphModule, decomposed: fx.GraphModule) -> fx.GraphModule:
-    """The graph as it was captured; torch.func's levels do not open on fake tensors, so there the decomposed one."""
+    """Return the captured graph, or the decomposed one for torch.func, whose levels do not open on fake tensors."""
     wrapped = any(isinstance(node.target, Stretch) for node in captured.graph.nodes)
     return decomposed if wrapped else captured
 
 
 def _two_samples(engine: Engine, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
-    """A batch of one is explained as two equal samples: alone, it is captured without looking for samples."""
+    """Double a batch of one, as fxgrad captures a single sample without inferring sample layouts."""
     batch = settled_batch(engine, args, kwargs)
     if batch.size == 0:
         raise BatchSizeError("explain needs samples: the batch is empty", advice="Pass a batch of one or more.")
@@ -132,23 +133,24 @@ def _two_samples(engine: Engine, args: Any, kwargs: Any) -> tuple[Any, Any, int]
 
 
 class _Explainer:
-    """Reads a rewritten graph."""
+    """The reader of a rewritten graph, which makes its explanation."""
 
     def __init__(self, model: nn.Module, trace: Trace, plain: fx.GraphModule, size: int) -> None:
         self.model, self.graph, self.ctx, self.size = model, trace.graph_module.graph, trace.context, size
         self.notes: list[str] = [*trace.context.notes]
         self.dense = any(quantity.dense for quantity in self.ctx.quantities)
         self.plain = self._rehearse(plain, "the plain step")
-        self.own = self._rehearse(trace.graph_module, "the transformed model")
+        with libraries_asked() as self.libraries:
+            self.own = self._rehearse(trace.graph_module, "the transformed model")
         self.parts = self.own.parts if self.own is not None else []
         self.taps = [TapNode(node) for node in self.graph.nodes if isinstance(node.target, (*TAPS, DeriveTarget))]
         self.roots = self._roots()
 
     def _rehearse(self, gm: fx.GraphModule, what: str) -> Rehearsal | None:
-        """A rehearsal, or a note why there is none: what cannot be counted can still be explained."""
+        """Count the costs of a graph; on failure, add a note and return None, as the rest can still be explained."""
         try:
             return rehearse(gm, self.ctx, self.size)
-        except OptionError:  # a strategy that does not fit
+        except OptionError:  # a strategy that does not match the graph
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
@@ -159,6 +161,7 @@ class _Explainer:
         parameters = tuple(self._parameters())
         values = GraphValues(self.graph, self.ctx, self.taps, self.parts).values()
         self._note_what_is_not_counted(parameters)
+        self._note_what_is_not_compiled()
         names = {name: at(symbol, self.ctx.symbols, self.size) for symbol, name in self.ctx.symbols.names.items()}
         return Explanation(
             type(self.model).__name__,
@@ -173,7 +176,7 @@ class _Explainer:
         )
 
     def _roots(self) -> dict[int, set[int]]:
-        """Key on the tape -> the keys of the parameters that its value is a function of."""
+        """Map each key on the tape to the keys of the parameters that its value is a function of."""
         roots = {key: {key} for key in range(len(self.ctx.parameters))}
         for tap in self.taps:
             if tap.key is not None:
@@ -202,12 +205,12 @@ class _Explainer:
             )
 
     def _steps(self, key: int) -> Iterator[Step]:
-        """The ops through which a parameter's gradient per sample comes, in the order of the graph."""
-        made = {tap.key: tap.node.prev.name for tap in self.taps if tap.key is not None}
+        """Yield the ops that contribute to a parameter's per-sample gradient, in graph order."""
+        derived = {tap.key: tap.node.prev.name for tap in self.taps if tap.key is not None}
         for tap in self.taps:
             for slot, used in tap.use.wrt.items():
                 if key in self.roots[used]:
-                    yield self._step(tap, slot, made.get(used, ""))
+                    yield self._step(tap, slot, derived.get(used, ""))
 
     def _step(self, tap: TapNode, slot: int, of: str) -> Step:
         parts = [part for part in self.parts if part.use is tap.use and part.slot == slot]
@@ -261,9 +264,9 @@ class _Explainer:
         delivered = self.ctx.deliveries(self.ctx.symbols.b)
         size = sum(math.prod(map(expression, d.shape)) * d.dtype.itemsize for d in delivered)
         yield Total("results", "B", self._cost(ordinary), self._cost(size))
-        own = {name: p for name, p in self.model.named_parameters()}
-        held = sum(own[p.name].numel() * own[p.name].element_size() for p in parameters if p.materialised)
-        yield Total("gradients held", "B", Cost("0", 0), self._cost(b * held))
+        named = {name: p for name, p in self.model.named_parameters()}
+        materialised = sum(named[p.name].numel() * named[p.name].element_size() for p in parameters if p.materialised)
+        yield Total("gradients held", "B", Cost("0", 0), self._cost(b * materialised))
 
     def _note_what_is_not_counted(self, parameters: Sequence[Explained]) -> None:
         hidden = sorted({name for node in self.graph.nodes if (name := opaque(node))})
@@ -272,12 +275,18 @@ class _Explainer:
         if any(step.by == "generic" for p in parameters for step in p.steps):
             self.notes.append("flops leave out the generic rule, which runs the op's own derivative under vmap")
 
+    def _note_what_is_not_compiled(self) -> None:
+        for library in self.libraries:
+            reason = library.why_off()
+            if reason:
+                self.notes.append(f"kernels in C++ are off, so {library.computes} take longer: {reason}")
+
     def _cost(self, cost: Any) -> Cost:
         symbols = self.ctx.symbols
         return Cost(formula(cost, symbols), at(cost, symbols, self.size))
 
     def type_of(self, node: fx.Node) -> str:
-        """A value's dtype and shape: ``f32[B, 4]``."""
+        """Format a value's dtype and shape: ``f32[B, 4]``."""
         values = tensors_of(node.meta.get("fake"))
         shapes = [dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in values]
         return ", ".join(shapes)

@@ -1,4 +1,4 @@
-"""The values of a rewritten graph, as a reader wants to see them."""
+"""The values of a rewritten graph, prepared for a reader."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxgrad.calls import op_name
-from fxgrad.context import Context, source_line, tensors_of
+from fxgrad.compile.dry_run import Part
 from fxgrad.explanation.findings import Value
-from fxgrad.explanation.rehearsal import Part
-from fxgrad.printing import dtype_name
-from fxgrad.samples.layouts import Kind, Layout, Samples
-from fxgrad.targets import (
+from fxgrad.graph.context import Context, source_line
+from fxgrad.graph.printing import dtype_name
+from fxgrad.host.modules import INNER
+from fxgrad.ops.calls import op_name
+from fxgrad.ops.values import tensors_of
+from fxgrad.rules.uses import Use
+from fxgrad.runtime.targets import (
     CollectTarget,
     DeriveTarget,
     NewTape,
@@ -22,11 +24,11 @@ from fxgrad.targets import (
     TapSeveralTarget,
     TapTarget,
 )
-from fxgrad.uses import Use
+from fxgrad.samples.layouts import Kind, Layout, Samples
 
 
 class TapNode:
-    """A node of the graph that differentiates an op."""
+    """A tap: a node of the graph that differentiates an op."""
 
     def __init__(self, node: fx.Node) -> None:
         target: Any = node.target
@@ -38,7 +40,7 @@ class TapNode:
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """The op that a tap differentiates."""
+    """Return the op that a tap differentiates."""
     if isinstance(node.target, DeriveTarget):
         return node.prev
     if isinstance(node.target, OwnTapTarget):
@@ -51,22 +53,22 @@ def _behind(node: fx.Node) -> fx.Node:
 
 
 class GraphValues:
-    """The graph's values without the machinery: no tape, no handles, no sizes; a tap is a mark of its op."""
+    """The graph's values without tape, handles and sizes; a tap is a mark on its op."""
 
     def __init__(self, graph: fx.Graph, ctx: Context, taps: Sequence[TapNode], parts: Sequence[Part]) -> None:
         self.graph, self.ctx, self.parts = graph, ctx, parts
         self.taps = {tap.behind: tap for tap in taps}
-        self.same: dict[fx.Node, fx.Node] = {}  # a value that is drawn as another one
+        self.same: dict[fx.Node, fx.Node] = {}  # a value -> the value that is drawn in its place
 
     def values(self) -> tuple[Value, ...]:
-        found = []
+        values = []
         for node in self.graph.nodes:
             stands_for = self._stands_for(node)
             if stands_for is not None:
                 self.same[node] = self.same.get(stands_for, stands_for)
             elif self._drawn(node):
-                found.append(self._value(node))
-        return tuple(found)
+                values.append(self._value(node))
+        return tuple(values)
 
     def _stands_for(self, node: fx.Node) -> fx.Node | None:
         source = node.args[0] if node.args else None
@@ -87,10 +89,10 @@ class GraphValues:
         return bool(tensors_of(node.meta.get("fake")))
 
     def _constant(self, node: fx.Node) -> bool:
-        """An input that is the same for all samples and holds no trainable parameter."""
-        held = node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("fake"), Tensor)
+        """Decide whether a node is an input shared by all samples, and no trainable parameter."""
+        is_input = node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("fake"), Tensor)
         samples = node.meta.get("samples")
-        return held and isinstance(samples, Samples) and samples.kind is Kind.CONSTANT
+        return is_input and isinstance(samples, Samples) and samples.kind is Kind.CONSTANT
 
     def _value(self, node: fx.Node) -> Value:
         operands = [self.same.get(arg, arg) for arg in node.all_input_nodes]
@@ -137,21 +139,21 @@ def short_name(node: fx.Node) -> str:
 
 
 def opaque(node: fx.Node) -> str:
-    """The name of an operator that PyTorch's flop counter does not look into."""
+    """Return the name of an operator that PyTorch's flop counter does not count; empty for others."""
     use: Any = node.target.strategy.use if isinstance(node.target, OwnTapTarget) else None
     name = use.op if use else op_name(node.target) if node.op == "call_function" else ""
     return name if "::" in name and not name.startswith("aten::") else ""
 
 
 def term_text(part: Part) -> str:
-    """How a contribution is computed, in a few letters."""
+    """Return a short text for the computation of a contribution."""
     if part.term is None:
         return "per sample" if part.flops is None else "summed" if part.flops != 0 else "moved"
-    return part.term.equation.replace(" ", "")
+    return str(part.term.equation)
 
 
 def where(layout: Layout | None) -> str:
-    """Where the samples are: ``dim 0: B``, ``dim 0: 5*B`` (the sample index inside), ``shared by all``."""
+    """Format a layout: ``dim 0: B``, ``dim 0: 5*B`` (the sample index inside), ``shared by all``."""
     if layout is None:
         return "shared by all"
     if layout.rows is not None:
@@ -162,17 +164,17 @@ def where(layout: Layout | None) -> str:
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's own line that made a node; empty where only PyTorch's did."""
+    """Return the user's source line of a node; empty for a node made only by PyTorch's code."""
     line = source_line(node)
     return "" if line.startswith("in ") else line
 
 
 def modules_of(node: fx.Node) -> list[str]:
-    """The modules a node is computed in, outermost first, the model itself left out: ``layers.0: Linear``."""
-    found = []
+    """Return the modules that compute a node, outermost first, without the model: ``layers.0: Linear``."""
+    modules = []
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():
         words = [a or b for a, b in re.findall(r"\['([^']+)'\]|\.(\w+)", str(path))]
-        name = ".".join(word for word in words if word not in ("original", "_modules"))
+        name = ".".join(word for word in words if word not in ("original", INNER))
         if name:
-            found.append(f"{name}: {getattr(kind, '__name__', kind)}")
-    return found
+            modules.append(f"{name}: {getattr(kind, '__name__', kind)}")
+    return modules

@@ -1,10 +1,10 @@
 """Differentially private training: fxgrad's gradients under Opacus's optimizers, loaders and accountants.
 
-Opacus's mode "no_op" leaves the gradients to somebody else: it validates the model, samples the batches, clips
-``p.grad_sample``, adds noise and counts what privacy it costs. This package puts fxgrad into the empty place, and
-refuses what would make the two disagree without a word.
+In its mode "no_op", Opacus validates the model, samples the batches, clips ``p.grad_sample``, adds noise and counts the
+privacy cost. It does not compute the gradients: fxgrad does. This package refuses settings in which the two would
+silently disagree.
 
-Importing it needs Opacus (``pip install "fxgrad[opacus]"``); nothing else of fxgrad does.
+Only this package of fxgrad needs Opacus (``pip install "fxgrad[opacus]"``).
 """
 
 from fxgrad.errors import MissingPackage

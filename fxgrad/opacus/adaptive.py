@@ -1,4 +1,4 @@
-"""Opacus's adaptive clipping, for empty batches too."""
+"""Opacus's adaptive clipping, with support for empty batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxgrad.opacus.remaking import remade
 
 
 class AdaptiveOptimizer(AdaClipDPOptimizer):  # type: ignore[misc]
-    """Opacus's AdaClipDPOptimizer, which takes a batch of no samples as any other; `make_private` makes it.
+    """Opacus's AdaClipDPOptimizer with support for empty batches; `make_private` makes it.
 
-    The share of unclipped samples is ``(count + σ_u N(0, 1)) / B``. For a batch of none B is the expected batch
-    size, as it is for every batch in Andrew et al. (2019), https://arxiv.org/abs/1905.03871.
+    The share of unclipped samples is ``(count + σ_u N(0, 1)) / B``. For an empty batch, B is the expected batch size,
+    as for every batch in Andrew et al. (2019), https://arxiv.org/abs/1905.03871.
     """
 
     sample_size: int | float
@@ -34,7 +34,7 @@ class AdaptiveOptimizer(AdaClipDPOptimizer):  # type: ignore[misc]
         super().update_max_grad_norm()
 
 
-def adaptive(made: AdaClipDPOptimizer) -> AdaptiveOptimizer:
-    """The optimizer Opacus made, with its accountant's hook."""
-    optimizer: AdaptiveOptimizer = remade(made, AdaptiveOptimizer, **{name: getattr(made, name) for name in ADAPTIVE})
+def adaptive(base: AdaClipDPOptimizer) -> AdaptiveOptimizer:
+    """Return an `AdaptiveOptimizer` in place of Opacus's optimizer, with its accountant's hook."""
+    optimizer: AdaptiveOptimizer = remade(base, AdaptiveOptimizer, **{name: getattr(base, name) for name in ADAPTIVE})
     return optimizer

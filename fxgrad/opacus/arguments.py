@@ -1,4 +1,4 @@
-"""The arguments of `make_private`: their names, and the values that would leave a training without privacy."""
+"""Checks of the arguments of `make_private`: their names, and values that would give no privacy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAPTIVE = (
     "unclipped_num_std",
 )
 GRADIENTS = ("grad_sample_mode", "wrap_model")
-"""Opacus's, and said by fxgrad: what computes the gradients."""
+"""Arguments of Opacus that fxgrad sets itself: the computation of the gradients."""
 CLIPPINGS = ("flat", "per_layer", "adaptive")
 MEANINGS = {
     "noise_multiplier": "It is the noise's standard deviation over max_grad_norm.",
@@ -34,12 +34,12 @@ MEANINGS = {
 
 
 def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], further: Sequence[str]) -> None:
-    """Raise where a function that passes arguments on got one that nothing behind it takes.
+    """Raise if a function that passes arguments on got an unknown one.
 
     Args:
-        function: which has the keyword arguments of its signature.
-        arguments: the others that it got.
-        further: their names.
+        function: the function, with the keyword arguments of its signature.
+        arguments: its further arguments.
+        further: the names that are allowed for them.
     """
     parameters = inspect.signature(function).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY] + [*further]
@@ -57,7 +57,7 @@ def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], furt
 
 
 def names_of_accountant(accountant: IAccountant) -> list[str]:
-    """What an accountant's ``get_epsilon`` takes besides delta: ``alphas`` of RDP, ``eps_error`` of PRV."""
+    """Return the arguments of ``accountant.get_epsilon`` besides delta: ``alphas`` of RDP, ``eps_error`` of PRV."""
     parameters = inspect.signature(accountant.get_epsilon).parameters.values()
     return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "delta"]
 
@@ -65,7 +65,7 @@ def names_of_accountant(accountant: IAccountant) -> list[str]:
 def check_values(
     optimizer: optim.Optimizer, noise_multiplier: Any, max_grad_norm: Any, clipping: str, arguments: Mapping[str, Any]
 ) -> None:
-    """Raise where noise, bounds and clipping do not fit each other, or bound nothing."""
+    """Raise if noise, bounds and clipping do not match, or bound nothing."""
     if clipping not in CLIPPINGS:
         raise OptionError(f"clipping has to be 'flat', 'per_layer' or 'adaptive', not {clipping!r}")
     _check_takes_one_gradient(optimizer)
@@ -91,7 +91,7 @@ def _check_takes_one_gradient(optimizer: optim.Optimizer) -> None:
 
 
 def check_number(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> None:
-    """Raise where a value is no number, or negative, or NaN; 0 and inf where they mean nothing."""
+    """Raise if a value is no number, negative or NaN; also for 0 and inf, unless ``zero`` or ``infinite``."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and (float(value) > 0 or (zero and value == 0)) and (infinite or value != math.inf):
         return

@@ -1,4 +1,4 @@
-"""A step of Opacus's optimizers, which compare with the ledger first: nothing else moves a parameter."""
+"""The step of Opacus's optimizers with a check against the ledger; no other step may move a parameter."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, nn
 
-from fxgrad.capture import Engine
+from fxgrad.engine import Engine
 from fxgrad.errors import UnaccountedGrad
-from fxgrad.first_batch import FirstBatch
-from fxgrad.grad_scaler import check_no_scaler_steps
+from fxgrad.first_batch.check import FirstBatch
+from fxgrad.host.modules import step_pre_hooks
+from fxgrad.host.tensors import identity, version
 from fxgrad.opacus.ledger import CLEAR, Ledger
+from fxgrad.runtime.grad_scaler import check_no_scaler_steps
 
 
 class CheckedStep:
-    """Compares with the ledger before a step moves anything."""
+    """A mixin for Opacus's optimizers that checks p.grad against the ledger before each step."""
 
     ledger: Ledger
     param_groups: list[dict[str, Any]]
     params: list[nn.Parameter]
-    first_batch: FirstBatch | None = None  # what the processes have still to agree on
+    first_batch: FirstBatch | None = None  # until the processes have agreed on their first batches
     _check_skip_next_step: Callable[..., bool]
     max_grad_norm: float
     step_hook: Any
     _is_last_step_skipped: bool
     original_optimizer: Any
-    _noised: list[tuple[Tensor | None, int]] | None = None  # p.grad between the noise and the step inside
-    _left: Any = None  # by virtual steps of this logical batch
-    _broken = False  # they cannot be continued
+    _noised: list[tuple[Tensor | None, int]] | None = None  # p.grad after the noise, before the step
+    _left: Any = None  # the sums left by virtual steps of this logical batch
+    _broken = False  # whether those sums were changed
 
     def pre_step(self, closure: Any = None) -> Any:
         check_no_scaler_steps()
@@ -41,20 +43,20 @@ class CheckedStep:
             settled = self.first_batch.settle(dist.group.WORLD, self.params[0].device)
             self.first_batch = None if settled else self.first_batch
         self.ledger.check(self.param_groups)
-        for parameter in self.params:  # one that was unfrozen since has none
+        for parameter in self.params:  # a parameter unfrozen since has no such attribute
             parameter.__dict__.setdefault("summed_grad", None)
-            _check_processed_flag(parameter.__dict__["summed_grad"])  # before anything is added to it
+            _check_processed_flag(parameter.__dict__["summed_grad"])  # before any addition to it
         self._check_sums()
         real = super().pre_step(closure)  # type: ignore[misc]
-        for parameter in self.params if real else ():  # Opacus marks those of the process that adds noise
+        for parameter in self.params if real else ():  # Opacus marks them only in the process that adds noise
             _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
         if real:
-            self.original_optimizer._optimizer_step_pre_hooks.move_to_end(self._hook.id)
+            step_pre_hooks(self.original_optimizer).move_to_end(self._hook.id)
         return real
 
     def attach_step_hook(self, fn: Callable[..., Any]) -> None:
-        """One hook more: that of the accountant stays."""
+        """Add a step hook and keep that of the accountant."""
         counts: Any = self.step_hook
 
         def both(optimizer: Any) -> None:
@@ -64,30 +66,30 @@ class CheckedStep:
         self.step_hook = fn if counts is None else both
 
     def scale_grad(self) -> None:
-        """What Opacus does last before the step, in one process."""
+        """Scale as Opacus does, and record p.grad; in one process, this is its last change before the step."""
         super().scale_grad()  # type: ignore[misc]
         self._noised = self._grads()
 
     def reduce_gradients(self) -> None:
-        """The same in several: the sum over all of them."""
+        """Sum over the processes as Opacus does, and record p.grad."""
         self._check_unchanged(self._noised or [])
         super().reduce_gradients()  # type: ignore[misc]
         self._noised = self._grads()
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)  # type: ignore[misc]
 
     def stand_before_original(self) -> None:
-        """Check each step of the optimizer inside, behind its other hooks."""
-        hooks = self.original_optimizer._optimizer_step_pre_hooks
+        """Register the check as the last pre-hook of the original optimizer's step."""
+        hooks = step_pre_hooks(self.original_optimizer)
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), CheckedStep):  # of an earlier make_private
+            if isinstance(getattr(hook, "__self__", None), CheckedStep):  # from an earlier make_private
                 del hooks[key]
         self._hook = self.original_optimizer.register_step_pre_hook(self._check_original)
 
     def _check_original(self, *_: Any) -> None:
-        """Raise where somebody calls the step of the optimizer inside, or changed what it is to step with."""
+        """Raise if the user calls the original optimizer's step, or if p.grad changed after the noise."""
         noised, self._noised = self._noised, None
         if noised is None:
             raise UnaccountedGrad(
@@ -97,8 +99,8 @@ class CheckedStep:
         self._check_unchanged(noised)
 
     def _check_unchanged(self, noised: list[tuple[Tensor | None, int]]) -> None:
-        found = self._grads()
-        if len(found) == len(noised) and all(a is b and n == m for (a, n), (b, m) in zip(found, noised, strict=True)):
+        grads = self._grads()
+        if len(grads) == len(noised) and all(a is b and n == m for (a, n), (b, m) in zip(grads, noised, strict=True)):
             return
         self._noised = None
         raise UnaccountedGrad(
@@ -109,10 +111,10 @@ class CheckedStep:
 
     def _grads(self) -> list[tuple[Tensor | None, int]]:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return [(grad, 0 if grad is None else grad._version) for grad in grads]
+        return [(grad, 0 if grad is None else version(grad)) for grad in grads]
 
     def _check_sums(self) -> None:
-        """The parts of a logical batch are sums over the same parameters, as this optimizer left them."""
+        """Raise if the sums of a logical batch's parts were changed since this optimizer's last virtual step."""
         if not self._is_last_step_skipped and any(p.__dict__["summed_grad"] is not None for p in self.params):
             raise UnaccountedGrad(
                 "p.summed_grad holds something that no virtual step has left", advice="Call optimizer.zero_grad()."
@@ -127,7 +129,7 @@ class CheckedStep:
 
     def _sums(self) -> Any:
         sums = {id(p): getattr(p, "summed_grad", None) for p in self.params}
-        states = {key: None if total is None else (total._cdata, total._version) for key, total in sums.items()}
+        states = {key: None if total is None else (identity(total), version(total)) for key, total in sums.items()}
         return str(getattr(self, "max_grad_norms", self.max_grad_norm)), states
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -135,7 +137,7 @@ class CheckedStep:
             self._is_last_step_skipped = self._broken = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
         every = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in every:  # Opacus leaves those of frozen ones, which may be unfrozen
+        for parameter in every:  # Opacus skips frozen parameters, which may be unfrozen later
             if not parameter.requires_grad:
                 parameter.grad_sample = None
                 if not self._is_last_step_skipped:
@@ -144,7 +146,7 @@ class CheckedStep:
 
 
 def _of_the_inner(name: str) -> Any:
-    """Opacus's optimizers have places for hooks of their own, and call none of them."""
+    """Make a register method that passes hooks to the original optimizer; Opacus's optimizers never call their own."""
 
     def register(self: CheckedStep, *args: Any, **arguments: Any) -> Any:
         return getattr(self.original_optimizer, name)(*args, **arguments)
@@ -158,12 +160,12 @@ for _of in ("step", "state_dict", "load_state_dict"):
         setattr(CheckedStep, f"register_{_of}_{_when}_hook", _of_the_inner(f"register_{_of}_{_when}_hook"))
 
 
-def checked(made: DPOptimizer, engine: Engine) -> DPOptimizer:
-    """Opacus's own optimizer for p.grad_sample, which compares with the ledger before each step."""
-    made.ledger = Ledger(engine, "grad_sample")
-    kind: Any = type(made)
-    made.__class__ = _checked_kind(kind)
-    return made
+def checked(private: DPOptimizer, engine: Engine) -> DPOptimizer:
+    """Return Opacus's optimizer for p.grad_sample with a check against the ledger before each step."""
+    private.ledger = Ledger(engine, "grad_sample")
+    kind: Any = type(private)
+    private.__class__ = _checked_kind(kind)
+    return private
 
 
 @cache

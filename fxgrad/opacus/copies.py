@@ -1,28 +1,27 @@
-"""Copies of Opacus's optimizers, which PyTorch cannot make."""
+"""Refusal of copies of Opacus's optimizers, which PyTorch cannot copy correctly."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any, NoReturn
 
 from opacus.optimizers import DPOptimizer
 
 from fxgrad.errors import OptionError
+from fxgrad.host.modules import own_step_hooks
 
 # Note [Copies of an optimizer]
-# Opacus's optimizers do not call Optimizer.__init__. Optimizer.__setstate__, by which copy.deepcopy and pickle end,
-# wraps `step` of the class in a function that reads the hooks which __init__ makes: from then on every optimizer of
-# that class, and of those derived from it, fails in its step. So ours have these hooks, whoever copied another.
+# Opacus's optimizers do not call Optimizer.__init__. copy.deepcopy and pickle end in Optimizer.__setstate__, which
+# wraps the `step` of the class in a function that reads the hooks made by __init__. From then on the step of every
+# optimizer of that class and its subclasses fails. So fxgrad sets these hooks on each of its optimizers.
 
 
 def refuse_copies(optimizer: DPOptimizer) -> None:
-    """Let copy.deepcopy and pickle raise, and let copies of other optimizers change nothing for this one.
+    """Make copy.deepcopy and pickle raise, and keep this optimizer working after copies of others.
 
     See Note [Copies of an optimizer].
     """
     optimizer.__deepcopy__ = optimizer.__reduce_ex__ = _refused
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+    own_step_hooks(optimizer)
 
 
 def _refused(_: Any) -> NoReturn:

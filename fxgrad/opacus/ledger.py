@@ -1,10 +1,10 @@
-"""What a private step is made of: each delivery is entered, and the step compares before anything moves.
+"""The ledger of a private model: it records each delivery, and the step compares p.grad with it before any change.
 
     backward begins    p.grad is empty, or as the last delivery left it
     backward ends      every trainable parameter of the model got its part: one more delivery
     step               the optimizer's parameters are the model's trainable ones, and each has what was delivered
 
-The same holds for p.grad_sample, of which the optimizer may leave some out: then Opacus clips what it has.
+The same holds for p.grad_sample, but there the optimizer may omit parameters: Opacus then clips over those it has.
 """
 
 from __future__ import annotations
@@ -12,45 +12,46 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fxgrad.autograd_graph import accumulates
-from fxgrad.capture import Engine
+from fxgrad.engine import Engine
 from fxgrad.errors import UnaccountedGrad
-from fxgrad.guard import STAMPS
-from fxgrad.store import Forward
+from fxgrad.host.autograd import autograd_engine
+from fxgrad.host.tensors import identity, post_accumulate_hooks, version
+from fxgrad.runtime.autograd_graph import accumulates
+from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.guard import STAMPS
 
 CLEAR = "Call optimizer.zero_grad(), and run forward and backward of the private model again."
-State = tuple[tuple[int, int], ...]  # of each tensor at a place: its identity and version
+State = tuple[tuple[int, int], ...]  # the identity and version of each tensor at a place
 
 
 class Ledger:
-    """Follows the backward calls of a private model between two steps."""
+    """The record of the backward calls of a private model between two steps."""
 
     def __init__(self, engine: Engine, place: str) -> None:
         self.engine, self.place = engine, place  # "grad" or "grad_sample"
         self.deliveries = 0  # since p.grad was last empty
-        self.parameters: dict[int, tuple[str, Tensor]] = {}  # of the last delivery, by id
-        self.states: dict[int, State] = {}  # as the last delivery, or clearing, left them
-        self.running: int | None = None  # the backward call that has begun and not ended
+        self.parameters: dict[int, tuple[str, Tensor]] = {}  # the parameters of the last delivery, by `id()`
+        self.states: dict[int, State] = {}  # after the last delivery or clearing
+        self.running: int | None = None  # the backward call in progress
         self.trouble = ""
         engine.store.observers.add(self)
 
-    # what the model's backward calls say
+    # called by the model's backward
 
     def began(self, forward: Forward) -> None:
-        """Compare p.grad with what this ledger knows of it."""
+        """Compare p.grad with the recorded states as a backward begins."""
         if self.place == "grad" and not any(map(accumulates, forward.parameters.values())):  # autograd.grad
             return
         self._check_hooks(forward)
-        held = {name: self.state(parameter) for name, parameter in forward.parameters.items()}
-        if not any(held.values()):
+        states = {name: self.state(parameter) for name, parameter in forward.parameters.items()}
+        if not any(states.values()):
             self._forget()
-        elif not self._as_left(forward, held):
+        elif not self._as_left(forward, states):
             values = [tensor for parameter in forward.parameters.values() for tensor in self.tensors(parameter)]
-            if any(bool(value.any()) for value in values):  # zero_grad(set_to_none=False) of another object
-                name = next(name for name, p in forward.parameters.items() if held[name] != self.states.get(id(p)))
+            if any(bool(value.any()) for value in values):  # zero_grad(set_to_none=False) leaves zeros
+                name = next(name for name, p in forward.parameters.items() if states[name] != self.states.get(id(p)))
                 self.trouble = self.trouble or (
                     f"{self.place} of '{name}' held something else than fxgrad delivered when a backward began"
                 )
@@ -59,8 +60,8 @@ class Ledger:
         self.running = forward.task()
 
     def _check_hooks(self, forward: Forward) -> None:
-        """What such a hook does to p.grad would look like what fxgrad delivered."""
-        hooked = [name for name, p in forward.parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+        """Raise for a post-accumulate hook; its change of p.grad would look like a delivery."""
+        hooked = [name for name, p in forward.parameters.items() if post_accumulate_hooks(p)]
         if hooked and self.place == "grad":
             raise UnaccountedGrad(
                 f"'{hooked[0]}' has a hook (register_post_accumulate_grad_hook), which may change p.grad after the "
@@ -68,19 +69,19 @@ class Ledger:
                 advice="Remove it. A hook of register_hook may look at the clipped gradient.",
             )
 
-    def _as_left(self, forward: Forward, held: dict[str, State]) -> bool:
+    def _as_left(self, forward: Forward, states: dict[str, State]) -> bool:
         known = {name: self.states.get(id(parameter), ()) for name, parameter in forward.parameters.items()}
         if self.deliveries == 0:
-            return all(not state or state == known[name] for name, state in held.items())
-        return known == held
+            return all(not state or state == known[name] for name, state in states.items())
+        return known == states
 
     def ended(self, forward: Forward) -> None:
-        """Enter a delivery; at the very end, since DistributedDataParallel averages p.grad after us."""
+        """Record a delivery at the very end of the backward, after DistributedDataParallel averaged p.grad."""
         if forward.task() != self.running:
             return
         for name, parameter in forward.parameters.items():
             self.trouble = self.trouble or self._trouble_with(name, parameter, forward)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._enter(forward))
+        autograd_engine.queue_callback(lambda: self._enter(forward))
 
     def _trouble_with(self, name: str, parameter: Tensor, forward: Forward) -> str:
         tensors = self.tensors(parameter)
@@ -90,7 +91,7 @@ class Ledger:
                 "after fxgrad.release, or where it was frozen between forward and backward"
             )
         if self.place == "grad_sample":
-            if forward.met or forward.stored.get((id(parameter), self.place)) != tensors[-1]._cdata:
+            if forward.met or forward.stored.get((id(parameter), self.place)) != identity(tensors[-1]):
                 return f"two transformed models added to grad_sample of '{name}' in one backward"
             if self.deliveries and id(parameter) not in self.parameters:
                 return f"'{name}' is trainable in some of the batches of this step, and in others it is not"
@@ -108,26 +109,26 @@ class Ledger:
         self._mark(forward.parameters.values())
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
-        """Begin anew: zeros, or nothing, are left."""
+        """Start over after zero_grad: p.grad is zero or None."""
         self._forget()
         self._mark(parameters)
 
     def _mark(self, parameters: Iterable[Tensor]) -> None:
-        own = list(parameters)
-        STAMPS.renew(tensor for parameter in own for tensor in self.tensors(parameter))
-        self.states = {id(parameter): self.state(parameter) for parameter in own}
+        marked = list(parameters)
+        STAMPS.renew(tensor for parameter in marked for tensor in self.tensors(parameter))
+        self.states = {id(parameter): self.state(parameter) for parameter in marked}
 
     def _forget(self) -> None:
         self.deliveries, self.parameters, self.states, self.running, self.trouble = 0, {}, {}, None, ""
 
-    # what the optimizer asks
+    # called by the optimizer
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raise unless a step on these parameter groups moves by what was delivered, all of it with noise."""
-        own = {id(parameter): parameter for group in groups for parameter in group["params"]}
-        trainable = {key: parameter for key, parameter in own.items() if parameter.requires_grad}
+        """Raise unless a step on these parameter groups uses exactly the delivered gradients, all with noise."""
+        stepped = {id(parameter): parameter for group in groups for parameter in group["params"]}
+        trainable = {key: parameter for key, parameter in stepped.items() if parameter.requires_grad}
         self._check_backward()
-        self._check_parameters(own, trainable)
+        self._check_parameters(stepped, trainable)
         for key, parameter in trainable.items():
             if self.state(parameter) != self.states[key]:
                 raise UnaccountedGrad(
@@ -151,8 +152,8 @@ class Ledger:
                 advice="Run forward and backward for an empty batch, too; step the optimizer of the model that runs.",
             )
 
-    def _check_parameters(self, own: dict[int, Tensor], trainable: dict[int, Tensor]) -> None:
-        moved = [p for p in own.values() if not p.requires_grad and p.grad is not None and bool(p.grad.any())]
+    def _check_parameters(self, stepped: dict[int, Tensor], trainable: dict[int, Tensor]) -> None:
+        moved = [p for p in stepped.values() if not p.requires_grad and p.grad is not None and bool(p.grad.any())]
         if moved:
             raise UnaccountedGrad(
                 f"a frozen parameter of shape {list(moved[0].shape)} holds p.grad: the step would move it without "
@@ -181,11 +182,11 @@ class Ledger:
                 advice="Freeze it before the forward with requires_grad_(False), or add it to the optimizer.",
             )
 
-    # what stands at a parameter
+    # the tensors at a parameter
 
     def tensors(self, parameter: Tensor) -> list[Tensor]:
         value = getattr(parameter, self.place, None)
         return list(value) if isinstance(value, list) else [] if value is None else [value]
 
     def state(self, parameter: Tensor) -> State:
-        return tuple((tensor._cdata, tensor._version) for tensor in self.tensors(parameter))
+        return tuple((identity(tensor), version(tensor)) for tensor in self.tensors(parameter))

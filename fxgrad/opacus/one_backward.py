@@ -1,4 +1,4 @@
-"""Opacus's optimizers for clipped gradients: `OneBackwardOptimizer` takes the clipped sum from p.grad."""
+"""Opacus's optimizers for clipped gradients: `OneBackwardOptimizer` reads the clipped sum from p.grad."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opacus.optimizers import (
     DPOptimizerFastGradientClipping,
 )
 
-from fxgrad.capture import Engine
+from fxgrad.engine import Engine
 from fxgrad.errors import AlreadySet, OptionError
 from fxgrad.opacus.checked_step import CheckedStep
 from fxgrad.opacus.ledger import Ledger
@@ -19,7 +19,7 @@ from fxgrad.opacus.remaking import remade
 
 
 class _OneBackward(CheckedStep):
-    """What both optimizers do with p.grad, which is a sum of clipped gradients."""
+    """The common base of both optimizers, in which p.grad is a sum of clipped gradients."""
 
     attach_step_hook: Any
 
@@ -32,11 +32,11 @@ class _OneBackward(CheckedStep):
 
     @property
     def accumulated_iterations(self) -> int:
-        """The backwards since the last step: the accountant's rate and the mean are over all of them."""
+        """The number of backwards since the last step; the accountant's rate and the mean cover all of them."""
         return self._iterations
 
     def accumulate(self) -> None:
-        """p.grad -> p.summed_grad, and no p.grad is left that a forgotten zero_grad() would add twice."""
+        """Move p.grad to p.summed_grad, so that a forgotten zero_grad() cannot add it twice."""
         backwards = self.ledger.deliveries
         if self.max_grad_norm != self.clipped_to:
             raise OptionError(
@@ -58,25 +58,27 @@ class _OneBackward(CheckedStep):
 
 
 class OneBackwardOptimizer(_OneBackward, DPOptimizerFastGradientClipping):  # type: ignore[misc]
-    """Opacus's DPOptimizerFastGradientClipping behind `fxgrad.ClippedGrad`; `make_private` makes it.
+    """Opacus's DPOptimizerFastGradientClipping for gradients of `fxgrad.ClippedGrad`; `make_private` makes it.
 
-    Its step is ``p.grad = (p.grad + σ C N(0, 1)) / E``, in p's units, with E the expected batch size (1 where
-    ``loss_reduction="sum"``). Before anything moves it raises `fxgrad.errors.UnaccountedGrad` unless p.grad of every
-    parameter is what the backward of the private model delivered since the last step, and unless its parameters are
-    the model's trainable ones, over which the norm is taken; AlreadySet where several batches have been added under
-    Poisson sampling; and OptionError where max_grad_norm is no longer that of the backward.
+    Its step is ``p.grad = (p.grad + σ C N(0, 1)) / E``, in p's units, with E the expected batch size (1 for
+    ``loss_reduction="sum"``).
+
+    Before any change, the step raises `fxgrad.errors.UnaccountedGrad` unless p.grad of every parameter is what the
+    private model's backward delivered since the last step. Its parameters must be the model's trainable ones, over
+    which the norm is taken. It raises AlreadySet if several batches were added under Poisson sampling, and OptionError
+    if max_grad_norm is no longer that of the backward.
     """
 
 
 class DistributedOneBackwardOptimizer(_OneBackward, DistributedDPOptimizerFastGradientClipping):  # type: ignore[misc]
-    """The same in every process: the sum over the processes, with the noise of one.
+    """`OneBackwardOptimizer` in each of several processes: the sum over the processes, with the noise of one.
 
-    p.grad is this process's own part: `make_private` turns off what DistributedDataParallel averages in a backward. The
-    step adds up the parts of all processes.
+    p.grad is the part of this process: `make_private` turns off the averaging of DistributedDataParallel in the
+    backward. The step sums the parts of all processes.
     """
 
 
-def one_backward(made: DPOptimizer, engine: Engine, poisson_sampling: bool) -> DPOptimizer:
-    """The optimizer Opacus made for grad_sample as one for clipped gradients, with its accountant's hook."""
+def one_backward(private: DPOptimizer, engine: Engine, poisson_sampling: bool) -> DPOptimizer:
+    """Return an optimizer for clipped gradients in place of Opacus's, with its accountant's hook."""
     kinds = {DPOptimizer: OneBackwardOptimizer, DistributedDPOptimizer: DistributedOneBackwardOptimizer}
-    return remade(made, kinds[type(made)], ledger=Ledger(engine, "grad"), poisson_sampling=poisson_sampling)
+    return remade(private, kinds[type(private)], ledger=Ledger(engine, "grad"), poisson_sampling=poisson_sampling)

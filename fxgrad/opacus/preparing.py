@@ -1,4 +1,4 @@
-"""`make_private`: what Opacus prepares for training, with fxgrad where Opacus has its hooks."""
+"""`make_private`: Opacus's preparation of a training, with fxgrad in place of Opacus's hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of, transform
-from fxgrad.capture import Engine
+from fxgrad.capture.options import Inner, loss_scale
+from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.adaptive import adaptive
 from fxgrad.opacus.arguments import (
@@ -36,7 +37,6 @@ from fxgrad.opacus.processes import (
     settle_in_steps,
 )
 from fxgrad.opacus.validating import validating
-from fxgrad.options import Inner, loss_scale
 from fxgrad.quantities import ClippedGrad, GradSample, Quantity
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,9 +65,9 @@ def make_private(
     check_first_batch: bool = True,
     **arguments: Any,
 ) -> tuple[M, DPOptimizer, DataLoader[Any]]:
-    """Opacus's ``engine.make_private``, with per-sample gradients by fxgrad: no hooks, no wrapped model.
+    """Prepare private training as Opacus's ``engine.make_private``, with fxgrad's gradients: no hooks, no wrapper.
 
-    Train with what it returns, as with Opacus::
+    Train with the returned objects, as with Opacus::
 
         model, optimizer, loader = fxgrad.opacus.make_private(PrivacyEngine(), module=model, ...)
         for x, y in loader:
@@ -75,47 +75,46 @@ def make_private(
             F.cross_entropy(model(x), y).backward()     # p.grad_sample: [B, *p.shape]
             optimizer.step()                            # clips each row, adds noise, counts the step
 
-    The step is Opacus's own: ``p.grad`` becomes ``(Σ_i min(1, C / (|g_i| + 1e-6)) g_i + σ C N(0, 1)) / E`` with E
-    the expected batch size, or without ``/ E`` where ``loss_reduction="sum"``; g_i is the gradient of sample i's own
-    loss over all parameters of the optimizer, in p's units. Batches may be empty, and may be split with Opacus's
-    ``BatchMemoryManager``.
+    The step is Opacus's: ``p.grad`` becomes ``(Σ_i min(1, C / (|g_i| + 1e-6)) g_i + σ C N(0, 1)) / E``. E is the
+    expected batch size; for ``loss_reduction="sum"`` there is no division. g_i is the gradient of sample i's loss over
+    all parameters of the optimizer, in p's units. Batches may be empty. Opacus's ``BatchMemoryManager`` may split them.
 
     Args:
-        engine: an ``opacus.PrivacyEngine``; its accountant is told of every step.
-        module: the model, in training mode; or one that `fxgrad.transform` made, with options of its own, or either
-            of them in DistributedDataParallel or in Opacus's class of that name, whose model is then replaced. The
-            processes then communicate in steps alone: DistributedDataParallel's own averaging is turned off.
+        engine: an ``opacus.PrivacyEngine``; its accountant counts every step.
+        module: the model, in training mode, or one that `fxgrad.transform` made with options. Either may be wrapped in
+            DistributedDataParallel or Opacus's class of that name, whose model is then replaced. The processes then
+            communicate only in steps: the averaging of DistributedDataParallel is turned off.
         optimizer: any optimizer over parameters of the model.
-        data_loader: what Poisson sampling takes its dataset and mean batch size from.
+        data_loader: the loader whose dataset and mean batch size Poisson sampling uses.
         noise_multiplier: σ, the noise's standard deviation over max_grad_norm: 0 or more, and finite.
         max_grad_norm: C, positive and finite; for ``clipping="per_layer"`` a list, one number for each parameter.
-        loss_reduction: "mean" or "sum": what the loss you call backward on does with the samples. Both sides learn it
-            from here: were they told apart, gradients would be wrong by the batch size and nothing would say so.
+        loss_reduction: "mean" or "sum", as in the loss that you call backward on. fxgrad and Opacus both use this
+            value; with two different values the gradients would silently be wrong by a factor of the batch size.
         criterion: the loss, if it is a module: its ``reduction`` is compared with loss_reduction.
-        poisson_sampling: whether to replace the loader by one that draws each sample on its own. Two batches for one
-            step are then refused, as Opacus does; without it they add up (and the accountant counts them).
-        clipping: "flat", one norm over all parameters; "per_layer"; or "adaptive", with arguments of its own.
-        one_backward: whether the backward itself clips, by `fxgrad.ClippedGrad`: no per-sample gradient is kept, and
-            p.grad holds the clipped sum when the optimizer gets it. For flat clipping. `fxgrad.result` gives the norms.
-        independent: whether each of several processes trains a model of its own; else a module that is not wrapped is
+        poisson_sampling: whether to replace the loader by one that draws each sample independently. Two batches for
+            one step are then refused, as in Opacus. Without it they add up, and the accountant counts them.
+        clipping: "flat", one norm over all parameters; "per_layer"; or "adaptive", with further arguments.
+        one_backward: whether the backward itself clips, by `fxgrad.ClippedGrad`. No per-sample gradient is stored, and
+            p.grad is the clipped sum. Only for flat clipping. `fxgrad.result` returns the norms.
+        independent: whether each of several processes trains a separate model; otherwise a module without a wrapper is
             refused there.
-        backend: the compiler behind, as in `fxgrad.transform`; for a module that is not transformed yet.
+        backend: the inner compiler, as in `fxgrad.transform`; for a module that is not transformed yet.
         check_first_batch: whether the first batch is checked for samples that influence each other, as in
-            `fxgrad.transform`; for a module that is not transformed yet. Each of several processes checks its own;
-            they agree in the step, which raises in all of them.
-        arguments: the rest of Opacus's: noise_generator and rand_on_empty; and for ``clipping="adaptive"``
+            `fxgrad.transform`; for a module that is not transformed yet. Each of several processes checks its batch.
+            They agree in the step, which raises in all of them.
+        arguments: Opacus's further arguments: noise_generator and rand_on_empty; and for ``clipping="adaptive"``
             target_unclipped_quantile, clipbound_learning_rate, max_clipbound, min_clipbound and unclipped_num_std.
 
     Returns:
         The transformed model (or its wrapper), Opacus's optimizer (a `OneBackwardOptimizer` or an
-        `AdaptiveOptimizer` where asked for), and the loader to train with. The optimizer cannot be copied.
+        `AdaptiveOptimizer` if requested), and the loader to train with. The optimizer cannot be copied.
 
     Raises:
-        OptionError: loss_reduction, criterion, and the options of a transformed module do not agree, or a
-            transformed module allows samples to mix, or fixes the batch size under Poisson sampling; noise and
-            bounds are not positive and finite; several processes train, and the module is not wrapped.
-        UnknownArgument (a TypeError): the name of an argument is misspelt, or none of these.
-        MixedSamples: in a call of the model, where the check of the first batch sees a sample influence another.
+        OptionError: loss_reduction, criterion, and the options of a transformed module do not agree; a transformed
+            module allows samples to mix, or fixes the batch size under Poisson sampling; noise and bounds are not
+            positive and finite; several processes train, and the module is not wrapped.
+        UnknownArgument (a TypeError): the name of an argument is misspelt or unknown.
+        MixedSamples: in a call of the model, if one sample influences another in the check of the first batch.
         opacus.validators.errors.UnsupportedModuleError: Opacus's validator refuses the model (`validate`).
 
     Source: Abadi et al., Deep Learning with Differential Privacy (2016), https://arxiv.org/abs/1607.00133.
@@ -159,7 +158,7 @@ def make_private(
             wrap_model=False,
             **arguments,
         )
-    transformed.store.alone = quantity  # rows of two batches in one backward would be added up
+    transformed.store.alone = quantity  # two batches in one backward would add up their rows
     if one_backward:
         private = with_one_backward(private, transformed, poisson_sampling)
     else:
@@ -188,18 +187,18 @@ def make_private_with_epsilon(
     epsilon_tolerance: float = 0.01,
     **arguments: Any,
 ) -> tuple[Any, DPOptimizer, DataLoader[Any]]:
-    """`make_private` with as much noise as keeps ``epochs`` epochs within ``(target_epsilon, target_delta)``.
+    """Call `make_private` with the noise that keeps ``epochs`` epochs within ``(target_epsilon, target_delta)``.
 
     Args:
         engine, data_loader: as in `make_private`.
         target_epsilon, target_delta: the privacy budget (pure numbers).
-        epochs: how many passes over the loader it has to last for.
+        epochs: the number of passes over the loader that the budget has to cover.
         epsilon_tolerance: how far below target_epsilon the result may stay.
-        arguments: besides those of `make_private`, what the engine's accountant computes epsilon with: ``alphas`` of
-            "rdp", ``eps_error`` and ``delta_error`` of "prv", ``poisson`` of "gdp".
+        arguments: those of `make_private`, and those of the engine's accountant: ``alphas`` of "rdp", ``eps_error`` and
+            ``delta_error`` of "prv", ``poisson`` of "gdp".
 
-    Returns, raises: as `make_private`; ValueError where no noise is enough. As Opacus does, it warns where the
-    accountant has counted steps before: the noise is for the steps to come alone.
+    Returns, raises: as `make_private`; ValueError if no noise is enough. Like Opacus, it warns if the accountant has
+    counted steps before: the noise accounts only for later steps.
 
     >>> import torch, warnings
     >>> warnings.simplefilter("ignore")
@@ -231,7 +230,7 @@ def make_private_with_epsilon(
 
 
 def _unwrapped(module: nn.Module) -> tuple[Any, nn.Module | None]:
-    """The model, and what distributes it."""
+    """Return the model and its distributed wrapper, or None."""
     return (module.module, module) if isinstance(module, WRAPPERS) else (module, None)
 
 
@@ -252,7 +251,7 @@ def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGr
 def _transformed(
     model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner, check: bool
 ) -> tuple[Any, Engine]:
-    """The model as fxgrad's: transformed here, or found to be transformed in the same sense."""
+    """Transform the model, or check that it is already transformed with matching options."""
     if engine_of(model) is None:
         model = transform(
             model,
@@ -295,7 +294,7 @@ def _check_sizes(engine: Engine, poisson_sampling: bool) -> None:
 
 
 def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accumulate: str) -> None:
-    """A model transformed before: everything on which the clipping rests has to be as here."""
+    """Check that an already transformed model has all options that the clipping relies on."""
     options = engine.options
     if options.loss_scale != loss_scale(loss_reduction):
         raise OptionError(
@@ -308,7 +307,7 @@ def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accu
             "the model is transformed with mixing='allow': clipping rows does not bound what one sample changes",
             advice="Transform it without mixing=.",
         )
-    if not any(_serves(found, quantity) for found in options.quantities):
+    if not any(_serves(quantity_of_model, quantity) for quantity_of_model in options.quantities):
         raise OptionError(
             f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs {quantity}",
             advice="Transform it for that, or leave one_backward as it fits.",
@@ -320,12 +319,14 @@ def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accu
         )
 
 
-def _serves(found: Quantity, wanted: Quantity) -> bool:
-    """Whether clipping rests on it as well: weights of the user's own may be of any size, and a group of rows that
-    is one sample is several of Opacus's."""
-    if found.group_size != 1:
+def _serves(quantity: Quantity, wanted: Quantity) -> bool:
+    """Decide whether a quantity of a transformed model serves for clipping in place of the wanted one.
+
+    User-defined weights may be of any size. Rows grouped into one sample are several samples for Opacus.
+    """
+    if quantity.group_size != 1:
         return False
-    if isinstance(found, ClippedGrad) and isinstance(wanted, ClippedGrad):
-        bounded = found.weights in ("clip", "automatic") and not found.sample_weight and found.groups == "flat"
-        return bounded and found.max_grad_norm == wanted.max_grad_norm and found.outside == "error"
-    return type(found) is type(wanted)
+    if isinstance(quantity, ClippedGrad) and isinstance(wanted, ClippedGrad):
+        bounded = quantity.weights in ("clip", "automatic") and not quantity.sample_weight and quantity.groups == "flat"
+        return bounded and quantity.max_grad_norm == wanted.max_grad_norm and quantity.outside == "error"
+    return type(quantity) is type(wanted)

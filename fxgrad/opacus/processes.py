@@ -1,4 +1,4 @@
-"""Several processes that train one model: all of them take every step, and one of them adds the noise."""
+"""Distributed training of one model: all processes take every step, and one of them adds the noise."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fxgrad.errors import OptionError
-from fxgrad.first_batch import FirstBatch
+from fxgrad.first_batch.check import FirstBatch
 
 WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
 
 # Note [One communication for each step]
-# Under Poisson sampling each process draws its own number of samples, so each has its own number of physical batches.
-# Whatever all processes take part in can happen once in each logical step, and in each. Opacus's optimizers add up the
-# processes' clipped sums there. What DistributedDataParallel averages in every backward besides is turned off: a
-# backward communicates nothing. And a process that draws no samples takes the step with an empty batch.
+# Under Poisson sampling each process draws another number of samples, so the numbers of physical batches differ. A
+# collective is therefore possible once in each logical step. There, Opacus's optimizers sum the clipped sums of all
+# processes. fxgrad turns off the averaging of DistributedDataParallel, so a backward communicates nothing. A process
+# that draws no samples takes the step with an empty batch.
 
 
 def processes() -> int:
-    """How many processes there are: 1 where torch.distributed is not in use."""
+    """Return the number of processes; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_processes(wrapper: nn.Module | None, independent: bool, clipping: str) -> None:
-    """Raise where processes that train one model would not know of each other, or Opacus has no optimizer for them."""
+    """Raise if several processes would train one model without a wrapper, or in a way that Opacus does not support."""
     if wrapper is None:
         if not independent:
             _check_one()
@@ -74,37 +74,38 @@ def _check_one() -> None:
 
 
 def checked_in_each_step(optimizer: DPOptimizer) -> None:
-    """The same before a step is counted, where processes may have begun since."""
+    """Check the number of processes before each counted step, as torch.distributed may start later."""
     count: Callable[[DPOptimizer], None] = optimizer.step_hook
 
     def hook(optimizer: DPOptimizer) -> None:
         _check_one()
         count(optimizer)
 
-    optimizer.step_hook = hook  # attach_step_hook adds one
+    optimizer.step_hook = hook  # attach_step_hook would add one
 
 
 def communicate_in_steps(wrapper: nn.Module, loader: DataLoader[Any]) -> None:
-    """Let a wrapped model's processes communicate in steps alone, and take as many steps.
+    """Make a wrapped model's processes communicate only in steps, and take equally many steps.
 
     See Note [One communication for each step].
     """
     if isinstance(wrapper, DistributedDataParallel):
         wrapper.require_backward_grad_sync = False  # as in no_sync()
     if isinstance(loader.batch_sampler, DistributedUniformWithReplacementSampler):
-        loader.batch_sampler.__class__ = EveryBatch  # a DataLoader lets no other sampler be put in its place
+        loader.batch_sampler.__class__ = EveryBatch  # a DataLoader refuses a new sampler
 
 
 def settle_in_steps(optimizer: DPOptimizer, first_batch: FirstBatch) -> None:
-    """Let processes agree about their first batches in steps: under Poisson sampling their calls do not match."""
+    """Make processes agree on their first batches in steps, as their calls do not match under Poisson sampling."""
     first_batch.settles = True
     optimizer.first_batch = first_batch
 
 
 class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
-    """Opacus's Poisson sampler for several processes, which leaves no batch out because this process's part is empty.
+    """Opacus's distributed Poisson sampler, without its omission of empty batches.
 
-    Opacus's own does: the processes then take different numbers of steps, and wait for each other at the end.
+    Opacus's sampler omits a batch if this process's part is empty. The processes then take different numbers of steps,
+    and wait for each other at the end.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -112,7 +113,7 @@ class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
             order = torch.randperm(self.total_size, generator=generator)
-        own = order[self.rank : self.total_size : self.num_replicas]
+        indices = order[self.rank : self.total_size : self.num_replicas]
         for _ in range(self.num_batches):
             drawn = torch.rand(self.num_samples, generator=self.generator) < self.sample_rate
-            yield own[drawn.nonzero(as_tuple=False).reshape(-1)].tolist()
+            yield indices[drawn.nonzero(as_tuple=False).reshape(-1)].tolist()

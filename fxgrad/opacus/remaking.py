@@ -1,4 +1,4 @@
-"""An optimizer that Opacus made, as one of another class."""
+"""Conversion of an optimizer that Opacus made to another class."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from opacus.optimizers import DPOptimizer
 
 
-def remade(made: DPOptimizer, kind: Any, **more: Any) -> Any:
-    """A new optimizer of this class with the settings of the one that Opacus made, and its accountant's hook."""
+def remade(private: DPOptimizer, kind: Any, **more: Any) -> Any:
+    """Make an optimizer of class ``kind`` with the settings and the accountant's hook of Opacus's optimizer."""
     optimizer = kind(
-        made.original_optimizer,
-        noise_multiplier=made.noise_multiplier,
-        max_grad_norm=made.max_grad_norm,
-        expected_batch_size=made.expected_batch_size,
-        loss_reduction=made.loss_reduction,
-        generator=made.generator,
-        secure_mode=made.secure_mode,
+        private.original_optimizer,
+        noise_multiplier=private.noise_multiplier,
+        max_grad_norm=private.max_grad_norm,
+        expected_batch_size=private.expected_batch_size,
+        loss_reduction=private.loss_reduction,
+        generator=private.generator,
+        secure_mode=private.secure_mode,
         **more,
     )
-    optimizer.attach_step_hook(made.step_hook)
+    optimizer.attach_step_hook(private.step_hook)
     return optimizer

@@ -1,4 +1,4 @@
-"""Opacus's validator, without its objections to what fxgrad takes as it is."""
+"""Opacus's validator, without its objections to layers that fxgrad supports."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import opacus
 from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from opacus.validators.module_validator import ModuleValidator
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fxgrad.api import engine_of
+from fxgrad.host.modules import BatchNorm, NormBase
 
 COVERED = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
-"""Layers that Opacus would have replaced by its own: fxgrad takes them as they are."""
+"""Layers that Opacus wants replaced by its own; fxgrad supports them directly."""
 
 
 def validate(module: nn.Module) -> None:
-    """Opacus's validator, which lets the layers pass that fxgrad takes as they are.
+    """Validate a model as Opacus does, but accept the layers that fxgrad supports directly.
 
     These are nn.RNN, nn.LSTM, nn.GRU and nn.MultiheadAttention, and BatchNorm in eval mode. A norm layer in training
-    mode is looked at even if nothing of it is trainable: its running statistics are made of the samples, too.
+    mode is validated even without trainable parameters, as its running statistics depend on the samples.
 
     Raises:
         opacus.validators.errors.UnsupportedModuleError: with every reason.
@@ -33,37 +33,37 @@ def validate(module: nn.Module) -> None:
         ...
     opacus.validators.errors.UnsupportedModuleError: ...
     """
-    found = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
+    errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
     for name, part in module.named_modules():
         kind = _class_of(part)
         if kind in COVERED or kind not in ModuleValidator.VALIDATORS or not _matters(part):
             continue
         reasons = ModuleValidator.VALIDATORS[kind](part)
-        found += [type(reason)(f"{kind.__name__} '{name}': {reason}") for reason in reasons]
-    if found:
-        raise UnsupportedModuleError(found)
+        errors += [type(reason)(f"{kind.__name__} '{name}': {reason}") for reason in reasons]
+    if errors:
+        raise UnsupportedModuleError(errors)
 
 
 def _matters(part: nn.Module) -> bool:
-    if isinstance(part, _NormBase) and part.training:
+    if isinstance(part, NormBase) and part.training:
         return True
-    return not isinstance(part, _BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
+    return not isinstance(part, BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
 
 
 def _class_of(part: nn.Module) -> type[nn.Module]:
-    """The user's own class also where the module is transformed."""
+    """Return the user's class of a module, also if it is transformed."""
     transformed = engine_of(part)
     return type(part if transformed is None else transformed.model)
 
 
 @contextlib.contextmanager
 def validating(engine: opacus.PrivacyEngine) -> Iterator[None]:
-    """Let this engine validate as `validate` does, for as long as it lasts."""
+    """Replace the engine's validator by `validate` within the context."""
 
-    def own(*, module: nn.Module, optimizer: Any, data_loader: Any) -> None:
+    def by_fxgrad(*, module: nn.Module, optimizer: Any, data_loader: Any) -> None:
         validate(module)
 
-    engine.validate = own  # in front of the class's method
+    engine.validate = by_fxgrad  # shadows the class's method
     try:
         yield
     finally:

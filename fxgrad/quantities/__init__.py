@@ -1,4 +1,4 @@
-"""What is made of the per-sample gradients: one class for each quantity."""
+"""Quantities: functions of the per-sample gradients that a backward delivers, one class each."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = [
 
 
 def check_quantities(quantity: Quantity | Sequence[Quantity]) -> tuple[Quantity, ...]:
-    """The quantities asked for: at least one, none of them twice, and one at most that writes p.grad."""
-    found = (quantity,) if isinstance(quantity, Quantity) else tuple(quantity) if isinstance(quantity, Sequence) else ()
-    if not found or not all(isinstance(one, Quantity) for one in found):
+    """Check the requested quantities: at least one, without duplicates, and at most one that writes p.grad."""
+    asked = (quantity,) if isinstance(quantity, Quantity) else tuple(quantity) if isinstance(quantity, Sequence) else ()
+    if not asked or not all(isinstance(one, Quantity) for one in asked):
         raise OptionError(
             f"quantity has to be a quantity such as fxgrad.GradSample(), or a list of them, not {quantity!r}"
         )
-    if len({id(one) for one in found}) < len(found) or any(a == b for i, a in enumerate(found) for b in found[:i]):
+    if len({id(one) for one in asked}) < len(asked) or any(a == b for i, a in enumerate(asked) for b in asked[:i]):
         raise OptionError("a quantity is asked for twice", advice="Leave one out.")
-    writers = [one for one in found if isinstance(one, Grad) or one.guards_grad]
+    writers = [one for one in asked if isinstance(one, Grad) or one.guards_grad]
     if len(writers) > 1:
         raise OptionError(
             f"{' and '.join(str(one) for one in writers)} both write p.grad", advice="Ask for one of them."
         )
-    return found
+    return asked

@@ -1,4 +1,4 @@
-"""What a quantity is: what a backward delivers, and how that is made of the per-sample gradients."""
+"""The interface of quantities: the tensors that a backward delivers, computed from the per-sample gradients."""
 
 from __future__ import annotations
 
@@ -12,20 +12,32 @@ from torch import Tensor
 
 from fxgrad.gradients.sample_grads import SampleGrads
 
-GRAD = "grad"  # the place of what is added to p.grad, as any gradient is
-RESULT = "result"  # the place of what belongs to no parameter alone: fxgrad.result(model, quantity)
+GRAD = "grad"  # the place of tensors that are added to p.grad, like any gradient
+RESULT = "result"  # the place of tensors of the whole model: fxgrad.result(model, quantity)
 
 
-Outside = Literal["error", "allow", "unchecked"]  # what a guarded p.grad takes besides what fxgrad delivered
+Outside = Literal["error", "allow", "unchecked"]  # the policy for foreign gradients at a guarded p.grad
 OUTSIDE: tuple[Outside, ...] = ("error", "allow", "unchecked")
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """One tensor that a backward delivers."""
+    """One tensor that a backward delivers, as `Quantity.deliveries` lists it.
+
+    Attributes:
+        place: an attribute of the parameter; "grad" adds to ``p.grad``; "result" is for ``fxgrad.result``.
+        parameter: the name of its parameter; None for a tensor of the whole model.
+        shape: its shape.
+        dtype: its dtype.
+        device: its device.
+
+    >>> import torch, fxgrad
+    >>> fxgrad.Delivery("norm_sample", "weight", (5,), torch.float32, torch.device("cpu")).place
+    'norm_sample'
+    """
 
     place: str  # an attribute of the parameter, or `RESULT`
-    parameter: str | None  # whose it is; None for the model's
+    parameter: str | None  # its parameter; None for the whole model
     shape: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
@@ -33,13 +45,20 @@ class Delivery:
 
 @dataclass(frozen=True, eq=False)
 class Quantity(ABC):
-    """A quantity of the user's own subclasses this.
+    """The base class of quantities, which a backward computes from the per-sample gradients; subclass it for new ones.
 
-    ``group_size=K`` makes K consecutive rows of a batch one sample: augmentations of one image, or one user's data.
-    Its gradient is the sum of theirs, and every result has B / K rows.
+    A subclass defines two methods. `deliveries` lists the tensors that a backward delivers. `compute` returns these
+    tensors in the same order, from the gradients of each parameter. `SampleGrads.dense` materialises the gradients;
+    `norms`, `weighted` and `dot` need not.
 
-    `deliveries` says what a backward delivers, `compute` makes it, in the same order, of every parameter's
-    gradients: `SampleGrads.dense` multiplies them out, `norms`, `weighted` and `dot` do not have to.
+    Delivers:
+        The tensors of `deliveries`: attributes of parameters, or ``fxgrad.result(model, quantity)``.
+
+    Args:
+        group_size: K makes K consecutive rows of a batch one sample: augmentations of one image, or one user's data.
+            Its gradient is the sum over these rows, and every result has B / K rows.
+
+    Source: the extensions of BackPACK (Dangel et al. 2020), with the gradients kept as factors.
 
     >>> import torch, fxgrad
     >>> class Largest(fxgrad.Quantity):
@@ -56,41 +75,41 @@ class Quantity(ABC):
     group_size: int = field(default=1, kw_only=True)  # consecutive rows that count as one sample
 
     adds: ClassVar[bool] = False  # whether the results of several forwards of one backward may be added
-    dense: ClassVar[bool] = False  # whether it multiplies every gradient out: then that is done use by use
-    guards_grad: ClassVar[bool] = False  # whether nothing but what it delivers may be added to p.grad
-    alone: ClassVar[bool] = False  # whether it speaks of one sample alone: no value in which samples met is returned
-    sums: ClassVar[bool] = True  # whether it may ask for a weighted sum, which the cost model then counts
+    dense: ClassVar[bool] = False  # whether it materialises every gradient, which is then done use by use
+    guards_grad: ClassVar[bool] = False  # whether only its deliveries may be added to p.grad
+    alone: ClassVar[bool] = False  # whether it describes single samples, so that outputs which mix samples are refused
+    sums: ClassVar[bool] = True  # whether it may need a weighted sum, which the cost model then counts
 
     def units(self, n: Any) -> Any:
-        """How many samples n rows are."""
+        """Return the number of samples in n rows."""
         return n if self.group_size == 1 else n // self.group_size
 
     @abstractmethod
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        """What a backward over n samples delivers, for these trainable parameters."""
+        """List the deliveries of a backward over n samples, for these trainable parameters."""
 
     @abstractmethod
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
-        """The deliveries, in order; ``grads`` has one entry for each parameter, ``given`` what `inputs` names."""
+        """Compute the deliveries in order; ``grads`` has one entry per parameter, ``given`` the tensors of `inputs`."""
 
     def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        """What it needs at each call besides the gradients: shapes and dtypes, in order."""
+        """List the shapes and dtypes of the tensors that `compute` needs besides the gradients, in order."""
         return []
 
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensors that `inputs` names, for one forward."""
+        """Return the tensors of `inputs` for one forward."""
         return []
 
-    def check(self, options: Any) -> None:  # noqa: B027 - most have nothing to check
-        """Raise OptionError where it does not go with the other options."""
+    def check(self, options: Any) -> None:  # noqa: B027 - most have no check
+        """Raise OptionError if the quantity conflicts with the other options."""
 
     def arrived(self, results: Sequence[Tensor | None]) -> None:  # noqa: B027
-        """Look at what belongs to the model, before anything is stored: raising leaves everything as it was."""
+        """Inspect the results of the whole model before any delivery is stored; raising leaves all as it was."""
 
     def __str__(self) -> str:
         return type(self).__name__
 
 
 def first(parameters: Mapping[str, Tensor]) -> Tensor:
-    """The parameter whose dtype and device results of the whole model have."""
+    """Return the parameter that gives results of the whole model their dtype and device."""
     return next(iter(parameters.values()))

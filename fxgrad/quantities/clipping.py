@@ -1,4 +1,4 @@
-"""The sum of the samples' gradients, each scaled by a function of its own norm: DP-SGD's step in one backward."""
+"""`ClippedGrad`: the sum of the samples' gradients, each scaled by a function of its norm, as in DP-SGD."""
 
 from __future__ import annotations
 
@@ -13,59 +13,85 @@ from torch import Tensor
 
 from fxgrad.errors import NonFinite, OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.operators.memory import stored
-from fxgrad.operators.norms import is_wide, root_sum_squares
-from fxgrad.precision import accumulating, at_most
+from fxgrad.kernels.memory import stored
+from fxgrad.kernels.norms import is_wide, root_sum_squares
+from fxgrad.kernels.precision import accumulating, at_most
 from fxgrad.quantities.base import GRAD, OUTSIDE, RESULT, Delivery, Outside, Quantity, first
 
 Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
 Groups = Literal["flat", "per_parameter"] | Sequence[Sequence[str]]
-EPSILON = 1e-6  # in min(1, C / (n + ε)), as DP-SGD's implementations have it
+EPSILON = 1e-6  # in min(1, C / (n + ε)), as in implementations of DP-SGD
 
 
 class Clipping(NamedTuple):
-    """What `fxgrad.result` gives for `ClippedGrad`."""
+    """The result of `ClippedGrad`, as returned by `fxgrad.result`.
 
-    norm_sample: Tensor  # [B], or [groups, B] where there are several groups
-    weight: Tensor  # of the same shape: what each sample's gradient was multiplied by
+    Attributes:
+        norm_sample: the norm of each sample's gradient, ``[B]``, or ``[groups, B]`` for several groups.
+        weight: the factor of each sample's gradient, of the same shape.
+        nonfinite: the number of samples whose gradient or weight was Inf or NaN, a 0-dim tensor.
+
+    >>> import torch, fxgrad
+    >>> clipped = fxgrad.ClippedGrad(max_grad_norm=1.0)
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 2, bias=False), quantity=clipped, backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> clipping = fxgrad.result(model, clipped)
+    >>> tuple(clipping.weight.shape), int(clipping.nonfinite)
+    ((5,), 0)
+    """
+
+    norm_sample: Tensor  # [B], or [groups, B] for several groups
+    weight: Tensor  # of the same shape: the factor of each sample's gradient
     nonfinite: Tensor  # the number of samples whose gradient or weight was Inf or NaN
 
 
 @dataclass(frozen=True)
 class ClippedGrad(Quantity):
-    """``p.grad += Σ_i c_i g_i`` with ``c_i = min(1, C / (n_i + 1e-6))``, in one backward (Abadi et al. 2016).
+    """The sum of the samples' gradients, each scaled to a norm of at most C: DP-SGD's step in one backward.
 
-    n_i is the norm of sample i's gradient over all parameters. The norms, the weights and the number of samples
-    whose gradient or weight was Inf or NaN, which weigh 0, are `fxgrad.result(model, quantity)`, a `Clipping`. In
-    floating point c_i is taken from an upper bound of n_i, so that ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in exact
-    arithmetic, whatever cancels, and what the sample adds to p.grad is no longer, up to the rounding of p.grad itself.
-    Assumed is that activations, a norm layer's normalised input and the gradients between ops are as the model computed
-    them in its own dtype (where one decides the next, as in ``sin(1e18 * w)``, float64 may give another gradient
-    altogether); that float64 loses nothing in ops without a rule and on the way through functions of parameters, such
-    as ``2 * w`` (of numbers of 1e17 it loses ones); and that ops that are not PyTorch's own, and bodies of control flow
-    that name a dtype, lose nothing inside.
+    Delivers:
+        ``p.grad += Σ_i c_i g_i`` with ``c_i = min(1, C / (n_i + 1e-6))``, where n_i is the norm of sample i's gradient
+        over all parameters. ``fxgrad.result(model, quantity)`` is a `Clipping`.
 
     Args:
-        max_grad_norm: C, or one number for each group, in their order; of "per_parameter" that of
-            ``named_parameters()``, of which those count that are trainable and used. With "clip"
-            inf clips nothing; other weights refuse it.
-        groups: "flat": one norm over all parameters; "per_parameter": each by itself; or lists of names, which
+        max_grad_norm: C, or one number for each group, in their order. The order of "per_parameter" is that of
+            ``named_parameters()``; only trainable parameters that are used count. With weights="clip", inf clips
+            nothing; other weights refuse it.
+        groups: "flat": one norm over all parameters; "per_parameter": one norm for each; or lists of names, which
             name every trainable parameter once.
         weights: "clip"; "automatic": ``C / (n + gamma)`` (Bu et al. 2022); or a function of the norms ``[B]`` that
-            returns the weights ``[B]``, made of PyTorch ops. It gets upper bounds of the norms, and fxgrad bounds
-            nothing: a weight may be negative. A weight of Inf or NaN counts as 0, and its sample as nonfinite.
+            returns the weights ``[B]``, made of PyTorch ops. It gets upper bounds of the norms, and fxgrad does not
+            bound its weights: they may be negative. A weight of Inf or NaN counts as 0, and its sample as nonfinite.
         gamma: the stabiliser of "automatic", positive and finite.
         sample_weight: whether calls of the model take ``sample_weight=``, a tensor ``[B]`` that multiplies the
-            weights: 0 for padding, which then counts for nothing, also where it holds NaN.
-        nonfinite: "zero", or "raise": then a gradient or a weight of Inf or NaN is an error, and p.grad stays as it is.
-        outside: what happens when a gradient arrives at a parameter that did not come through the transformed call.
+            weights. A weight of 0 marks padding, which then contributes nothing, even if it has NaN.
+        nonfinite: "zero": a sample with a gradient or weight of Inf or NaN weighs 0. "raise": it is an error, and
+            p.grad stays unchanged.
+        outside: the policy for a parameter's gradient that did not come through the transformed call.
             "error": `fxgrad.errors.UnclippedGrad` in the backward, with every p.grad as it was before. "allow": it is
-            added where it depends on parameters alone, as a penalty's does (numbers and the weights of losses count
-            as constants); the autograd graph behind it is walked in each backward. "unchecked": it is added.
+            added if it depends only on parameters, as a penalty does (numbers and the weights of losses count as
+            constants); fxgrad walks its autograd graph in each backward. "unchecked": it is added.
+        group_size: how many consecutive rows of a batch are one sample.
+
+    Guarantees:
+        In floating point, fxgrad computes c_i from an upper bound of n_i. So ``‖c_i g_i‖ <= C (1 + 1e-5)`` for g_i in
+        exact arithmetic, under any cancellation. The sample's addition to p.grad has the same bound, up to the
+        rounding of p.grad itself. Three assumptions:
+
+        - Activations, a norm layer's normalised input and the gradients between ops are those that the model computed
+          in its dtype. If rounding in one changes the next, as in ``sin(1e18 * w)``, float64 may give an entirely
+          different gradient.
+        - float64 loses nothing in ops without a rule and on the way through functions of parameters, such as
+          ``2 * w`` (of numbers of 1e17 it loses ones).
+        - Ops from outside PyTorch, and bodies of control flow that name a dtype, lose nothing inside.
 
     Raises:
-        OptionError: at once, where an argument has a value that it cannot take; in the first backward, where
-            weights= returns another shape than that of the norms.
+        OptionError: at once, if an argument has an invalid value; in the first backward, if weights= returns another
+            shape than that of the norms.
+        UnclippedGrad: in the backward, see ``outside``.
+        NonFinite: in the backward, see ``nonfinite``.
+
+    Source: Abadi et al. 2016, "Deep learning with differential privacy".
 
     >>> import torch, fxgrad
     >>> clipped = fxgrad.ClippedGrad(max_grad_norm=1.0)
@@ -87,10 +113,10 @@ class ClippedGrad(Quantity):
     alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        given = self.max_grad_norm
-        bounds = list(given) if isinstance(given, Sequence) else [given]
+        bound = self.max_grad_norm
+        bounds = list(bound) if isinstance(bound, Sequence) else [bound]
         if not bounds or not all(is_positive(c) for c in bounds):
-            raise OptionError(f"max_grad_norm has to be positive, not {given!r}")
+            raise OptionError(f"max_grad_norm has to be positive, not {bound!r}")
         if isinstance(self.groups, str) and self.groups not in ("flat", "per_parameter"):
             raise OptionError(f"groups has to be 'flat', 'per_parameter' or lists of names, not {self.groups!r}")
         if not callable(self.weights) and self.weights not in ("clip", "automatic"):
@@ -123,37 +149,37 @@ class ClippedGrad(Quantity):
             )
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        one = first(parameters)
+        like = first(parameters)
         groups = self._groups(list(parameters))
         shape = (n,) if len(groups) == 1 else (len(groups), n)
         grads = [Delivery(GRAD, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
-        reports = [Delivery(RESULT, None, shape, accumulating(one.dtype), one.device)] * 2
-        return [*grads, *reports, Delivery(RESULT, None, (), torch.float32, one.device)]
+        reports = [Delivery(RESULT, None, shape, accumulating(like.dtype), like.device)] * 2
+        return [*grads, *reports, Delivery(RESULT, None, (), torch.float32, like.device)]
 
     def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        one = first(parameters)
-        weight = Delivery("sample_weight", None, (n,), accumulating(one.dtype), one.device)
+        like = first(parameters)
+        weight = Delivery("sample_weight", None, (n,), accumulating(like.dtype), like.device)
         return [weight] if self.sample_weight else []
 
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         if not self.sample_weight:
             return []
-        one = first(parameters)
-        dtype = accumulating(one.dtype)
+        like = first(parameters)
+        dtype = accumulating(like.dtype)
         if forward.sample_weight is None:
-            return [one.detach().new_ones(self.units(forward.size), dtype=dtype)]
-        return [forward.sample_weight.detach().to(one.device, dtype)]
+            return [like.detach().new_ones(self.units(forward.size), dtype=dtype)]
+        return [forward.sample_weight.detach().to(like.device, dtype)]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         names = [g.name for g in grads]
         groups = self._groups(names)
         dtype = grads[0].accumulating
-        found = {g.name: g.norms() for g in grads}
-        none = grads[0].like.new_zeros(n, dtype=torch.float64)  # of a group that is frozen
+        both = {g.name: g.norms() for g in grads}
+        zero = grads[0].like.new_zeros(n, dtype=torch.float64)  # the norms of a frozen group
         wide = any(is_wide(g.dtype) for g in grads)
-        norms = torch.stack([root_sum_squares([found[name][0] for name in group] or [none], wide) for group in groups])
-        most = torch.stack([root_sum_squares([found[name][1] for name in group] or [none], wide) for group in groups])
-        finite = (norms < math.inf).all(0) if len(groups) > 1 else norms[0] < math.inf  # neither of NaN
+        norms = torch.stack([root_sum_squares([both[name][0] for name in group] or [zero], wide) for group in groups])
+        most = torch.stack([root_sum_squares([both[name][1] for name in group] or [zero], wide) for group in groups])
+        finite = (norms < math.inf).all(0) if len(groups) > 1 else norms[0] < math.inf  # False for NaN, too
         pairs = zip(most, self._bounds(groups), strict=True)
         weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])
         if given:
@@ -164,13 +190,13 @@ class ClippedGrad(Quantity):
         weight = torch.where(finite, weight, 0)
         weight = stored(weight)
         of = {name: i for i, group in enumerate(groups) for name in group}
-        rows = weight.unbind(0)  # one tensor for all of a group: what they share is summed once
+        rows = weight.unbind(0)  # one tensor per group, so that shared terms are summed once
         summed = [g.weighted(rows[of[g.name]]) for g in grads]
         shape = (n,) if len(groups) == 1 else (len(groups), n)
         return [*summed, norms.to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum(dtype=torch.float32)]
 
     def arrived(self, results: Sequence[Tensor | None]) -> None:
-        """Raise before anything is stored, where that is asked for."""
+        """Raise for nonfinite samples, if nonfinite="raise", before any delivery is stored."""
         count = results[2]
         if self.nonfinite == "raise" and count is not None and int(count):
             raise NonFinite(
@@ -179,7 +205,7 @@ class ClippedGrad(Quantity):
             )
 
     def packed(self, results: Sequence[Tensor]) -> Clipping:
-        """What `fxgrad.result` returns."""
+        """Make the value of `fxgrad.result` from the results."""
         norms, weight, nonfinite = results
         return Clipping(norms, weight, nonfinite.long())
 
@@ -203,9 +229,9 @@ class ClippedGrad(Quantity):
         if self.groups == "per_parameter":
             return [[name] for name in names]
         groups = [[name for name in group if name in names] for group in self.groups]
-        given = [name for group in groups for name in group]
-        if sorted(given) != sorted(names):
-            wrong = sorted(set(names) ^ set(given)) or sorted({name for name in given if given.count(name) > 1})
+        listed = [name for group in groups for name in group]
+        if sorted(listed) != sorted(names):
+            wrong = sorted(set(names) ^ set(listed)) or sorted({name for name in listed if listed.count(name) > 1})
             raise OptionError(
                 f"groups= has to name every trainable parameter once: {', '.join(wrong)}",
                 advice="Put each into one group, or freeze it.",
@@ -213,8 +239,8 @@ class ClippedGrad(Quantity):
         return groups
 
     def _bounds(self, groups: Sequence[Sequence[str]]) -> list[float]:
-        given = self.max_grad_norm
-        bounds = list(given) if isinstance(given, Sequence) else [given] * len(groups)
+        bound = self.max_grad_norm
+        bounds = list(bound) if isinstance(bound, Sequence) else [bound] * len(groups)
         if len(bounds) != len(groups):
             raise OptionError(
                 f"max_grad_norm has {len(bounds)} numbers for {len(groups)} groups",

@@ -1,4 +1,4 @@
-"""Sums over the samples, element by element."""
+"""Elementwise moments of the per-sample gradients: sums over the samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from fxgrad.quantities.base import GRAD, Delivery, Quantity
 
 @dataclass(frozen=True)
 class Grad(Quantity):
-    """The ordinary gradient, added to ``p.grad``: for a place beside other quantities.
+    """The ordinary gradient, for use together with other quantities.
+
+    Delivers:
+        ``p.grad += Σ_i g_i``, ``[*p.shape]`` in p's dtype.
+
+    Args:
+        group_size: how many consecutive rows of a batch are one sample; the sum does not change.
+
+    Source: what ``loss.backward()`` adds to ``p.grad`` without fxgrad.
 
     >>> import torch, fxgrad
     >>> both = [fxgrad.Grad(), fxgrad.NormSample()]
@@ -34,7 +42,15 @@ class Grad(Quantity):
 
 @dataclass(frozen=True)
 class SquaredGrad(Quantity):
-    """``p.squared_grad_sum = Σ_i g_i²``, element by element, ``[*p.shape]``.
+    """The sum over the samples of their squared gradients, element by element.
+
+    Delivers:
+        ``p.squared_grad_sum = Σ_i g_i²``, ``[*p.shape]`` in p's dtype.
+
+    Args:
+        group_size: how many consecutive rows of a batch are one sample.
+
+    Source: the second moment of BackPACK's ``SumGradSquared``; the diagonal of the empirical Fisher matrix, times B.
 
     >>> import torch, fxgrad
     >>> model = fxgrad.transform(torch.nn.Linear(3, 2), quantity=fxgrad.SquaredGrad(), backend="eager")
@@ -44,9 +60,7 @@ class SquaredGrad(Quantity):
     """
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        return [
-            Delivery("squared_grad_sum", name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()
-        ]
+        return [Delivery("squared_grad_sum", name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         return [g.squared().to(g.dtype) for g in grads]
@@ -54,7 +68,16 @@ class SquaredGrad(Quantity):
 
 @dataclass(frozen=True)
 class GradVariance(Quantity):
-    """``p.grad_variance``: the unbiased variance over the samples, element by element, ``[*p.shape]``; NaN at B = 1.
+    """The unbiased variance of the gradients over the samples, element by element.
+
+    Delivers:
+        ``p.grad_variance = Σ_i (g_i - ḡ)² / (B - 1)``, ``[*p.shape]`` in p's dtype; NaN at B = 1.
+
+    Args:
+        group_size: how many consecutive rows of a batch are one sample.
+
+    Source: ``torch.var(grad_sample, 0)``; its trace is the noise of McCandlish et al. 2018, "An empirical model of
+    large-batch training".
 
     >>> import torch, fxgrad
     >>> model = fxgrad.transform(torch.nn.Linear(1, 1), quantity=fxgrad.GradVariance(), backend="eager")

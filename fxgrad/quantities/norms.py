@@ -9,17 +9,26 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.operators.norms import is_wide, root_sum_squares
-from fxgrad.precision import accumulating
+from fxgrad.kernels.norms import is_wide, root_sum_squares
+from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import RESULT, Delivery, Quantity, first
 
 
 @dataclass(frozen=True)
 class NormSample(Quantity):
-    """The L2 norm of every sample's gradient: ``p.norm_sample`` ``[B]``, and ``fxgrad.result`` over all parameters.
+    """The L2 norm of every sample's gradient.
 
-    No weight gradient is computed, neither per sample nor summed, where that can be avoided. In p's dtype,
-    float32 for half types.
+    Delivers:
+        ``p.norm_sample``, ``[B]``, and in ``fxgrad.result(model, quantity)`` the norms over all parameters, ``[B]``.
+        Both in p's dtype, float32 for half types.
+
+    Args:
+        group_size: how many consecutive rows of a batch are one sample.
+
+    If the norm follows from the layer's factors, no weight gradient is computed, neither per sample nor summed.
+
+    Source: Goodfellow 2015, "Efficient per-example gradient computations" (one position per sample); Li et al. 2022,
+    "Large language models can be strong differentially private learners" (Gram matrices, for several positions).
 
     >>> import torch, fxgrad
     >>> norms = fxgrad.NormSample()
@@ -33,17 +42,17 @@ class NormSample(Quantity):
     alone: ClassVar[bool] = True
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        found = [
+        of_parameters = [
             Delivery("norm_sample", name, (n,), accumulating(p.dtype), p.device) for name, p in parameters.items()
         ]
-        one = first(parameters)
-        return [*found, Delivery(RESULT, None, (n,), accumulating(one.dtype), one.device)]
+        like = first(parameters)
+        return [*of_parameters, Delivery(RESULT, None, (n,), accumulating(like.dtype), like.device)]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         norms = [g.norms()[0] for g in grads]
         total = root_sum_squares(norms, any(is_wide(g.dtype) for g in grads))
-        own = [norm.to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
-        return [*own, total.to(grads[0].accumulating)]
+        of_parameters = [norm.to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
+        return [*of_parameters, total.to(grads[0].accumulating)]
 
     def __str__(self) -> str:
         return "NormSample"

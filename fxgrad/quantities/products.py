@@ -1,4 +1,4 @@
-"""Inner products of the per-sample gradients: with given directions, and with each other."""
+"""Inner products of the per-sample gradients, with directions and with each other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from torch import Tensor
 
 from fxgrad.errors import OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.precision import accumulating
+from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import RESULT, Delivery, Quantity, first
 
 
 @dataclass(frozen=True, eq=False)
 class GradDot(Quantity):
-    """``<g_i, v>`` for given directions v: ``fxgrad.result(model, quantity)``, ``[B]``, or ``[B, K]`` for K of them.
+    """Inner products of every sample's gradient with given directions.
 
-    The price is that of one more forward product per use, not that of the gradients.
+    Delivers:
+        ``<g_i, v>`` in ``fxgrad.result(model, quantity)``: ``[B]``, or ``[B, K]`` for K directions, in the first
+        parameter's dtype, float32 for half types.
 
     Args:
         vectors: for each parameter's name a tensor ``[*p.shape]``, or ``[K, *p.shape]`` for all of them.
-            Parameters without one count as zero. Changing a tensor in place changes the next call's directions.
+            The direction of other parameters is zero. In-place changes of a tensor apply from the next call on.
+        group_size: how many consecutive rows of a batch are one sample.
+
+    The cost is that of one more forward product per use, not that of the gradients.
+
+    Raises:
+        OptionError: in the first call, if a name is no trainable parameter or a shape does not match.
+
+    Source: Pruthi et al. 2020, "TracIn"; a Jacobian-vector product, read from the backward.
 
     >>> import torch, fxgrad
     >>> layer = torch.nn.Linear(3, 2)
@@ -38,9 +48,9 @@ class GradDot(Quantity):
     adds: ClassVar[bool] = True
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        one = first(parameters)
+        p = first(parameters)
         several = self._several(parameters)
-        return [Delivery(RESULT, None, (n,) if several is None else (n, several), accumulating(one.dtype), one.device)]
+        return [Delivery(RESULT, None, (n,) if several is None else (n, several), accumulating(p.dtype), p.device)]
 
     def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         return [
@@ -67,14 +77,14 @@ class GradDot(Quantity):
             if g.name not in self.vectors:
                 continue
             vector = next(left)
-            one = vector.dim() == len(g.shape)
-            found = g.dot(vector) if one else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
-            total = found.to(dtype) if total is None else total + found.to(dtype)
+            single = vector.dim() == len(g.shape)
+            dots = g.dot(vector) if single else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
+            total = dots.to(dtype) if total is None else total + dots.to(dtype)
         return [grads[0].like.new_zeros(n, dtype=dtype) if total is None else total]
 
     def _several(self, parameters: Mapping[str, Tensor]) -> int | None:
-        """How many directions there are; None for a single one."""
-        found: set[int | None] = set()
+        """Return the number of directions; None for a single one."""
+        counts: set[int | None] = set()
         for name, p in parameters.items():
             if name in self.vectors:
                 shape = tuple(self.vectors[name].shape)
@@ -83,15 +93,24 @@ class GradDot(Quantity):
                         f"the vector for '{name}' has shape {list(shape)}, the parameter {list(p.shape)}",
                         advice="Give it the parameter's shape, or [K, *shape] for K directions.",
                     )
-                found.add(None if len(shape) == p.dim() else shape[0])
-        if len(found) > 1:
+                counts.add(None if len(shape) == p.dim() else shape[0])
+        if len(counts) > 1:
             raise OptionError("the vectors do not agree on the number of directions")
-        return found.pop() if found else None
+        return counts.pop() if counts else None
 
 
 @dataclass(frozen=True)
 class GradGram(Quantity):
-    """All inner products ``<g_i, g_j>``: ``fxgrad.result(model, quantity)``, ``[B, B]``.
+    """All inner products of the per-sample gradients with each other.
+
+    Delivers:
+        ``<g_i, g_j>`` in ``fxgrad.result(model, quantity)``, ``[B, B]``, in the first parameter's dtype, float32 for
+        half types.
+
+    Args:
+        group_size: how many consecutive rows of a batch are one sample.
+
+    Source: the empirical neural tangent kernel of Jacot et al. 2018, for a scalar loss.
 
     >>> import torch, fxgrad
     >>> gram = fxgrad.GradGram()
@@ -102,8 +121,8 @@ class GradGram(Quantity):
     """
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        one = first(parameters)
-        return [Delivery(RESULT, None, (n, n), accumulating(one.dtype), one.device)]
+        like = first(parameters)
+        return [Delivery(RESULT, None, (n, n), accumulating(like.dtype), like.device)]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         total = grads[0].gram()

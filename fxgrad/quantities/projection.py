@@ -1,4 +1,4 @@
-"""Random projections of the per-sample gradients, as data attribution uses them."""
+"""Random projections of the per-sample gradients, for data attribution."""
 
 from __future__ import annotations
 
@@ -11,17 +11,30 @@ from torch import Tensor
 
 from fxgrad.errors import OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.precision import accumulating
+from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import RESULT, Delivery, Quantity, first
 
 
 @dataclass(frozen=True)
 class GradProjection(Quantity):
-    """``P g_i`` for a random sign matrix P / √dim (Johnson and Lindenstrauss; TRAK, Park et al. 2023): ``[B, dim]``.
+    """Random projections of the per-sample gradients, for data attribution.
 
-    In ``fxgrad.result(model, quantity)``. An entry of P is a function of the seed, the parameter's name and the
-    element's index alone: the same for every batch size, device and order of parameters. P and the
-    gradients are made a block of columns at a time.
+    Delivers:
+        ``P g_i / √dim`` in ``fxgrad.result(model, quantity)``, ``[B, dim]``, in the first parameter's dtype, float32
+        for half types. P is a matrix of random signs with one column for each element of all parameters.
+
+    Args:
+        dim: the number of rows of P.
+        seed: the seed of P. An entry of P depends only on the seed, the parameter's name and the element's index. It is
+            the same for every batch size, device and order of parameters.
+        group_size: how many consecutive rows of a batch are one sample.
+
+    fxgrad computes P and the gradients one block of columns at a time and never stores them.
+
+    Raises:
+        OptionError: at once, if dim is not a positive int.
+
+    Source: Johnson and Lindenstrauss 1984; Achlioptas 2003 (signs); Park et al. 2023, "TRAK".
 
     >>> import torch, fxgrad
     >>> projection = fxgrad.GradProjection(dim=16, seed=0)
@@ -40,8 +53,8 @@ class GradProjection(Quantity):
             raise OptionError(f"dim has to be a positive int, not {self.dim!r}")
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        one = first(parameters)
-        return [Delivery(RESULT, None, (n, self.dim), accumulating(one.dtype), one.device)]
+        like = first(parameters)
+        return [Delivery(RESULT, None, (n, self.dim), accumulating(like.dtype), like.device)]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         dtype = grads[0].accumulating

@@ -1,4 +1,4 @@
-"""The gradients themselves."""
+"""`GradSample`: the per-sample gradients themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from fxgrad.quantities.base import Delivery, Quantity
 
 @dataclass(frozen=True)
 class GradSample(Quantity):
-    """The gradient of every sample by its own copy of each parameter: ``p.grad_sample``, ``[B, *p.shape]``.
+    """The gradient with respect to each sample's own copy of each parameter.
+
+    Delivers:
+        ``p.grad_sample``, ``[B, *p.shape]`` in p's dtype: row i is dL/dW(i). ``p.grad`` stays None.
+
+    Args:
+        group_size: how many consecutive rows of a batch are one sample; the result then has B / group_size rows.
+
+    Source: PyTorch's ``torch.nn.utils._per_sample_grad`` and Opacus's ``GradSampleModule`` name it the same.
 
     >>> import torch, fxgrad
     >>> model = fxgrad.transform(torch.nn.Linear(3, 2), quantity=fxgrad.GradSample(), backend="eager")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fxgrad.operators.convolutions import Settings
+from fxgrad.kernels.settings import Settings
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Patches, Term
 
@@ -45,13 +45,9 @@ def _pad_same(input, kernel, dilation):
     of=("weight", "bias"),
     batched=("input",),
 )
-def conv_transpose(
-    g, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
-):
+def conv_transpose(g, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
     """y = Wᵀ ∗ x + b      dW_n = Σ_k x_nk ⊗ patch_nk(g)      db_n = Σ_k g_nk"""
     spatial = weight.dim() - 2
-    stride, padding, dilation, extra = (
-        _each(value, spatial) for value in (stride, padding, dilation, output_padding)
-    )
+    stride, padding, dilation, extra = (_each(value, spatial) for value in (stride, padding, dilation, output_padding))
     patches = Patches(input, tuple(weight.shape), Settings(stride, padding, dilation, True, extra, groups))
     return {"weight": Term("nko...,nk...i->noi", g, patches), "bias": Term("nko...->no", g)}

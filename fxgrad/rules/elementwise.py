@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxgrad.precision import computable
+from fxgrad.kernels.precision import computable
 from fxgrad.rules.reduce import sum_dims, summed_to
 from fxgrad.rules.registry import rule
+from fxgrad.rules.uses import Slot
 from fxgrad.terms import Term
-from fxgrad.uses import Slot
 
 # Ops whose derivative by a parameter is a product or a quotient of what they are given: rounded once or twice, and no
 # number is taken from another. The derivative of any other one is computed in float64 where norms are bounded.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxgrad.precision import computable
+from fxgrad.kernels.precision import computable
+from fxgrad.ops.equation import Equation
 from fxgrad.rules.reduce import summed_to
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
@@ -114,16 +115,15 @@ def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
 @rule(torch.einsum, of=("operands",))
 def einsum(g, equation, operands, use):
     """y = einsum(.., W, ..)      dW_n: the same equation with y and W in each other's place"""
-    free = next(letter for letter in string.ascii_letters if letter not in equation + "n")  # n are the samples
-    inputs, _, result = equation.replace(" ", "").replace("n", free).partition("->")
-    letters = inputs.split(",")
+    read = Equation.of(equation).without("n")  # n are the samples
+    letters = [operand.letters for operand in read.inputs]
     slots = use.arguments["operands"]
     grads: list[Any] = [None] * len(slots)
     for i, slot in enumerate(slots):
         if slot.position not in use.wrt:
             continue
         others = [j for j in range(len(slots)) if j != i]
-        left = [f"n{result}"] + [("n" if use.layouts[slots[j].position] else "") + letters[j] for j in others]
+        left = [f"n{read.output}"] + [("n" if use.layouts[slots[j].position] else "") + letters[j] for j in others]
         alone = [letter for letter in letters[i] if not any(letter in text for text in left)]  # summed before all else
         sizes = dict(zip(letters[i], operands[i].shape, strict=True))
         left += ["".join(alone)] * bool(alone)
@@ -164,15 +164,14 @@ def tensordot_applies(dims: Any, a: int, b: int) -> bool:
     return (isinstance(dims, int) or pair) and a + b < 50
 
 
-def einsum_applies(equation: Any, shapes: Any) -> bool:
+def einsum_applies(equation: str, shapes: Any) -> bool:
     """Whether every letter of an operand stands there once, at the same size everywhere, without dots."""
-    inputs, arrow, result = str(equation).replace(" ", "").partition("->")
-    letters = inputs.split(",")
-    if not arrow or "." in inputs + result or any(len(set(term)) < len(term) for term in [*letters, result]):
+    read = Equation.of(equation)
+    if read.output is None or read.has_dots or read.repeats_a_letter:
         return False
     sizes: dict[str, Any] = {}
-    for term, shape in zip(letters, shapes, strict=True):
-        for letter, size in zip(term, shape, strict=True):
+    for operand, shape in zip(read.inputs, shapes, strict=True):
+        for letter, size in zip(operand.letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 return False
     return True

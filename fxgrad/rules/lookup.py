@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxgrad.precision import computable
+from fxgrad.kernels.precision import computable
 from fxgrad.rules.registry import rule
+from fxgrad.rules.uses import Slot
 from fxgrad.terms import OneHot, Term, is_one
-from fxgrad.uses import Slot
 
 OVER_THE_BATCH = {
     "max_norm": "it renormalises the weight in the forward, for all samples at once",

@@ -11,7 +11,7 @@ from fxgrad.rules.registry import rule
 @rule(
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone",
     "view_as", "reshape_as", "ravel", "_unsafe_view", "alias",
-    of=("input",), shared=True, keeps=True,
+    of=("input",), shared=True, permutes=True,
     ignore=dict.fromkeys(
         ("size", "shape", "start_dim", "end_dim", "dim", "sizes", "other", "memory_format"),
         "the parameter's own shape says where the gradient belongs",
@@ -22,7 +22,7 @@ def reshape(g, input):
     return {"input": g.reshape(g.shape[0], *input.shape)}
 
 
-@rule("to", "float", "double", "half", "bfloat16", "type_as", of=("input",), shared=True, keeps=True,
+@rule("to", "float", "double", "half", "bfloat16", "type_as", of=("input",), shared=True, permutes=True,
       ignore=dict.fromkeys(("dtype", "device", "other", "copy", "non_blocking", "memory_format"),
                            "the gradient goes back to the parameter's own dtype"))  # fmt: skip
 def cast(g, input):
@@ -31,7 +31,7 @@ def cast(g, input):
     return {"input": sum_to(g.to(input.dtype), input.shape)}
 
 
-@rule("transpose", of=("input",), shared=True, keeps=True)
+@rule("transpose", of=("input",), shared=True, permutes=True)
 def transpose(g, input, dim0, dim1):
     """y = W with two dims swapped      dW_n = g_n with them swapped back"""
     ndim = input.dim()
@@ -40,7 +40,7 @@ def transpose(g, input, dim0, dim1):
     return {"input": g.transpose(1 + dim0 % ndim, 1 + dim1 % ndim)}
 
 
-@rule("t", "T", "mT", of=("input",), shared=True, keeps=True)
+@rule("t", "T", "mT", of=("input",), shared=True, permutes=True)
 def matrix_transpose(g, input, use):
     """y = Wᵀ      dW_n = g_nᵀ"""
     if use.op == "T":
@@ -48,7 +48,7 @@ def matrix_transpose(g, input, use):
     return {"input": g.mT if input.dim() >= 2 else g}
 
 
-@rule("permute", of=("input",), shared=True, keeps=True)
+@rule("permute", of=("input",), shared=True, permutes=True)
 def permute(g, input, dims):
     """y = W permuted      dW_n = g_n permuted back"""
     back = sorted(range(input.dim()), key=lambda i: dims[i] % input.dim())
@@ -75,7 +75,7 @@ def repeat(g, input):
     return {"input": sum_dims(g.reshape(g.shape[0], *split), range(1, 2 * len(shape), 2), input.shape)}
 
 
-@rule("cat", of=("tensors",), shared=True, cuts=True)
+@rule("cat", of=("tensors",), shared=True, slices=True)
 def cat(g, tensors, use, dim=0):
     """y = [.., W, ..]      dW_n = the part of g_n where W is"""
     rank = g.dim() - 1
@@ -106,13 +106,13 @@ def select(g, input, dim, index):
     return {"input": grad}
 
 
-@rule("narrow", of=("input",), shared=True, cuts=True)
+@rule("narrow", of=("input",), shared=True, slices=True)
 def narrow(g, input, dim, start, length):
     """y = a range of W      dW_n = g_n there, 0 elsewhere"""
     return {"input": _placed(g, input, dim, start)}
 
 
-@rule("chunk", "split", "unbind", "tensor_split", "split_with_sizes", of=("input",), shared=True, cuts=True,
+@rule("chunk", "split", "unbind", "tensor_split", "split_with_sizes", of=("input",), shared=True, slices=True,
       ignore=dict.fromkeys(("chunks", "split_size", "split_sizes", "sections", "indices"), "see use"))  # fmt: skip
 def pieces(g, input, use, dim=0):
     """y = one of W's pieces      dW_n = g_n there, 0 elsewhere"""

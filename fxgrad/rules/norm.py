@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fxgrad.precision import computable
+from fxgrad.kernels.precision import computable
 from fxgrad.rules.reduce import sum_positions
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term

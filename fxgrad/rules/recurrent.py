@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fxgrad.recurrent.projection import input_gradient
-from fxgrad.recurrent.recurrence import hidden_gradients
-from fxgrad.recurrent.walk import states_before
+from fxgrad.kernels.recurrent.projection import input_gradient
+from fxgrad.kernels.recurrent.recurrence import hidden_gradients
+from fxgrad.kernels.recurrent.walk import states_before
 from fxgrad.rules.registry import own_backward
 from fxgrad.terms import Term
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fxgrad.calls import Call, op_name
 from fxgrad.errors import RuleError
+from fxgrad.ops.calls import Call, op_name
 
 RuleFunction = Callable[..., Mapping[str, Any]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -19,8 +19,8 @@ class Rule:
     """A per-sample-gradient rule of one op.
 
     ``differentiates`` are the arguments it can give gradients for, ``batched`` those that must hold the
-    samples for it to apply; with ``shared`` it also applies where no argument does. It ``keeps`` the elements
-    of its one parameter where it moves each of them to one place, and ``cuts`` where its value is a piece of
+    samples for it to apply; with ``shared`` it also applies where no argument does. It ``permutes`` the elements
+    of its one parameter where it moves each of them to one place, and ``slices`` where its value is a piece of
     its parameter or made of its parameters as pieces.
     """
 
@@ -32,8 +32,8 @@ class Rule:
     shared: bool
     refuse: Mapping[str, str]
     ignore: Mapping[str, str]
-    keeps: bool = False
-    cuts: bool = False
+    permutes: bool = False
+    slices: bool = False
 
     @property
     def own(self) -> bool:
@@ -64,8 +64,8 @@ def rule(
     refuse: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
     override: bool = False,
-    keeps: bool = False,
-    cuts: bool = False,
+    permutes: bool = False,
+    slices: bool = False,
 ) -> Callable[[F], F]:
     """Register ``function(g, **arguments) -> {argument: Term or Tensor}`` for an op's canonical name.
 
@@ -78,11 +78,9 @@ def rule(
         for op in ops:
             name = op if isinstance(op, str) else op_name(op)
             if name in RULES and not override:
-                raise RuleError(
-                    f"{name} already has a rule", advice="Pass override=True to replace it on purpose."
-                )
+                raise RuleError(f"{name} already has a rule", advice="Pass override=True to replace it on purpose.")
             sets = frozenset(of), frozenset(batched)
-            RULES[name] = Rule(name, function, names, *sets, shared, refuse or {}, ignore or {}, keeps, cuts)
+            RULES[name] = Rule(name, function, names, *sets, shared, refuse or {}, ignore or {}, permutes, slices)
         return function
 
     return register

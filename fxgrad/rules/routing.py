@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from fxgrad.operators.grouped import grouped_rows
+from fxgrad.kernels.grouped import grouped_rows
 from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 

@@ -1,1 +1,1 @@
-"""Where the samples are inside a value, and where each op leaves them."""
+"""Sample layouts of values, and their inference op by op."""

@@ -1,9 +1,9 @@
-"""At which two batch sizes a replay speaks for all of them.
+"""The two batch sizes at which a replay determines the layout for all batch sizes.
 
-A movement op whose sizes, shifts and indices are linear in B does at every B what it does at two and at three: a map
-of positions ``a i + b B + c`` that leaves every sample in its place at both has a = 1 and b = c = 0. Thresholds are
-something else: ``x.roll(6, 0)`` and ``x[arange(B) % 4]`` do nothing at three samples. So the replay takes sizes above
-every threshold (`thresholds.py`); above `LARGEST` of them nobody decides, and the samples count as lost.
+A movement op with sizes, shifts and indices linear in B maps positions by ``a i + b B + c``. If it keeps each sample in
+place at B = 2 and B = 3, then a = 1 and b = c = 0. So it does at every B. Ops with thresholds differ:
+``x.roll(6, 0)`` and ``x[arange(B) % 4]`` have no effect at three samples. So the replay takes two sizes above every
+threshold (`thresholds.py`). For a threshold above `LARGEST`, fxgrad gives up: the samples count as lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 from torch import Tensor, fx
 
-from fxgrad.calls import op_name
+from fxgrad.ops.calls import op_name
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.samples.thresholds import Thresholds, numbers
@@ -28,7 +28,7 @@ _INDEXED = frozenset("getitem index_select index index_put index_add index_copy 
 
 
 class EveryBatch:
-    """Chooses the sizes for one movement op after the other."""
+    """The choice of the two batch sizes, for one movement op at a time."""
 
     def __init__(
         self, symbols: Symbols, samples: Callable[[fx.Node], Any], constant: Callable[[fx.Node, int], Tensor]
@@ -38,7 +38,7 @@ class EveryBatch:
         self.thresholds = Thresholds(symbols, samples, constant)
 
     def sizes(self, node: fx.Node) -> Batches | None:
-        """The two sizes; None where no two of them would speak for all."""
+        """Return the two batch sizes; None if no two of them determine all others."""
         if not all(map(self._is_linear, numbers([node.args, dict(node.kwargs)]))):
             return None
         largest: float = max([0, *self._shifts(node), *self._thresholds(node)])
@@ -48,15 +48,15 @@ class EveryBatch:
         return BATCHES if largest < BATCHES[0] else (above, above + 1)
 
     def _is_linear(self, number: Any) -> bool:
-        """Whether a number is ``a B + b``: no quotient, remainder, minimum or comparison of B."""
-        found = expression(number)
-        if self.symbols.symbol not in found.free_symbols:
+        """Decide whether a number is ``a B + b``, without a quotient, remainder, minimum or comparison of B."""
+        expr = expression(number)
+        if self.symbols.symbol not in expr.free_symbols:
             return True
-        polynomial = found.as_poly(self.symbols.symbol)
-        return polynomial is not None and polynomial.degree() == 1 and not found.atoms(sympy.Function)
+        polynomial = expr.as_poly(self.symbols.symbol)
+        return polynomial is not None and polynomial.degree() == 1 and not expr.atoms(sympy.Function)
 
     def _shifts(self, node: fx.Node) -> Iterator[int]:
-        """By how much a roll moves samples."""
+        """Yield the shifts by which a roll moves samples."""
         if op_name(node.target) != "roll":
             return
         call = node.meta["call"]
@@ -71,7 +71,7 @@ class EveryBatch:
                     yield from self._plain(number)
 
     def _thresholds(self, node: fx.Node) -> Iterator[float]:
-        """From how many samples on what makes an index does nothing new."""
+        """Yield the threshold of each index: the batch size from which its ops behave uniformly."""
         if op_name(node.target).removesuffix("_") not in _INDEXED:
             return
         indices: list[fx.Node] = []
@@ -79,7 +79,7 @@ class EveryBatch:
         yield from (self.thresholds.of(index) for index in indices if self.thresholds.depends(index))
 
     def _plain(self, number: Any) -> Iterator[int]:
-        """The absolute value of a number that is the same for every B."""
+        """Yield the absolute value of a number that does not depend on B."""
         if self.symbols.symbol not in expression(number).free_symbols:
             yield abs(int(self.symbols.evaluate(number, BATCHES[0])))
 

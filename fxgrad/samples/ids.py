@@ -1,6 +1,6 @@
-"""Small integers that name samples: written for a layout, and a layout read off them.
+"""Sample ids: small integers that name samples; layouts are written as ids and read from ids.
 
-The ids are 1..batch; 0 stands for a value of no sample (a constant, padding).
+The ids are 1..batch; 0 stands for an element of no sample (a constant, padding).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fxgrad.samples.layouts import Layout
 
 
 def sample_ids(layout: Layout, shape: Sequence[int], batch: int) -> Tensor:
-    """Sample ids 1..batch of a value with this layout; dims that hold no samples have stride 0."""
+    """Return sample ids 1..batch for a layout; dims without samples have stride 0."""
     size = shape[layout.dim]
     if layout.rows is not None:
         layout, batch = Layout(layout.dim), size
@@ -26,23 +26,23 @@ def sample_ids(layout: Layout, shape: Sequence[int], batch: int) -> Tensor:
 
 
 def read_layout(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
-    """(dim, outer, inner) of a tensor of sample ids, or None where the samples have no dim of their own."""
+    """Return (dim, outer, inner) of a tensor of sample ids; None if no single dim separates the samples."""
     if ids.numel() == 0:
         return None
     kept = [dim for dim in range(ids.dim()) if ids.stride(dim) != 0 and ids.shape[dim] > 1]
     small = ids[tuple(slice(None) if dim in kept else 0 for dim in range(ids.dim()))]
-    found = None
+    separating = None
     for position, dim in enumerate(kept):
         rows = small.movedim(position, 0).reshape(ids.shape[dim], -1)
         low = torch.where(rows == 0, batch + 1, rows).amin(1)
         if (low == batch + 1).any() or not bool((low == rows.amax(1)).all()):
             continue
-        if found is not None:
+        if separating is not None:
             return None
-        found = (dim, low.tolist())
-    if found is None:
+        separating = (dim, low.tolist())
+    if separating is None:
         return None
-    dim, row = found
+    dim, row = separating
     inner = next((i for i, sample in enumerate(row) if sample != row[0]), len(row))
     outer, rest = divmod(len(row), inner * batch)
     expected = [n for _ in range(outer) for n in range(1, batch + 1) for _ in range(inner)]
@@ -50,22 +50,22 @@ def read_layout(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
 
 
 def read_written(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
-    """`read_layout` of what an op wrote over, None where what it wrote lies elsewhere in one sample than in another.
+    """Return `read_layout` of ids after a write of zeros; None if the write covers different elements of each sample.
 
-    ``diagonal_scatter(x, w, 1)`` writes w into the matrix of all samples, to a place of one sample alone.
+    ``diagonal_scatter(x, w, 1)`` writes each element of w into one sample only.
     """
-    found = read_layout(ids, batch)
-    if found is None:
+    layout = read_layout(ids, batch)
+    if layout is None:
         return None
-    dim, outer, inner = found
+    dim, outer, inner = layout
     written = ids.movedim(dim, 0).unflatten(0, (outer, batch, inner)) == 0
-    return found if bool((written == written[:, :1]).all()) else None
+    return layout if bool((written == written[:, :1]).all()) else None
 
 
 def read_partly(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
-    """(dim, outer, inner) of sample ids in which some rows along that dim are of no sample: the only split that fits.
+    """Return the only (dim, outer, inner) that fits ids in which some rows along the dim have id 0.
 
-    Such rows are constants, and may count as any sample's.
+    Such rows are constants and may count as rows of any sample.
     """
     fits = []
     for dim in range(ids.dim()):
@@ -84,10 +84,10 @@ def read_partly(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
 
 
 def read_copies(elements: Tensor, dim: int, batch: int) -> tuple[int, int, int] | None:
-    """(dim, outer, inner) of a shared value's copies for the samples, from ids of its elements.
+    """Return (dim, outer, inner) of a shared value's copies per sample, from ids of its elements.
 
-    ``W.repeat(B, 1)`` and ``W.expand(B, -1)`` put equal copies along ``dim``: the split in which nothing
-    depends on the sample.
+    ``W.repeat(B, 1)`` and ``W.expand(B, -1)`` put equal copies along ``dim``. The result is the one split in which no
+    element depends on the sample.
     """
     size = elements.shape[dim]
     total, rest = divmod(size, batch)

@@ -1,8 +1,7 @@
-"""Where the samples are inside a value.
+"""Layouts: the place of the samples in a value.
 
-A tensor that holds the batch has one dimension of size ``outer * B * inner`` with the sample index in
-the middle. ``[B, T, C]`` has the layout ``(0, 1, 1)``; ``view(B*T, C)`` makes ``(0, 1, T)``; the same
-with time first makes ``(0, T, 1)``.
+A batched tensor has one dimension of size ``outer * B * inner`` with the sample index in the middle. ``[B, T, C]`` has
+the layout ``(0, 1, 1)``; its ``view(B*T, C)`` has ``(0, 1, T)``; with time first it is ``(0, T, 1)``.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from torch import Tensor
 
 
 class Kind(Enum):
-    """What a value depends on."""
+    """The kinds of values, by what they depend on."""
 
     CONSTANT = "constant"  # no trainable parameter, no sample
     UNIFORM = "uniform"  # trainable parameters only, the same for every sample
-    BATCHED = "batched"  # holds the samples, at a known place
-    MIXED = "mixed"  # depends on samples, which have no place of their own in it
+    BATCHED = "batched"  # holds the samples, with a known layout
+    MIXED = "mixed"  # depends on samples, without a layout
 
 
 @dataclass(frozen=True)
 class Layout:
     """Dimension ``dim`` has size ``outer * B * inner``, the sample index in the middle.
 
-    One of ``outer`` and ``inner`` may be None: what is left of that dimension's (symbolic) size.
-    With ``rows``, the dimension holds the rows of packed data instead (`fxgrad.recurrent.packed`): which sample a row
-    belongs to is known at run time, from two values of the graph, named here: batch_sizes and sorted_indices.
+    One of ``outer`` and ``inner`` may be None: it is the remaining factor of that dimension's (symbolic) size.
+    With ``rows``, the dimension holds the rows of packed data instead (`kernels.recurrent.packed`). ``rows`` names two
+    values of the graph, batch_sizes and sorted_indices, which give the sample of each row at run time.
     Padded, the data would have ``outer * B * inner`` sequences.
     """
 
@@ -39,11 +38,11 @@ class Layout:
 
     @property
     def merged(self) -> bool:
-        """Whether the dimension holds more than the samples."""
+        """Whether the dimension has other indices besides the sample index."""
         return (self.outer, self.inner) != (1, 1) or self.rows is not None
 
     def at(self, dim: int) -> Layout:
-        """The same merge at another dimension."""
+        """Return the same merge at another dimension."""
         return Layout(dim, self.outer, self.inner, self.rows)
 
     def __str__(self) -> str:
@@ -56,24 +55,24 @@ class Layout:
 
 
 WHOLE = Layout(-1, None, None)
-"""Of a value in a batch of one: all of it is the sample's, and nothing says which of its dimensions was the batch."""
+"""The layout of a value in a batch of one: it belongs to the one sample, and no dimension is marked as the batch."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """One value's kind, its layout when it is batched, and whether a gradient flows through it."""
+    """The kind of one value, its layout if it is batched, and whether a gradient flows through it."""
 
     kind: Kind
     layout: Layout | None = None
     traced: bool = False  # a trainable parameter's gradient flows through it
-    met: bool = False  # mixing="allow": the op that made it let samples meet
+    met: bool = False  # mixing="allow": its op let samples influence each other
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.layout}" if self.layout is not None else self.kind.value
 
 
 def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:
-    """``[.., outer*n*inner, ..] -> [n, .., outer*inner, ..]``: one row is what a single sample's call sees.
+    """Move samples first: ``[.., outer*n*inner, ..] -> [n, .., outer*inner, ..]``; row i is sample i's own value.
 
     >>> samples_first(torch.arange(6), Layout(0, 1, 2), 3).tolist()
     [[0, 1], [2, 3], [4, 5]]

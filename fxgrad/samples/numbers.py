@@ -1,7 +1,7 @@
-"""Numbers that are made of samples: ``x.max().item()``, ``x[x > 0].shape[0]``.
+"""Numbers that depend on samples: ``x.max().item()``, ``x[x > 0].shape[0]``.
 
-The graph holds such a number as a symbol that no input's size gives ("unbacked"). It depends on whatever the op read
-that made it, and so does every number, and every tensor's size, in which the symbol occurs.
+Such a number is an unbacked symbol in the graph: no input's size determines it. It depends on the operands of the op
+that made it. So does every number and every tensor size in which the symbol occurs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxgrad.calls import Call
-from fxgrad.samples.forms import QUERIES
+from fxgrad.ops.calls import Call
+from fxgrad.ops.forms import QUERIES
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.operands import Operand
 from fxgrad.samples.symbols import Symbols
 
 LONGEST = "fxgrad::pad_packed_to_longest"
-"""Its length depends on all samples, too; prove_independence follows who reads that (`independence.longest`)."""
+"""Its length depends on all samples, too; prove_independence follows the ops that read it (`proof.longest`)."""
 
 
 class Numbers:
-    """Which symbols are made of samples, as one walk over a graph meets them."""
+    """The symbols that depend on samples, collected in one walk over a graph."""
 
     def __init__(self, symbols: Symbols) -> None:
         self.symbols = symbols
@@ -35,7 +35,7 @@ class Numbers:
             self.scalar = torch.empty(())  # in place of a number where an op takes tensors
 
     def read(self, node: fx.Node) -> None:
-        """Enter the symbols that a node is the first to have."""
+        """Record the symbols that occur first in this node."""
         new = _unbacked(node.meta["fake"]) - self.seen
         self.seen |= new
         call = node.meta.get("call")
@@ -45,12 +45,12 @@ class Numbers:
             self.of_samples |= new
 
     def samples(self, call: Call, operands: Sequence[Operand]) -> Samples | None:
-        """Of a call that gives no tensor: None for what all calls share."""
+        """Return the samples of a call without a tensor output; None if it depends on no sample."""
         read = call.op not in QUERIES and any(_holds_samples(operand.samples) for operand in operands)
         return Samples(Kind.MIXED) if read else None
 
     def corrected(self, node: fx.Node, samples: Any) -> Any:
-        """A value in whose size samples are counted depends on them, whatever it holds."""
+        """Mark a value without a layout as mixed if its size depends on samples."""
         fake = node.meta["fake"]
         if isinstance(fake, tuple | list) and isinstance(samples, list):
             return [self._corrected(one, known) for one, known in zip(fake, samples, strict=True)]

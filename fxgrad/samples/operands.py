@@ -1,4 +1,4 @@
-"""One op as the handlers of its family see it: operands with their layouts, and what can be answered."""
+"""The view of an op that the handlers of its family get: its operands with layouts, and the possible answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxgrad.calls import Call
+from fxgrad.ops.calls import Call
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
@@ -16,11 +16,11 @@ from fxgrad.samples.symbols import Symbols, expression
 
 @dataclass(frozen=True)
 class Mixes:
-    """The op lets samples reach each other; ``linear`` where it only sums or averages them."""
+    """The answer of an op that lets samples influence each other; ``linear`` if it only sums or averages them."""
 
     reason: str
     linear: bool = False
-    advice: str = ""  # where there is better than to keep the op within a sample
+    advice: str = ""  # more specific than the general advice to keep the op within a sample
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Op:
-    """An op as a handler sees it."""
+    """An op with its operands, as a handler gets it."""
 
     node: fx.Node
     call: Call
@@ -61,7 +61,7 @@ class Op:
         return next((operand for operand in self.operands if operand.name == name), None)
 
     def dims(self, name: str, ndim: int) -> list[int] | None:
-        """An argument that names dims, made non-negative; None for all dims."""
+        """Return the non-negative dims that an argument names; None for all dims."""
         value = self.call.get(name)
         if value is None or value in ((), []):
             return None
@@ -74,7 +74,7 @@ Handler = Callable[[Op, Tensor], Answer]
 
 
 def by_shape(op: Op, output: Tensor) -> Answer:
-    """The one output dim that holds the symbol B, merged as in the operand it came from."""
+    """Return the layout of the one output dim with the symbol B, merged as in the operand of the same size."""
     dims = op.symbols.batch_dims(output.shape)
     if len(dims) != 1:
         return Mixes("its result has no sample dimension" if not dims else "its result has two sample dimensions")
@@ -82,9 +82,7 @@ def by_shape(op: Op, output: Tensor) -> Answer:
     if size == op.symbols.symbol:
         return Layout(dims[0])
     merges = {
-        layout.at(dims[0])
-        for operand, layout in op.batched
-        if expression(operand.fake.shape[layout.dim]) == size
+        layout.at(dims[0]) for operand, layout in op.batched if expression(operand.fake.shape[layout.dim]) == size
     }
     return merges.pop() if len(merges) == 1 else Mixes("its operands hold the samples in different orders")
 

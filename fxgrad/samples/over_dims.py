@@ -1,7 +1,7 @@
-"""Ops that work over some dims of their operands, matrices most often, and treat every slice along the others alone.
+"""Layouts of ops over some dims of their operands, such as matrix ops and FFTs, which batch over all other dims.
 
-The other dims stand in front, broadcast as everywhere, and come out in front; or, where an op names its dims and
-keeps them (fft), they stay where they are. Samples on a dim that is worked over meet.
+The batch dims lead, broadcast as usual, and lead in the result. If an op names its dims and keeps them (fft), the batch
+dims keep their positions. Samples on a dim that the op works over influence each other.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from fxgrad.ops.worked_dims import EVERY, OVER_LAST, OVER_NAMED
 from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
 from fxgrad.samples.symbols import expression
-from fxgrad.samples.worked_dims import EVERY, OVER_LAST, OVER_NAMED
 
 
 def over_dims(op: Op, output: Tensor) -> Answer:
-    """Samples are on no dim that is worked over, at one place among the others in all operands and in the result."""
+    """Require samples at the same batch dim in all operands and in the result."""
     worked = {operand: worked_dims(op, operand) for operand in op.operands}
     for operand, layout in op.batched:
         if layout.dim in worked[operand]:
@@ -45,7 +45,7 @@ def _others(ndim: int, worked: Iterable[int]) -> list[int]:
 
 
 def worked_dims(op: Op, operand: Operand) -> Sequence[int]:
-    """The dims of an operand that the op works over."""
+    """Return the dims of an operand that the op works over."""
     ndim, name = operand.fake.dim(), op.call.op
     if name == "renorm":  # each slice at an index of `dim` has its own norm
         return _others(ndim, op.dims("dim", ndim) or ())
@@ -59,7 +59,7 @@ def worked_dims(op: Op, operand: Operand) -> Sequence[int]:
 
 
 def _is_vector(op: Op, right: Operand) -> bool:
-    """Whether the right side is a vector for each matrix, as torch.linalg.solve decides it."""
+    """Decide whether the right side is a vector for each matrix, as torch.linalg.solve does."""
     a = op.operand("A") or op.operand("input")
     if right.fake.dim() == 1 or a is None:
         return True
@@ -68,7 +68,7 @@ def _is_vector(op: Op, right: Operand) -> bool:
 
 
 def _named(op: Op, ndim: int) -> Sequence[int]:
-    """The dims that the call names, as torch.fft understands it."""
+    """Return the dims that the call names, by the conventions of torch.fft."""
     named = op.dims("dim", ndim)
     if named is not None:
         return named

@@ -1,4 +1,4 @@
-"""Ops that write to places which an index names: whose places are they, and whose values go there."""
+"""Layouts of gather, scatter and other ops that read or write by index."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
 
 _FOREIGN = Mixes("it writes one sample's values into another's places")
 _ADDED = frozenset({"index_add", "index_copy", "scatter_add"})
-_VALUES = ("source", "src", "values")  # what the ops call what they write
+_VALUES = ("source", "src", "values")  # the ops' argument names of the written values
 
 
 def per_index(op: Op, output: Tensor) -> Answer:
-    """gather, scatter: the same place in every operand, and not the dim that is indexed."""
+    """Follow gather and scatter: samples on the same dim of every operand, which is not the indexed one."""
     table = op.operand("input")
     if op.call.op in ("gather", "take_along_dim") and table is not None and table.layout is None:
-        return by_shape(op, output)  # each sample looks up in a table that all share
+        return by_shape(op, output)  # each sample reads from a shared table
     index = op.operand("index")
-    values = next((found for name in _VALUES if (found := op.operand(name)) is not None), None)
+    values = next((operand for name in _VALUES if (operand := op.operand(name)) is not None), None)
     dims = op.dims("dim", output.dim())
     if op.call.op in _ADDED and values is not None and values.layout is not None and values.layout.dim in (dims or ()):
         return _by_places(op, output, values)
@@ -37,16 +37,16 @@ def per_index(op: Op, output: Tensor) -> Answer:
     if any(layout != answer for _, layout in op.batched):
         return Mixes("its operands hold the samples in different places")
     if op.call.op.startswith("scatter") and any(o.layout is None and o.fake.dim() == output.dim() for o in op.operands):
-        return Mixes("it writes to the first samples only")  # an index may be smaller than what it writes to
+        return Mixes("it writes to the first samples only")  # an index may be smaller than its destination
     return answer
 
 
 def index_put(op: Op, output: Tensor) -> Answer:
-    """Where the places that are written to are read, they have to hold the samples of what is written."""
+    """Follow index_put: the elements at the written indices must belong to the samples of the written values."""
     answer = by_shape(op, output)
     base, values = op.operand("input"), op.operand("values")
-    given = [node for node in (base and base.node, *_indices(op)) if node]
-    if values is not None and values.layout is not None and all(_known(op, n).kind is Kind.CONSTANT for n in given):
+    nodes = [node for node in (base and base.node, *_indices(op)) if node]
+    if values is not None and values.layout is not None and all(_known(op, n).kind is Kind.CONSTANT for n in nodes):
         return _by_places(op, output, values)
     if isinstance(answer, Mixes) or base is None or base.layout is None:
         return answer if isinstance(answer, Mixes) else Mixes("what it writes to holds no samples")
@@ -60,20 +60,20 @@ def index_put(op: Op, output: Tensor) -> Answer:
 
 
 def _by_places(op: Op, output: Tensor, values: Operand) -> Answer:
-    """Values of samples, written along the dim that holds the samples: by an index that is made of sizes alone.
+    """Follow a write of batched values along the sample dim, by an index made only of sizes.
 
-    ``index_add(zeros(B*T, d), 0, arange(B*T*k) // k, x)``: the write is replayed on sample ids. Each place has to
-    get ids of one sample only, the one whose place it is.
+    Replay the write on sample ids, as for ``index_add(zeros(B*T, d), 0, arange(B*T*k) // k, x)``. Each element may get
+    ids of one sample only: the sample to which the element belongs.
     """
     base = op.operand("input")
     if base is None or any(_known(op, node).kind is not Kind.CONSTANT for node in _indices(op)):
         return Mixes("the data decides to which samples' places it writes")
-    held = _known(op, base.node).kind
-    if held is Kind.CONSTANT:
+    kind = _known(op, base.node).kind
+    if kind is Kind.CONSTANT:
         blank = _replayed(op, output, None, values)
         if blank is not None:
             return blank
-    if held in (Kind.CONSTANT, Kind.BATCHED) and base.layout is not None:
+    if kind in (Kind.CONSTANT, Kind.BATCHED) and base.layout is not None:
         return _replayed(op, output, base.layout, values) or _FOREIGN
     return _FOREIGN
 
@@ -83,45 +83,45 @@ def _known(op: Op, node: fx.Node) -> Any:
 
 
 def _indices(op: Op) -> list[fx.Node]:
-    given = op.call.get("index", op.call.get("indices"))
-    return [index for index in (given if isinstance(given, tuple | list) else [given]) if isinstance(index, fx.Node)]
+    arg = op.call.get("index", op.call.get("indices"))
+    return [node for node in (arg if isinstance(arg, tuple | list) else [arg]) if isinstance(node, fx.Node)]
 
 
-def _replayed(op: Op, output: Tensor, held: Layout | None, values: Operand) -> Layout | None:
-    """Where the result holds samples, if what is written to holds them so, or none; None where they meet."""
+def _replayed(op: Op, output: Tensor, base: Layout | None, values: Operand) -> Layout | None:
+    """Return the layout of the result for a destination of layout ``base`` or without samples; None if mixed."""
     batches = op.replay.every.sizes(op.node)
     if batches is None:
         return None
     try:
-        runs = [_written(op, output, held, values, batch) for batch in batches]
-    except (RuntimeError, IndexError):  # no such place at two or three samples
+        runs = [_written(op, output, base, values, batch) for batch in batches]
+    except (RuntimeError, IndexError):  # the index is out of range at two or three samples
         return None
     return None if any(run is None for run in runs) else op.replay.read(runs, output, batches=batches)
 
 
-def _written(op: Op, output: Tensor, held: Layout | None, values: Operand, batch: int) -> Tensor | None:
-    """The sample ids that the write leaves; None where it puts two samples' into one place."""
+def _written(op: Op, output: Tensor, base: Layout | None, values: Operand, batch: int) -> Tensor | None:
+    """Return the sample ids after the write; None if an element gets ids of two samples."""
 
     def shape(fake: Tensor) -> list[int]:
         return [op.symbols.evaluate(size, batch) for size in fake.shape]
 
     assert values.layout is not None
     before = torch.zeros(shape(output), dtype=torch.int32)
-    if held is not None:
-        before.copy_(sample_ids(held, shape(output), batch))
+    if base is not None:
+        before.copy_(sample_ids(base, shape(output), batch))
     new = sample_ids(values.layout, shape(values.fake), batch)
     write, read = _REPLAYS[op.call.op]
     places = [op.replay.constant(node, batch).long() for node in _indices(op)]
     dim = (op.dims("dim", output.dim()) or [0])[0]
-    if op.call.op == "scatter_add":  # an index may be smaller than what is written
+    if op.call.op == "scatter_add":  # an index may be smaller than the source
         new = new[tuple(slice(size) for size in places[0].shape)]
     after = write(before, dim, op.call, places, new)
-    same = bool((read(after, dim, op.call, places) == new).all()) and (held is None or torch.equal(after, before))
+    same = bool((read(after, dim, op.call, places) == new).all()) and (base is None or torch.equal(after, before))
     return after if same else None
 
 
 def _slots(call: Any, places: list[Tensor]) -> list[Tensor | None]:
-    """The places of an ``index_put``, where it has them."""
+    """Return the indices of an ``index_put``, with None for a full slice."""
     rest = iter(places)
     return [next(rest) if isinstance(index, fx.Node) else None for index in call.get("indices")]
 

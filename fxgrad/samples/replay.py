@@ -1,8 +1,8 @@
-"""Following samples through movement ops: run just that op on a tensor of sample ids and read the layout.
+"""Replay: run a movement op on a tensor of sample ids and read the layout of its result.
 
-A movement op (view, permute, chunk, index, cat, ...) copies values without looking at them. So it is run
-on small integers that name samples, at two batch sizes, and the layout is read off the result. The ids
-are 1..B; 0 stands for a value of no sample (a constant, padding). `every_batch` chooses the two sizes.
+A movement op (view, permute, chunk, index, cat, ...) copies values without reading them. fxgrad runs it on small
+integers that name samples, at two batch sizes, and reads the layout from the result. The ids are 1..B; 0 stands for an
+element of no sample (a constant, padding). `every_batch` chooses the two sizes.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
-from fxgrad.calls import Call, op_name
-from fxgrad.context import memory_of
+from fxgrad.host.pytree import tree_map
+from fxgrad.ops.calls import Call, op_name
+from fxgrad.ops.families import RANDOM
+from fxgrad.ops.values import memory_of
+from fxgrad.ops.written import written_to
 from fxgrad.samples.every_batch import BATCHES, Batches, EveryBatch
-from fxgrad.samples.families import RANDOM
 from fxgrad.samples.ids import read_copies, read_layout, read_written, sample_ids
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
-from fxgrad.samples.written import written_to
 
-SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that ask another tensor for its shape alone
+SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that read only the shape of another tensor
 
 
 class Replay:
-    """Runs one node on sample ids at a number of samples."""
+    """The replay of single nodes on sample ids, at given batch sizes."""
 
     def __init__(self, symbols: Symbols, samples: Callable[[fx.Node], Any]) -> None:
         self.symbols = symbols
-        self.samples = samples  # what is known of a node's value
+        self.samples = samples  # node -> its `Samples`
         self.every = EveryBatch(symbols, samples, self.constant)
         self.constants: dict[tuple[fx.Node, int], Any] = {}
-        self.written: dict[fx.Graph, set[int | None]] = {}  # the memory that a graph's ops write over
+        self.written: dict[fx.Graph, set[int | None]] = {}  # the memory that each graph's ops write to
 
     def layouts(self, node: fx.Node, outputs: Any, lined_up: Mapping[fx.Node, Layout] | None = None) -> Any:
-        """The layout of each output tensor of a movement op; None where it has none.
+        """Return the layout of each output tensor of a movement op; None for one without.
 
-        An op that cannot run on two or three samples (it takes rows 2 to 4) has none either. ``lined_up``: constants
-        that have a row for every sample.
+        An op that fails on two or three samples (it takes rows 2 to 4) has none either. ``lined_up`` names constants
+        with one row per sample.
         """
         try:
             return self._layouts(node, outputs, lined_up or {})
@@ -55,8 +55,8 @@ class Replay:
         packed = [arg for arg in node.all_input_nodes if self._rows(arg)]
         if packed:
             several = isinstance(outputs, tuple | list)
-            found = [self._packed(node, packed, i) for i in range(len(outputs) if several else 1)]
-            return found if several else found[0]
+            layouts_of_outputs = [self._packed(node, packed, i) for i in range(len(outputs) if several else 1)]
+            return layouts_of_outputs if several else layouts_of_outputs[0]
         if op_name(node.target) in _INDEXING:
             return self._indexed(node, outputs, batches)
         runs = [self._run(node, batch, known=self._rows_of(lined_up, batch)) for batch in batches]
@@ -68,7 +68,7 @@ class Replay:
         return [self.read(list(column), out, batches=batches) for column, out in zip(columns, outputs, strict=True)]
 
     def _reader(self, node: fx.Node) -> Any:
-        """What reads the layout: where a parameter's value is written, it has to be written to each sample."""
+        """Return the function that reads the layout; it checks that a parameter's value is written to every sample."""
         known = [self.samples(arg) for arg in node.all_input_nodes]
         uniform = any(isinstance(samples, Samples) and samples.kind is Kind.UNIFORM for samples in known)
         return read_written if uniform and op_name(node.target) in _WRITES else read_layout
@@ -78,39 +78,39 @@ class Replay:
         return {node: sample_ids(layout, shapes[node], batch) for node, layout in lined_up.items()}
 
     def _rows(self, node: fx.Node) -> Layout | None:
-        """The layout of packed data."""
+        """Return the layout of packed data; None for any other value."""
         known = self.samples(node)
         layout = known.layout if isinstance(known, Samples) and known.kind is Kind.BATCHED else None
         return layout if layout is not None and layout.rows is not None else None
 
     def _packed(self, node: fx.Node, packed: list[fx.Node], output: int) -> Layout | None:
-        """Packed data whose rows stay what and where they are, along a dimension of their own."""
+        """Return the layout of packed data after an op; None unless its rows keep their content and order."""
         layouts = [self._rows(arg) for arg in packed]
         result = self._run(node, BATCHES[0])
         ids = result[output] if isinstance(result, tuple | list) else result
         layout, size = layouts[0], packed[0].meta["fake"].shape
         assert layout is not None
-        found = read_layout(ids, self.symbols.evaluate(size[layout.dim], BATCHES[0]))
+        moved = read_layout(ids, self.symbols.evaluate(size[layout.dim], BATCHES[0]))
         batched = [arg for arg in node.all_input_nodes if _is_batched(self.samples(arg))]
         agreed = batched == packed and all(other is not None and other.at(0) == layout.at(0) for other in layouts)
-        return layout.at(found[0]) if agreed and found is not None and found[1:] == (1, 1) else None
+        return layout.at(moved[0]) if agreed and moved is not None and moved[1:] == (1, 1) else None
 
     def _indexed(self, node: fx.Node, output: Tensor, batches: Batches) -> Layout | None:
-        """``x[ids]``: where x's samples end up, and every batched index's; they have to agree."""
+        """Return the layout of ``x[ids]``; x and each batched index must lead to the same one."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         indices = [arg for arg in node.all_input_nodes if isinstance(arg.meta["fake"], Tensor) and arg is not source]
         batched = [arg for arg in indices if self.samples(arg).kind is Kind.BATCHED]
-        found = []
+        layouts = []
         if self.samples(source).kind is Kind.BATCHED:
-            found.append(self.read([self._run(node, batch) for batch in batches], output, batches=batches))
+            layouts.append(self.read([self._run(node, batch) for batch in batches], output, batches=batches))
         for index in batched:
             runs = [self._probe(node, index, batch) for batch in batches]
-            found.append(self.read(runs, output, batches=batches))
-        return found[0] if found and all(layout == found[0] for layout in found) else None
+            layouts.append(self.read(runs, output, batches=batches))
+        return layouts[0] if layouts and all(layout == layouts[0] for layout in layouts) else None
 
     def read_back(self, node: fx.Node) -> tuple[Layout | None, int]:
-        """The layout of what is read where ``index_put_(x, indices, v)`` writes, and its number of dimensions."""
+        """Return layout and rank of ``x[indices]``, the elements that ``index_put_(x, indices, v)`` writes to."""
         source, indices = (node.meta["call"].arguments[name] for name in ("input", "indices"))
         scratch = fx.Graph()
         reading = scratch.call_function(torch.ops.aten.index.Tensor, (source, indices))
@@ -122,7 +122,7 @@ class Replay:
             scratch.erase_node(reading)
 
     def _probe(self, node: fx.Node, index: fx.Node, batch: int) -> Any:
-        """Index a source that holds its own positions by sample ids: the result is the index's ids."""
+        """Index a table of positions by sample ids; the result is the ids of the index in the output."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         dim = _indexed_dim(node, index)
@@ -136,15 +136,15 @@ class Replay:
         return self._run(node, batch, known={source: probe, index: ids})
 
     def copies(self, node: fx.Node, output: Tensor, dim: int) -> Layout | None:
-        """The layout of a parameter's value that a movement op copied to every sample."""
+        """Return the layout of a parameter's value that a movement op copied to each sample."""
         batches = self.every.sizes(node)
         if batches is None:
             return None
-        found = [read_copies(self._run(node, batch, elements=True), dim, batch) for batch in batches]
-        return self._agreed(found, output)
+        splits = [read_copies(self._run(node, batch, elements=True), dim, batch) for batch in batches]
+        return self._agreed(splits, output)
 
     def keeps_rows(self, node: fx.Node, rows: fx.Node) -> bool:
-        """Whether a movement op leaves what this operand holds along its dim of samples in its order."""
+        """Decide whether a movement op keeps the order of this operand along its sample dim."""
         (dim,) = self.symbols.batch_dims(rows.meta["fake"].shape)
         batches = self.every.sizes(node)
         if batches is None:
@@ -152,33 +152,33 @@ class Replay:
         for batch in batches:
             shape = [self.symbols.evaluate(size, batch) for size in rows.meta["fake"].shape]
             moved = self._run(node, batch, known={rows: sample_ids(Layout(dim), shape, shape[dim])})
-            found = read_layout(moved, shape[dim])
-            if found is None or found[1:] != (1, 1):
+            layout = read_layout(moved, shape[dim])
+            if layout is None or layout[1:] != (1, 1):
                 return False
         return True
 
     def read(
         self, runs: list[Any], output: Any, reader: Any = read_layout, batches: Batches = BATCHES
     ) -> Layout | None:
-        """The layout that results of two replays show; None where they show none, or two."""
+        """Return the layout shown by the results of both replays; None if they show none or disagree."""
         if not isinstance(output, Tensor):
             return None
         shapes = [tuple(self.symbols.evaluate(s, b) for s in output.shape) for b in batches]
         if [tuple(run.shape) for run in runs] != shapes:
             return None
-        found = [reader(run, batch) for run, batch in zip(runs, batches, strict=True)]
-        return self._agreed(found, output)
+        layouts = [reader(run, batch) for run, batch in zip(runs, batches, strict=True)]
+        return self._agreed(layouts, output)
 
-    def _agreed(self, found: list[Any], output: Tensor) -> Layout | None:
-        if found[0] is None or found[0] != found[1]:
+    def _agreed(self, layouts: list[Any], output: Tensor) -> Layout | None:
+        if layouts[0] is None or layouts[0] != layouts[1]:
             return None
-        dim, outer, inner = found[0]
+        dim, outer, inner = layouts[0]
         rest = sympy.simplify(expression(output.shape[dim]) / self.symbols.symbol)
         if self.symbols.symbol in rest.free_symbols:
             return None
         if rest.is_Integer:
             return Layout(dim, outer, inner)
-        # another symbolic size is part of the merge: it can be followed where it stands alone
+        # the merge has another symbolic size; a layout can name it only as a single factor
         if outer == 1:
             return Layout(dim, 1, None)
         return Layout(dim, None, 1) if inner == 1 else None
@@ -217,7 +217,7 @@ class Replay:
         return torch.zeros((), dtype=torch.int32).expand(shape)
 
     def constant(self, node: fx.Node, batch: int) -> Tensor:
-        """A constant integer value, computed where it is made of sizes alone; else zeros."""
+        """Return the value of a constant made only of sizes; zeros for any other constant."""
         key = (node, batch)
         if key not in self.constants:
             self.constants[key] = self._compute(node, batch)
@@ -262,12 +262,11 @@ class Replay:
             raise _UnknownData
         return result
 
-
     def changes(self, node: fx.Node) -> bool:
-        """Whether its values are drawn, or written over by an op in place, which is not run again here."""
+        """Decide whether a value is random or overwritten in place; a replay repeats neither."""
         if node.graph not in self.written:
-            calls = [(one, one.meta["call"]) for one in node.graph.nodes if "call" in one.meta]
-            places = [place for one, call in calls for place in written_to(one, call)]
+            calls = [(other, other.meta["call"]) for other in node.graph.nodes if "call" in other.meta]
+            places = [place for other, call in calls for place in written_to(other, call)]
             self.written[node.graph] = {memory_of(place.meta["fake"]) for place in places}
         return _impure(node) or memory_of(node.meta["fake"]) in self.written[node.graph]
 
@@ -277,14 +276,14 @@ def _is_batched(samples: Any) -> bool:
 
 
 class _UnknownData(Exception):
-    """A constant that the user's data decides: its values are not known here."""
+    """Raised for a constant that depends on the user's data."""
 
 
 _ORDERS = frozenset({"argsort", "sort", "topk", "kthvalue", "mode", "median"})
 
 
 def _has_ties(values: Tensor, call: Call) -> bool:
-    """Whether equal values leave the places open that an op gives: in which order depends on how many there are."""
+    """Decide whether ties leave the order of an unstable sort open; it may change with the batch size."""
     if call.get("stable") is True or values.dim() == 0:
         return False
     dim = call.get("dim")
@@ -302,7 +301,7 @@ def _is_index(fake: Tensor) -> bool:
 
 
 def _plain(args: Any) -> Any:
-    """fx's immutable containers as ordinary ones; dtypes and devices mean nothing to ids."""
+    """Convert FX's immutable containers to ordinary ones."""
     if isinstance(args, dict):
         return {key: _plain(value) for key, value in args.items()}
     if isinstance(args, slice):
@@ -338,7 +337,7 @@ _INDEXING = frozenset({"getitem", "index_select", "index"})
 
 
 def _indexed_dim(node: fx.Node, index: fx.Node) -> int:
-    """The source's dim that an index tensor indexes."""
+    """Return the source dim that an index tensor indexes."""
     if op_name(node.target) == "index_select":
         return int(node.args[1]) % node.args[0].meta["fake"].dim()  # type: ignore[arg-type, no-any-return, union-attr]
     items = node.args[1]

@@ -1,47 +1,46 @@
-"""The symbol B, and sizes as sympy expressions in it."""
+"""The symbolic batch size B, and sizes as sympy expressions in it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fxgrad.host.dynamo import ConstantSource
+from fxgrad.host.fake import FakeTensorMode
 
 
 def expression(size: Any) -> sympy.Expr:
-    """A size, number or SymInt, as a sympy expression."""
+    """Return a size, an int or a SymInt, as a sympy expression."""
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else sympy.sympify(size)
 
 
-UNKNOWN = 13  # in place of a size that only the data decides
+def elements(value: torch.Tensor) -> sympy.Expr:
+    """Return the number of a tensor's elements."""
+    return math.prod((expression(size) for size in value.shape), start=sympy.Integer(1))
 
 
-def hint(size: Any) -> int:
-    """A size, or for one that changes from call to call what it was in the first."""
-    node = getattr(size, "node", None)
-    if node is None:
-        return int(size)
-    return int(node.hint) if node.hint is not None else 64
+UNKNOWN = 13  # a stand-in for a size that depends on data
 
 
 @dataclass
 class Symbols:
-    """The passes' own symbolic sizes: B for the samples, others for what else changes from call to call."""
+    """The symbolic sizes of the passes: B for the samples, and one symbol for each other dynamic dimension."""
 
     env: ShapeEnv = field(default_factory=lambda: ShapeEnv(duck_shape=False, specialize_zero_one=True))
     names: dict[sympy.Symbol, str] = field(default_factory=dict)
-    rows: set[sympy.Symbol] = field(default_factory=set)  # the numbers of rows of packed data
+    rows: set[sympy.Symbol] = field(default_factory=set)  # row counts of packed data
 
     def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
 
     def new(self, name: str, hint: int) -> torch.SymInt:
-        """A fresh symbolic size, printed as ``name``."""
+        """Create a symbolic size, printed as ``name``."""
         source = ConstantSource(f"__fxgrad_{name}_{len(self.names)}")
         symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
         node = self.env.create_symintnode(symbol, hint=hint, source=source)
@@ -50,29 +49,29 @@ class Symbols:
         return node
 
     def batch(self, hint: int) -> torch.SymInt:
-        """The one symbol that the sample dimensions carry."""
+        """Create B, the symbol of all sample dimensions."""
         self.b = self.new("B", hint)
         self.symbol: sympy.Symbol = expression(self.b)
         return self.b
 
     def holds_batch(self, size: Any) -> bool:
-        """Whether a size changes with the number of samples, or of their rows in packed data."""
+        """Decide whether a size depends on B or on a row count of packed data."""
         return isinstance(size, torch.SymInt) and bool(expression(size).free_symbols & {self.symbol, *self.rows})
 
     def count_rows(self, size: Any) -> None:
-        """Take a size for the number of rows of packed data."""
+        """Register a size as a row count of packed data."""
         self.rows |= expression(size).free_symbols
 
     def batch_dims(self, shape: Any) -> list[int]:
-        """The dims of a shape that hold samples."""
+        """Return the dims of a shape that hold samples."""
         return [dim for dim, size in enumerate(shape) if self.holds_batch(size)]
 
     def specialised(self) -> bool:
-        """Whether some op fixed B, or a number of rows, to a number."""
+        """Decide whether an op specialised B or a row count to a constant."""
         return not self.env.replacements.keys().isdisjoint({self.symbol, *self.rows})
 
     def evaluate(self, size: Any, batch: int) -> Any:
-        """The number a size is at this many samples, other symbols at their hints."""
+        """Evaluate a size at this batch size, with other symbols at their hints."""
         if not isinstance(size, torch.SymInt | torch.SymFloat):
             return size
         value = expression(size).subs(self.symbol, batch).subs(self.hints())
@@ -86,12 +85,12 @@ class Symbols:
         return hints
 
     def show(self, size: Any) -> str:
-        """A size as text: ``B``, ``12*B``, ``7``."""
+        """Format a size: ``B``, ``12*B``, ``7``."""
         if not isinstance(size, torch.SymInt):
             return str(size)
         names = {symbol: sympy.Symbol(name) for symbol, name in self.names.items()}
         return str(expression(size).subs(names))
 
     def show_shape(self, shape: Any) -> str:
-        """A shape as text: ``[B, 7]``."""
+        """Format a shape: ``[B, 7]``."""
         return f"[{', '.join(map(self.show, shape))}]"

@@ -1,8 +1,8 @@
-"""From how many samples on an index that is made of sizes does what it does for every number of them.
+"""Thresholds: the batch size from which an index made of sizes behaves uniformly.
 
-Each value of the computation is bounded by ``constant + slope * n``, n the number of samples or a position along
-them. An op that is not linear (a comparison, a quotient, the end of a dtype) does nothing new beyond the number of
-samples at which the bounds of its operands meet. An op without a rule here may do anything.
+Each value of the computation is bounded by ``constant + slope * n``, where n is the batch size or a position along it.
+A nonlinear op (a comparison, a quotient, the overflow of a dtype) behaves uniformly above the batch size at which the
+bounds of its operands cross. An op without a rule here has no threshold.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxgrad.calls import Call
+from fxgrad.ops.calls import Call
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.symbols import Symbols, expression
 
-_ROOM = 2**20  # no batch has so many rows: where a dtype ends beyond, it does not end
+_ROOM = 2**20  # more rows than any batch has; an overflow beyond is ignored
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """``|value| <= constant + slope * n``; from ``threshold`` samples on, ops before it do nothing new."""
+    """``|value| <= constant + slope * n``; from ``threshold`` samples on, the ops before behave uniformly."""
 
     constant: float = 0.0
     slope: float = 0.0
@@ -33,11 +33,11 @@ class Bounds:
 
 
 class _Unknown(Exception):
-    """An op, or a number, of which nobody knows what it does for many samples."""
+    """Raised for an op or a number with unknown behaviour at large batch sizes."""
 
 
 class Thresholds:
-    """The thresholds of one graph's indices. ``constant(node, batch)`` computes what is made of sizes alone."""
+    """The thresholds of a graph's indices; ``constant(node, batch)`` computes a value made only of sizes."""
 
     def __init__(
         self, symbols: Symbols, samples: Callable[[fx.Node], Any], constant: Callable[[fx.Node, int], Tensor]
@@ -46,7 +46,7 @@ class Thresholds:
         self.bounds: dict[fx.Node, Bounds] = {}
 
     def of(self, index: fx.Node) -> float:
-        """From how many samples on an index does nothing new; infinite where nobody knows."""
+        """Return the batch size from which an index behaves uniformly; infinity if unknown."""
         try:
             return self._of_node(index).threshold
         except _Unknown:
@@ -62,11 +62,11 @@ class Thresholds:
     def _of_number(self, number: Any) -> Bounds:
         if isinstance(number, float):
             return Bounds(abs(number))
-        found, batch = expression(number), self.symbols.symbol
-        if batch not in found.free_symbols:
+        expr, batch = expression(number), self.symbols.symbol
+        if batch not in expr.free_symbols:
             return Bounds(abs(int(self.symbols.evaluate(number, 2))))
-        polynomial = found.as_poly(batch)
-        if polynomial is None or polynomial.degree() != 1 or found.atoms(sympy.Function):
+        polynomial = expr.as_poly(batch)
+        if polynomial is None or polynomial.degree() != 1 or expr.atoms(sympy.Function):
             raise _Unknown
         two, three = (int(self.symbols.evaluate(number, n)) for n in (2, 3))
         return Bounds(abs(3 * two - 2 * three), abs(three - two))
@@ -83,7 +83,7 @@ class Thresholds:
         known = self.samples(node)
         data = node.op not in ("call_function", "call_method")
         if data or (isinstance(known, Samples) and known.kind is not Kind.CONSTANT):
-            return Bounds()  # a replay has zeros in its place, which are no sample's rows
+            return Bounds()  # the replay has zeros in its place, which stand for no sample
         if isinstance(fake, Tensor) and not self.depends(node):
             value = self.constant(node, 2)
             return Bounds(float(value.abs().max()) if value.numel() and not value.is_complex() else 0.0)
@@ -95,22 +95,22 @@ class Thresholds:
         return _in_range((_truth if truth else rule)(self._of, call.arguments), fake)
 
     def depends(self, node: fx.Node) -> bool:
-        """Whether the number of samples is in a value, or in what it is made of."""
+        """Decide whether a value, or a value that it is made from, depends on the batch size."""
         stack, seen = [node], {node}
         while stack:
-            one = stack.pop()
-            fake = one.meta["fake"]
+            current = stack.pop()
+            fake = current.meta["fake"]
             sizes = list(fake.shape) if isinstance(fake, Tensor) else fake
-            if any(map(self.symbols.holds_batch, numbers([sizes, one.args, dict(one.kwargs)]))):
+            if any(map(self.symbols.holds_batch, numbers([sizes, current.args, dict(current.kwargs)]))):
                 return True
-            fresh = [arg for arg in one.all_input_nodes if arg not in seen]
+            fresh = [arg for arg in current.all_input_nodes if arg not in seen]
             seen.update(fresh)
             stack.extend(fresh)
         return False
 
 
 def numbers(value: Any) -> Iterator[Any]:
-    """The integers of a nest of arguments, those of nodes among them."""
+    """Yield the integers in nested arguments, including those of nodes."""
     if isinstance(value, fx.Node):
         yield from numbers(value.meta["fake"])
     elif isinstance(value, dict):
@@ -125,7 +125,7 @@ def numbers(value: Any) -> Iterator[Any]:
 
 
 def _in_range(bounds: Bounds, fake: Any) -> Bounds:
-    """A value in the range of its dtype: an int8 starts anew at 128 samples."""
+    """Add the threshold at which a value overflows its dtype, such as 128 samples for int8."""
     dtype = fake.dtype if isinstance(fake, Tensor) else torch.int64
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or not bounds.slope:
         return bounds
@@ -134,7 +134,7 @@ def _in_range(bounds: Bounds, fake: Any) -> Bounds:
 
 
 def _met(*operands: Bounds, at: float = 0.0, constant: float | None = None, slope: float | None = None) -> Bounds:
-    """The largest of several bounds, told apart from ``at`` on at the latest."""
+    """Return the largest of several bounds, with a threshold of at least ``at``."""
     return Bounds(
         max((one.constant for one in operands), default=0.0) if constant is None else constant,
         max((one.slope for one in operands), default=0.0) if slope is None else slope,
@@ -148,25 +148,25 @@ _Rule = Callable[[_Of, _Arguments], Bounds]
 
 
 def _all(of: _Of, arguments: _Arguments) -> list[Bounds]:
-    found: list[Bounds] = []
+    bounds: list[Bounds] = []
     for value in arguments.values():
-        found.extend(map(of, value) if isinstance(value, list | tuple) else [of(value)])
-    return found
+        bounds.extend(map(of, value) if isinstance(value, list | tuple) else [of(value)])
+    return bounds
 
 
 def _crossing(operands: Sequence[Bounds]) -> float:
-    """Where the last two of some bounds meet."""
+    """Return the batch size above which no two bounds cross."""
     slopes = [one.slope for one in operands if one.slope]
     return math.ceil(sum(one.constant for one in operands) / min([1.0, *slopes])) if slopes else 0.0
 
 
 def _same(of: _Of, arguments: _Arguments) -> Bounds:
-    """Its values are those of its input."""
+    """Bound an op that keeps the values of its input."""
     return of(arguments.get("input"))
 
 
 def _compared(of: _Of, arguments: _Arguments) -> Bounds:
-    """One of several values, by what they are."""
+    """Bound an op that selects one of several values by comparison."""
     operands = _all(of, arguments)
     return _met(*operands, at=_crossing(operands))
 
@@ -204,7 +204,7 @@ def _rest(of: _Of, arguments: _Arguments) -> Bounds:
 
 
 def _line(of: _Of, arguments: _Arguments) -> Bounds:
-    """``arange``: a step for each position."""
+    """Bound ``arange``, which adds a step at each position."""
     start, step = of(arguments.get("start", 0)), of(arguments.get("step", 1))
     if step.slope:
         raise _Unknown
@@ -216,7 +216,7 @@ def _filled(of: _Of, arguments: _Arguments) -> Bounds:
 
 
 def _running(of: _Of, arguments: _Arguments) -> Bounds:
-    """Sums along a dim of what does not grow."""
+    """Bound a cumulative sum of bounded values."""
     a, sizes = of(arguments["input"]), [of(size) for size in arguments["input"].meta["fake"].shape]
     if a.slope:
         raise _Unknown
@@ -225,26 +225,26 @@ def _running(of: _Of, arguments: _Arguments) -> Bounds:
 
 
 def _repeated(of: _Of, arguments: _Arguments) -> Bounds:
-    """Repeated so many times; by a tensor, its sums are the places."""
+    """Bound a repeat by a number; refuse one by a tensor, whose cumulative sums would be the positions."""
     if isinstance(arguments.get("repeats"), fx.Node) and isinstance(arguments["repeats"].meta["fake"], Tensor):
         raise _Unknown
     return _same(of, arguments)
 
 
 def _order(of: _Of, arguments: _Arguments) -> Bounds:
-    """Places, by what stands there."""
+    """Bound the positions that a sort returns."""
     a = of(arguments["input"])
     return _met(a, at=_crossing([a]), constant=a.constant, slope=max(1.0, a.slope))
 
 
 def _read(of: _Of, arguments: _Arguments) -> Bounds:
-    """``values[index]``: by numbers and slices, or by what is an index itself."""
+    """Bound ``values[index]``, for an index of numbers, slices or other bounded indices."""
     fake = arguments["input"].meta["fake"]
-    a, given = of(arguments["input"]), [of(one) for one in _flat(arguments.get("index", arguments.get("indices")))]
+    a, indices = of(arguments["input"]), [of(one) for one in _flat(arguments.get("index", arguments.get("indices")))]
     sizes = [of(size).constant for size in fake.shape] if isinstance(fake, Tensor) else []
-    moved, steps = sum(one.constant for one in given), max([1.0, *(one.slope for one in given)])
-    at = _crossing([a, *given, Bounds(sum(sizes), 1.0)]) if given else 0.0
-    return _met(a, *given, at=at, constant=a.constant + a.slope * moved, slope=a.slope * steps)
+    moved, steps = sum(one.constant for one in indices), max([1.0, *(one.slope for one in indices)])
+    at = _crossing([a, *indices, Bounds(sum(sizes), 1.0)]) if indices else 0.0
+    return _met(a, *indices, at=at, constant=a.constant + a.slope * moved, slope=a.slope * steps)
 
 
 def _flat(index: Any) -> list[Any]:

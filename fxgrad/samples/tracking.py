@@ -1,7 +1,7 @@
-"""Where an op leaves the samples: one handler per family of ops.
+"""Layout rules: one handler per family of ops.
 
-A handler gets one op with the layouts of its operands and answers with the layout of each output, or
-with the reason why samples got mixed. It refuses; it never guesses.
+A handler gets one op with the layouts of its operands. It returns the layout of an output, or the reason why the op
+mixes samples. It refuses in doubt and never guesses.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from sympy import simplify
 from torch import Tensor, fx
 
-from fxgrad.calls import Call
-from fxgrad.samples.families import Family
+from fxgrad.ops.calls import Call
+from fxgrad.ops.equation import Equation, Subscripts
+from fxgrad.ops.families import Family
+from fxgrad.ops.worked_dims import OVER_LAST
 from fxgrad.samples.layouts import Kind, Layout
 from fxgrad.samples.operands import Answer, Handler, Mixes, Op, Operand, by_shape, refuse_dims
 from fxgrad.samples.over_dims import over_dims, worked_dims
 from fxgrad.samples.places import index_put, per_index
 from fxgrad.samples.symbols import expression
-from fxgrad.samples.worked_dims import OVER_LAST
 
 
 def elementwise(op: Op, output: Tensor) -> Answer:
@@ -35,7 +36,7 @@ def elementwise(op: Op, output: Tensor) -> Answer:
 
 
 def sought(op: Op, output: Tensor) -> Answer:
-    """bucketize, searchsorted: each value alone, between boundaries that all samples share."""
+    """Follow bucketize and searchsorted, elementwise in the values; the boundaries must be shared by all samples."""
     for operand in op.operands:
         if operand.name in ("boundaries", "sorted_sequence", "sorter") and (operand.layout or operand.fake.dim() != 1):
             return Mixes("its boundaries are not the same for all samples")
@@ -43,7 +44,7 @@ def sought(op: Op, output: Tensor) -> Answer:
 
 
 def along(op: Op, output: Tensor) -> Answer:
-    """softmax, cumsum, sort, sum, ...: alone over every dim that is not named."""
+    """Follow softmax, cumsum, sort, sum, ..., which batch over all dims that they do not name."""
     linear = op.call.op in ("sum", "mean", "nansum")
     for operand, layout in op.batched:
         if "other" in op.call.arguments and op.call.op in ("max", "min"):
@@ -64,13 +65,13 @@ def movement(op: Op, output: Tensor) -> Answer:
 
 
 def contraction(op: Op, output: Tensor) -> Answer:
-    """Matrix products: the contracted dim may not be the sample dim; the others line up as in matmul."""
+    """Follow a matrix product; the contracted dim may not hold samples, and the batch dims broadcast as in matmul."""
     if op.call.op == "einsum":
         return _einsum(op, output)
     if op.call.op not in _CONTRACTED:
         return Mixes("nobody says which of its dims are contracted")
     summed = {layout.dim in _contracted_dims(op, operand) for operand, layout in op.batched}
-    if True in summed:  # Σ_n a_n b_n, where all that holds samples is summed over
+    if True in summed:  # Σ_n a_n b_n, a contraction over the samples of all operands
         alike = len({layout.at(0) for _, layout in op.batched}) == 1
         return Mixes("it sums over the sample dimension", linear=summed == {True} and alike and op.call.op in _SUMS)
     answer = by_shape(op, output)
@@ -80,20 +81,20 @@ def contraction(op: Op, output: Tensor) -> Answer:
 
 
 def _contracted_dims(op: Op, operand: Operand) -> Sequence[int]:
-    """The dims of an operand that a product sums over; a vector's only dim wherever it stands."""
+    """Return the dims of an operand that a product contracts; a vector's only dim in any position."""
     ndim, dims = operand.fake.dim(), _CONTRACTED[op.call.op].get(operand.name, ())
     if op.call.op != "tensordot":
         return [max(dim, -ndim) % ndim for dim in dims]
-    given = op.call.get("dims")
-    if isinstance(given, int):
-        return range(ndim - given, ndim) if operand.name == "a" else range(given)
-    if not isinstance(given, tuple | list) or len(given) != 2:
+    pair = op.call.get("dims")
+    if isinstance(pair, int):
+        return range(ndim - pair, ndim) if operand.name == "a" else range(pair)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         return range(ndim)
-    return [dim % ndim for dim in given[operand.name == "b"]]
+    return [dim % ndim for dim in pair[operand.name == "b"]]
 
 
 def _lined_up(op: Op, output: Tensor, answer: Layout) -> Answer:
-    """The batch dims (all but the last two) of operands line up from the right."""
+    """Check that the operands' batch dims (all but the last two) align from the right."""
     vector = any(operand.fake.dim() == 1 for operand in op.operands)
     for operand, layout in op.batched:
         if layout.at(0) != answer.at(0):
@@ -102,13 +103,13 @@ def _lined_up(op: Op, output: Tensor, answer: Layout) -> Answer:
         if op.call.op not in ("matmul", "rmatmul"):
             continue
         right = operand.name == ("other" if op.call.op == "matmul" else "input")
-        moves = vector and not (right and place == -1)  # one of the last two dims is gone from the result
+        moves = vector and not (right and place == -1)  # the result lacks one of the last two dims
         if place + moves != answer.dim - output.dim():
             return Mixes("its operands hold the samples in different places")
     return answer
 
 
-_SUMS = frozenset("matmul rmatmul mm bmm mv dot vdot inner".split())  # over one dim of both
+_SUMS = frozenset("matmul rmatmul mm bmm mv dot vdot inner".split())  # contractions of one dim of both operands
 
 _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
     "linear": {"input": (-1,), "weight": (-1,)},
@@ -135,30 +136,24 @@ _CONTRACTED: dict[str, dict[str, tuple[int, ...]]] = {
 
 def _einsum(op: Op, output: Tensor) -> Answer:
     equation = op.call.arguments["equation"]
-    left, arrow, right = str(equation).replace(" ", "").partition("->")
-    if not arrow or not isinstance(equation, str):
+    read = Equation.of(equation) if isinstance(equation, str) else None
+    if read is None or read.output is None:
         return by_shape(op, output)
-    held = []
-    for operand, layout, letters in zip_einsum(op, left):
-        position = layout.dim
-        if "..." in letters:
-            before, _, after = letters.partition("...")
-            rank = operand.fake.dim()
-            if len(before) <= position < rank - len(after):
-                continue
-            position = position if position < len(before) else position - rank + len(before) + len(after)
-            letters = before + after
-        held.append((letters[position], layout.at(0)))
-    if any(letter not in right for letter, _ in held):  # Σ_n a_n b_n, where all that holds samples is summed over
-        return Mixes("it sums over the sample dimension", linear=len(set(held)) == 1)
+    held = set()
+    for operand, layout, letters in _letters(op, read):
+        names = letters.names(operand.fake.dim()) if layout.dim >= 0 else letters.letters
+        if names[layout.dim] in letters.letters:  # no dimension behind dots
+            held.add((names[layout.dim], layout.at(0)))
+    if any(name not in read.output.letters for name, _ in held):  # Σ_n a_n b_n, where all that holds samples is summed
+        return Mixes("it sums over the sample dimension", linear=len(held) == 1)
     return by_shape(op, output)
 
 
-def zip_einsum(op: Op, left: str) -> Iterator[tuple[Operand, Layout, str]]:
-    """Each batched operand of an einsum with its letters."""
+def _letters(op: Op, equation: Equation) -> Iterator[tuple[Operand, Layout, Subscripts]]:
+    """Yield each batched operand of an einsum with its letters."""
     nodes = list(op.call.arguments["operands"])
     for operand, layout in op.batched:
-        for node, letters in zip(nodes, left.split(","), strict=True):
+        for node, letters in zip(nodes, equation.inputs, strict=True):
             if node is operand.node:
                 yield operand, layout, letters
 
@@ -179,9 +174,9 @@ def per_row(op: Op, output: Tensor) -> Answer:
     if name == "batch_norm" and op.call.get("training") is True:
         return Mixes("batch_norm in training mode lets samples influence each other")
     rank = 2 + _spatial(name) if _spatial(name) else None
-    own = _as_channels(op) if name == "instance_norm" else _as_groups(op) if rank is not None else None
-    if own is not None:
-        return own
+    layout_of_one_image = _as_channels(op) if name == "instance_norm" else _as_groups(op) if rank is not None else None
+    if layout_of_one_image is not None:
+        return layout_of_one_image
     for operand, layout in op.batched:
         unbatched = rank is not None and operand.fake.dim() != rank
         if operand.name == "weight" and name.startswith("conv"):
@@ -194,34 +189,34 @@ def per_row(op: Op, output: Tensor) -> Answer:
             return Mixes("it gets its samples on another dimension than 0")
         if name == "embedding_bag" and operand.fake.dim() == 1:
             return Mixes("its bags are given by offsets, so a row is not a sample")
-    held = {layout for _, layout in op.batched}
-    return held.pop() if len(held) == 1 else by_shape(op, output)
+    layouts = {layout for _, layout in op.batched}
+    return layouts.pop() if len(layouts) == 1 else by_shape(op, output)
 
 
 def _as_channels(op: Op) -> Layout | None:
-    """Samples as channels of one image, ``instance_norm(h.unsqueeze(0))``: without weights each is normalised alone."""
+    """Return the layout of ``instance_norm(h.unsqueeze(0))`` without weights, samples as channels; otherwise None."""
     (operand, layout), *others = op.batched
     alone = not others and len(op.operands) == 1 and op.call.get("use_input_stats", True) is True
     return layout if alone and operand.name == "input" and layout.dim == 1 else None
 
 
 def _as_groups(op: Op) -> Layout | None:
-    """Samples as groups of channels, each with kernels of its own: ``conv2d(x.view(1, B * C, ..), w, groups=B)``."""
-    held = {operand.name: (operand, layout) for operand, layout in op.batched}
+    """Return the layout of ``conv2d(x.view(1, B * C, ..), w, groups=B)``, one group per sample; otherwise None."""
+    batched = {operand.name: (operand, layout) for operand, layout in op.batched}
     groups = op.call.get("groups", 1)
     size = expression(groups.meta["fake"] if isinstance(groups, fx.Node) else groups) / op.symbols.symbol
-    if "transpose" in op.call.op or not simplify(size).is_Integer or len(held) < len(op.operands):
+    if "transpose" in op.call.op or not simplify(size).is_Integer or len(batched) < len(op.operands):
         return None
-    places = {name: (layout.dim, layout.outer) for name, (_, layout) in held.items()}
+    places = {name: (layout.dim, layout.outer) for name, (_, layout) in batched.items()}
     expected = {"input": (1, 1), "weight": (0, 1), "bias": (0, 1)}
-    whole = held["input"][0].fake.dim() == 2 + _spatial(op.call.op) if "input" in held else False
-    if not whole or "weight" not in held or any(expected[name] != place for name, place in places.items()):
+    whole = batched["input"][0].fake.dim() == 2 + _spatial(op.call.op) if "input" in batched else False
+    if not whole or "weight" not in batched or any(expected[name] != place for name, place in places.items()):
         return None
-    return held["weight"][1].at(1)
+    return batched["weight"][1].at(1)
 
 
 def _grid(op: Op, operand: Operand, layout: Layout) -> Answer:
-    """Samples as channels of an image, or as positions in a grid, which the other one shares."""
+    """Follow samples as channels of a shared grid's image, or as positions in a grid on a shared image."""
     alone = len(list(op.batched)) == 1
     if alone and operand.name == "input" and layout.dim == 1:
         return layout
@@ -231,13 +226,13 @@ def _grid(op: Op, operand: Operand, layout: Layout) -> Answer:
 
 
 def _kernels(op: Op, output: Tensor, kernels: Layout) -> Answer:
-    """A convolution with a kernel of each sample: its channel of the result is the sample's."""
+    """Follow a convolution with one kernel per sample; its output channel belongs to that sample."""
     others = [layout for operand, layout in op.batched if operand.name != "weight"]
     image = op.operand("input")
     shared = image is not None and image.layout is None and op.call.get("groups", 1) == 1
-    own = kernels.dim == ("transpose" in op.call.op) and all(layout == kernels.at(0) for layout in others)
+    apart = kernels.dim == ("transpose" in op.call.op) and all(layout == kernels.at(0) for layout in others)
     channel = kernels.at(output.dim() - _spatial(op.call.op) - 1)
-    return channel if shared and own and by_shape(op, output) == channel else Mixes("its weight holds samples")
+    return channel if shared and apart and by_shape(op, output) == channel else Mixes("its weight holds samples")
 
 
 def _spatial(name: str) -> int:
@@ -272,12 +267,12 @@ def attention(op: Op, output: Tensor) -> Answer:
 
 
 def elementwise_dims(op: Op, output: Tensor) -> Answer:
-    """Batch dims that line up from the right, as in scaled_dot_product_attention."""
+    """Follow batch dims that align from the right, as in scaled_dot_product_attention."""
     return elementwise(op, output)
 
 
 def loss(op: Op, output: Tensor) -> Answer:
-    """The loss of each element or row; reduced, a sum over samples, which is linear in what each of them gives."""
+    """Follow a loss per element or row; a reduced loss is a linear sum over samples."""
     places = set()
     for operand, layout in op.batched:
         others = [dim for dim in range(operand.fake.dim()) if dim not in _compared(op, operand)]
@@ -294,7 +289,7 @@ def loss(op: Op, output: Tensor) -> Answer:
 
 
 def counts_tokens(call: Call, operands: Sequence[Operand]) -> bool:
-    """Whether a mean divides by a number that the labels decide: class weights, labels to ignore among tokens."""
+    """Decide whether a mean divides by a number made from labels: class weights, or a count of tokens not ignored."""
     if call.op not in _OF_CLASSES or call.get("reduction", "mean") not in ("mean", 1):
         return False
     target = next((operand for operand in operands if operand.name == "target"), None)
@@ -308,7 +303,7 @@ _OF_CLASSES = frozenset({"cross_entropy", "cross_entropy_loss", "nll_loss", "nll
 
 
 def _compared(op: Op, operand: Operand) -> Sequence[int]:
-    """The dims that a loss of rows compares with each other: classes, features."""
+    """Return the dims that a loss per row reduces: classes, features."""
     ndim = operand.fake.dim()
     if op.call.op in OVER_LAST:
         return worked_dims(op, operand)
@@ -321,19 +316,19 @@ def _compared(op: Op, operand: Operand) -> Sequence[int]:
 
 
 def recurrent(op: Op, output: Tensor) -> Answer:
-    """Rows of dim 1 are alone; states and lengths have them on dim 0."""
-    held = set()
+    """Follow a recurrent layer, with samples on dim 1 of x and on dim 0 of states and lengths."""
+    merges = set()
     for operand, layout in op.batched:
         if operand.name in ("w_ih", "b_ih", "w_hh", "b_hh", "w_hr"):
             return Mixes("its weights hold samples")
         if layout.dim != (1 if operand.name == "x" else 0):
             return Mixes("it runs along the sample dimension")
-        held.add(layout.at(0))
-    return by_shape(op, output) if len(held) == 1 else Mixes("its operands hold the samples in different orders")
+        merges.add(layout.at(0))
+    return by_shape(op, output) if len(merges) == 1 else Mixes("its operands hold the samples in different orders")
 
 
 def packed(op: Op, output: Tensor) -> Answer:
-    """Padded values hold sequences on dim 1; packed ones rows on dim 0, by the run-time index that packed them."""
+    """Follow an op on packed data: padded values have sequences on dim 1, packed ones rows on dim 0 by an index."""
     values = op.operand("x") or op.operand("data")
     layout = None if values is None else values.layout
     if op.call.op == "fxgrad::pack":
@@ -357,7 +352,7 @@ def packed(op: Op, output: Tensor) -> Answer:
 
 
 def _source(node: Any) -> str:
-    """A name for a value that is the same wherever it is read: ``pack[1]`` for one of several outputs."""
+    """Return one name for all reads of a value: ``pack[1]`` for one of several outputs."""
     if isinstance(node, fx.Node) and "call" in node.meta and node.meta["call"].op == "getitem":
         return f"{node.args[0]}[{node.args[1]}]"
     return str(node)
@@ -386,12 +381,12 @@ HANDLERS: dict[Family, Handler] = {
 
 
 def track(op: Op, family: Family) -> list[Answer | None]:
-    """The answer for each output of an op; None for an output that is no tensor."""
+    """Return the answer for each output of an op; None for an output that is no tensor."""
     outputs = list(op.output) if isinstance(op.output, tuple | list) else [op.output]
     if family is Family.MOVEMENT:
         return _movement_layouts(op, outputs)
     handler = HANDLERS[family]
-    if family is Family.RECURRENT:  # an empty output stands for one that this kind of layer does not have
+    if family is Family.RECURRENT:  # an empty output is a placeholder that this kind of layer lacks
         outputs = [None if out.dim() == 1 else out for out in outputs]
     return [handler(op, out) if isinstance(out, torch.Tensor) else None for out in outputs]
 
@@ -399,15 +394,15 @@ def track(op: Op, family: Family) -> list[Answer | None]:
 def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
     moved = op.operand("input")
     if op.call.op == "expand_as" and moved is not None and moved.layout is None:
-        return [by_shape(op, outputs[0])]  # copies for the samples of the tensor whose shape it takes
+        return [by_shape(op, outputs[0])]  # one copy per sample of the tensor whose shape it takes
     if op.call.op == "broadcast_tensors":
         return [elementwise(op, out) for out in outputs]  # all of one shape
-    found = op.replay.layouts(op.node, op.output)
-    if found is None and op.call.op == "cat":  # of the samples' rows and of a constant's, which has one for each
+    replayed = op.replay.layouts(op.node, op.output)
+    if replayed is None and op.call.op == "cat":  # batched rows next to a constant with one row per sample
         constants = [operand for operand in op.operands if op.replay.samples(operand.node).kind is Kind.CONSTANT]
         lined_up = {operand.node: operand.layout for operand in constants if operand.layout is not None}
-        found = op.replay.layouts(op.node, op.output, lined_up)
-    layouts = found if isinstance(op.output, tuple | list) else [found]
+        replayed = op.replay.layouts(op.node, op.output, lined_up)
+    layouts = replayed if isinstance(op.output, tuple | list) else [replayed]
     lost = _lost(op)
     return [
         None if not isinstance(out, torch.Tensor) else _placed(op, out) or lost if layout is None else layout
@@ -416,7 +411,7 @@ def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
 
 
 def _lost(op: Op) -> Mixes:
-    """Why nothing says where the samples went, and how to write it."""
+    """Return the reason why a layout is unknown, with advice."""
     fakes = [arg.meta["fake"] for arg in op.node.all_input_nodes[1:]]
     if op.call.op in ("getitem", "index") and any(isinstance(f, Tensor) and f.dtype == torch.bool for f in fakes):
         return Mixes(
@@ -442,7 +437,7 @@ _CUTTING = frozenset("chunk split tensor_split split_with_sizes unsafe_chunk uns
 
 
 def _placed(op: Op, output: Tensor) -> Layout | None:
-    """Where a value without elements holds its samples: none of them is anywhere, so where its shape says."""
+    """Return the layout of a value without elements, read from its shape; None for other values."""
     empty = any(isinstance(size, int) and size == 0 for size in output.shape)
     answer = by_shape(op, output) if empty else None
     return answer if isinstance(answer, Layout) else None

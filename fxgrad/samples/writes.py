@@ -1,7 +1,7 @@
-"""What is left in memory behind an op in place: which views of it hold samples now, and where.
+"""The samples of all views of a memory after an in-place op.
 
-An op writes through one view; others show the same memory. So the memory itself is replayed on sample ids
-(see `fxgrad.samples.replay`): what it held, then what was written, read again through every view.
+An op writes through one view, and other views alias the same memory. So fxgrad replays the memory itself on sample ids
+(see `fxgrad.samples.replay`): it enters the old content, applies the write, and reads each view.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxgrad.calls import Call
+from fxgrad.ops.calls import Call
+from fxgrad.ops.written import declared, result_written
 from fxgrad.samples.every_batch import BATCHES, LARGEST, Batches
 from fxgrad.samples.ids import read_partly, sample_ids
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
-from fxgrad.samples.written import declared, result_written
 
 
 def written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Samples]]:
-    """What a call writes into, and the samples that are in it then."""
-    if call.op == "setitem":  # passes/lower_assignments.py left it, and nothing that matters may be in it
+    """Yield each node that a call writes to, with its samples after the write."""
+    if call.op == "setitem":  # infer_samples refuses one that samples or parameters reach
         return
     for place, new in result_written(node, call):
         if isinstance(new, Samples):
@@ -38,18 +38,18 @@ def written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Samples]]:
 
 
 def _flat(known: Any) -> Iterator[Any]:
-    for one in known:
-        if isinstance(one, list):
-            yield from _flat(one)
+    for item in known:
+        if isinstance(item, list):
+            yield from _flat(item)
         else:
-            yield one
+            yield item
 
 
 def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay: Replay) -> Mapping[fx.Node, Samples]:
-    """The samples of each view, the first of which shows all of the memory, after ``new`` is written through one.
+    """Return the samples of each view after a write of ``new`` through one; the first view covers all the memory.
 
-    A view in which the samples have no dimension of their own is mixed from then on. Where only some of a dimension's
-    rows are written so far (``out[0::2] = a``), the others have to be constants.
+    A view without a layout is mixed from then on. If only some rows of a dimension have been written
+    (``out[0::2] = a``), the others have to be constants.
     """
     whole = views[0].meta["samples"]
     followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
@@ -61,37 +61,37 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
             for view in views
         }
     memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches]
-    found = {}
+    samples_of_views = {}
     for view in views:
         old: Samples = view.meta["samples"]
         traced = old.traced or new.traced
         if _same_place(view, through):
-            found[view] = replace(new, traced=traced)
+            samples_of_views[view] = replace(new, traced=traced)
         elif not memories[0].touched(view):
-            found[view] = old
+            samples_of_views[view] = old
         elif not followed:
-            found[view] = Samples(Kind.MIXED, traced=traced)
+            samples_of_views[view] = Samples(Kind.MIXED, traced=traced)
         elif not memories[0].ids(view).any():
             uniform = Kind.UNIFORM in (old.kind, new.kind)
-            found[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
+            samples_of_views[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
         else:
             ids = [memory.ids(view) for memory in memories]
             layout = replay.read(ids, view.meta["fake"], batches=batches)
             if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
                 layout = replay.read(ids, view.meta["fake"], read_partly, batches)
             kind = Kind.MIXED if layout is None else Kind.BATCHED
-            found[view] = Samples(kind, layout, traced)
-    return found
+            samples_of_views[view] = Samples(kind, layout, traced)
+    return samples_of_views
 
 
 # Note [Sizes of memory]
 # ~~~~~~~~~~~~~~~~~~~~~~
-# ``z[150:]`` shows no sample of two, and of 151 one. So memory is replayed at sizes above each number of samples that
-# the place of a view counts from its beginning, or that a quotient in it has; views beyond `LARGEST` are lost.
+# ``z[150:]`` contains no sample at B = 2, and one at B = 151. So fxgrad replays the memory at batch sizes above the
+# offset of each view, in samples, and above each number in its quotients. Views beyond `LARGEST` are lost.
 
 
 def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
-    """How many elements of memory one sample's rows take at the least."""
+    """Return the least number of memory elements that one sample's rows take."""
     steps = []
     for view, samples in known:
         fake, layout = view.meta["fake"], samples.layout
@@ -106,23 +106,23 @@ def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
 
 
 def _batches(views: Sequence[fx.Node], rows: int, symbols: Symbols) -> Batches | None:
-    """See Note [Sizes of memory]."""
+    """Return the two batch sizes of the replay, or None. See Note [Sizes of memory]."""
     largest = max(_counted(view.meta["fake"], rows, symbols) for view in views)
     return None if largest > LARGEST else BATCHES if largest < BATCHES[0] else (largest + 1, largest + 2)
 
 
 def _counted(fake: Tensor, rows: int, symbols: Symbols) -> int:
-    """The largest number of samples that a view counts from the beginning of its memory, or divides them by."""
+    """Return the largest batch size that a view's offset, extent or quotients compare with."""
     sizes = [*fake.shape, *fake.stride(), fake.storage_offset()]
     counted = [abs(number) for size in sizes for number in _in_functions(expression(size), symbols.symbol)]
     constant = [abs(symbols.evaluate(size, 0)) for size in sizes]
-    last = [max(0, size - (not symbols.holds_batch(given))) for size, given in zip(constant, fake.shape, strict=False)]
+    last = [max(0, size - (not symbols.holds_batch(full))) for size, full in zip(constant, fake.shape, strict=False)]
     reach = constant[-1] + sum(place * step for place, step in zip(last, constant[fake.dim() : -1], strict=True))
     return max([int(reach) // rows, *counted])
 
 
 def _in_functions(size: sympy.Expr, batch: sympy.Symbol) -> Iterator[int]:
-    """What quotients, minima and maxima of the number of samples compare it with."""
+    """Yield the integers in quotients, minima and maxima of B."""
     for function in sympy.preorder_traversal(size):
         if isinstance(function, sympy.Add | sympy.Mul | sympy.Pow) or batch not in function.free_symbols:
             continue
@@ -133,21 +133,21 @@ def _in_functions(size: sympy.Expr, batch: sympy.Symbol) -> Iterator[int]:
 
 
 def _special(samples: Samples) -> bool:
-    """Packed rows, and copies whose order is not decided: no layout to make ids of."""
+    """Decide whether a batched value lacks a layout to write ids from: packed rows, or copies of undecided order."""
     return samples.kind is Kind.BATCHED and (samples.layout is None or samples.layout.rows is not None)
 
 
 def _same_place(a: fx.Node, b: fx.Node) -> bool:
-    one, other = a.meta["fake"], b.meta["fake"]
+    first, second = a.meta["fake"], b.meta["fake"]
     return bool(
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
+        first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.storage_offset() == second.storage_offset()
     )
 
 
 class _Memory:
-    """Sample ids in place of the values of one piece of memory, at a number of samples."""
+    """Sample ids in place of the values of one memory, at one batch size."""
 
     def __init__(
         self, views: Sequence[fx.Node], through: fx.Node, new: Samples | None, symbols: Symbols, batch: int

@@ -1,4 +1,4 @@
-"""Change each sample in turn, and look at whom else it reaches."""
+"""The probe: it changes each sample in turn and records the other samples that change with it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from fxgrad.batch import tensors_in
 from fxgrad.errors import FxgradError
+from fxgrad.samples.batch import tensors_in
 from fxgrad.samples.layouts import Layout, samples_first
 from fxgrad.verification.verdict import Influence
 from fxgrad.verification.witness import Nest, Whole, Witness, differs
 
-Found = dict[str, Tensor] | FxgradError  # every parameter's grad_sample, or why there is none
+Found = dict[str, Tensor] | FxgradError  # each parameter's grad_sample, or the refusal
 
 
 def probe(
-    witness: Witness, whole: Whole, transformed: Callable[[Nest], Found], found: Found
+    witness: Witness, whole: Whole, transformed: Callable[[Nest], Found], unchanged: Found
 ) -> tuple[list[Layout | None], list[Influence]]:
-    """Where the samples are in every output, and which samples see each other.
+    """Return the layout of the samples in each output, and the influences between samples.
 
-    Where a value's dimension may hold the samples in more than one way, the one is taken in which they see
-    each other least. What the loss or the gradients make of an output that already mixes says nothing new.
+    If a value has several possible layouts, take the one with the fewest influences. Influences on the loss or the
+    gradients are reported only if no output mixes samples.
     """
     n = witness.n
     options = [candidates(y, one, n) for y, one in zip(whole.outputs, _one_alone(witness, whole), strict=True)]
@@ -39,9 +39,9 @@ def probe(
                 assert way.place is not None
                 way.add(i, rows_changed(y.detach(), before, way.place, n))
         loss.add(i, _rows_of_loss(by_output, whole, options, n))
-        again = found if isinstance(found, FxgradError) else transformed(witness.inputs.changed(i))
-        if not isinstance(found, FxgradError) and not isinstance(again, FxgradError):
-            grads.add(i, _rows_of_grads(again, found, n))
+        again = unchanged if isinstance(unchanged, FxgradError) else transformed(witness.inputs.changed(i))
+        if not isinstance(unchanged, FxgradError) and not isinstance(again, FxgradError):
+            grads.add(i, _rows_of_grads(again, unchanged, n))
     best = [min(seen, key=len, default=None) for seen in outputs]
     influences = [item for k, way in enumerate(best) if way for item in way.influences(f"output {k}")]
     influences = influences or loss.influences("loss") or grads.influences("grad_sample")
@@ -49,7 +49,7 @@ def probe(
 
 
 class _Seen:
-    """Which samples a change of each sample reached, if ``place`` is where they are."""
+    """The samples that a change of each sample reached, under the layout ``place``."""
 
     def __init__(self, place: Layout | None, n: int) -> None:
         self.place = place
@@ -69,31 +69,31 @@ class _Seen:
 
 
 def _one_alone(witness: Witness, whole: Whole) -> Sequence[Tensor | None]:
-    """The outputs of a sample alone, for their shapes; None where the model does not take one alone."""
+    """Return the outputs for one sample alone, for their shapes; None if the model rejects a batch of one."""
     try:
         with witness.forward(witness.model, witness.inputs.sample(0)) as output:
             leaves = [leaf.detach() for leaf in tensors_in(output)]
-    except Exception:  # such as batch_norm's, which wants two
+    except Exception:  # such as that of batch_norm, which needs two samples
         leaves = []
     return leaves if len(leaves) == len(whole.outputs) else [None] * len(whole.outputs)
 
 
 def candidates(value: Tensor, alone: Tensor | None, n: int) -> list[Layout]:
-    """Where the samples may be in an output, most likely first; ``alone`` is one sample's, if it could be had."""
+    """Return the possible layouts of an output, most likely first; ``alone`` is the output for one sample, or None."""
     if alone is not None and alone.shape == value.shape and n > 1:
         return []
     dims = [d for d in range(value.dim()) if value.shape[d] and value.shape[d] % n == 0]
     if alone is not None and alone.dim() == value.dim():
         dims = [d for d in dims if n == 1 or value.shape[d] == n * alone.shape[d]]
-    found = []
+    layouts = []
     for d in dims:
         k = value.shape[d] // n
-        found += [Layout(d, outer, k // outer) for outer in range(1, k + 1) if k % outer == 0]
-    return found
+        layouts += [Layout(d, outer, k // outer) for outer in range(1, k + 1) if k % outer == 0]
+    return layouts
 
 
 def rows_changed(after: Tensor, before: Tensor, place: Layout, n: int) -> list[int]:
-    """The samples whose part of a value differs."""
+    """Return the samples whose part of a value differs."""
     if after.shape != before.shape:
         return list(range(n))
     different = differs(after, before)
@@ -105,13 +105,13 @@ def rows_changed(after: Tensor, before: Tensor, place: Layout, n: int) -> list[i
 def _rows_of_loss(
     by_output: Sequence[Tensor | None], whole: Whole, options: Sequence[Sequence[Layout]], n: int
 ) -> list[int]:
-    """The samples at whose outputs the loss has another gradient."""
-    found: set[int] = set()
+    """Return the samples at whose outputs the gradient of the loss differs."""
+    changed: set[int] = set()
     for g, before, places in zip(by_output, whole.by_output, options, strict=True):
         if g is not None and before is not None and places:
             ways = [rows_changed(g, before, place, n) for place in places]
-            found.update(ways[min(range(len(ways)), key=lambda k: len(ways[k]))])
-    return sorted(found)
+            changed.update(ways[min(range(len(ways)), key=lambda k: len(ways[k]))])
+    return sorted(changed)
 
 
 def _rows_of_grads(after: Mapping[str, Tensor], before: Mapping[str, Tensor], n: int) -> list[int]:

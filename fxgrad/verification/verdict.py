@@ -1,4 +1,4 @@
-"""What `fxgrad.verify` found: a verdict for every parameter, and which samples see each other."""
+"""The result of `fxgrad.verify`: a verdict for each parameter, and the influences between samples."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fxgrad.errors import FxgradError, MixedSamples, RuleError
-from fxgrad.printing import table
+from fxgrad.graph.printing import table
 
 
 @dataclass(frozen=True)
 class ParameterVerdict:
-    """One parameter's ``grad_sample`` against the loop's.
+    """The comparison of one parameter's ``grad_sample`` with that of the loop over samples.
 
     ``verdict`` is "right", "wrong", "unused" (zeros, as they should be), "frozen", "refused" or "not compared".
-    ``error`` is max|a - b| / max(max|b|, 1e-3 of the model's largest |b|), ``sample`` the sample it is largest
-    for; both are None where nothing was compared.
+    ``error`` is max|a - b| / max(max|b|, 1e-3 of the model's largest |b|), and ``sample`` the sample with the largest
+    error; both are None without a comparison.
     """
 
     name: str
@@ -27,9 +27,9 @@ class ParameterVerdict:
 
 @dataclass(frozen=True)
 class Influence:
-    """Changing sample ``source`` changed something of the samples ``targets``.
+    """An influence: a change of sample ``source`` changed a value of the samples ``targets``.
 
-    ``what`` says of what: "output 0" (the first tensor of the model's output), "loss" (its gradient by the
+    ``what`` names the value: "output 0" (the first tensor of the model's output), "loss" (its gradient by the
     outputs) or "grad_sample".
     """
 
@@ -40,11 +40,31 @@ class Influence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `fxgrad.verify` found. ``str()`` is a table; ``ok`` sums it up; `raise_if_wrong` is for tests."""
+    """The result of `fxgrad.verify`; ``str()`` is a table, and `raise_if_wrong` is for tests.
+
+    Attributes:
+        ok: whether every trainable parameter is right and samples are independent (or may mix).
+        batch_size: the number of samples.
+        dtype: the dtype of the comparison.
+        witness: the reference of the comparison of grad_sample; empty without a comparison.
+        tolerance: the largest accepted error.
+        parameters: a `ParameterVerdict` for each parameter.
+        influences: an `Influence` for each sample whose change affected others.
+        mixing_allowed: whether the model is transformed with mixing="allow".
+        refusal: the error of a model that fxgrad refuses, else None.
+        output_error: the error of the transformed model's outputs against the plain model's; None: not compared.
+        sum_error: the error of the samples' sum against the ordinary gradient; None: not compared.
+        notes: sentences on missing comparisons, with reasons.
+        may_mix: whether the model's other options permit mixing="allow".
+
+    >>> import torch, fxgrad
+    >>> fxgrad.verify(torch.nn.Linear(3, 2), torch.randn(5, 3)).ok
+    True
+    """
 
     batch_size: int
-    dtype: str  # in which the comparison was made
-    witness: str  # what grad_sample was compared with; empty where nothing was
+    dtype: str  # of the comparison
+    witness: str  # the reference of grad_sample; empty without a comparison
     tolerance: float
     parameters: tuple[ParameterVerdict, ...]
     influences: tuple[Influence, ...]
@@ -53,14 +73,14 @@ class Verdict:
     output_error: float | None  # of the transformed model's outputs against the plain model's
     sum_error: float | None  # of the samples' sum against the ordinary gradient
     notes: tuple[str, ...] = ()
-    may_mix: bool = True  # whether the model's other options go with mixing="allow"
+    may_mix: bool = True  # whether the model's other options permit mixing="allow"
 
     @property
     def ok(self) -> bool:
-        """Every trainable parameter is right, samples are independent (or may mix), outputs and sums agree."""
+        """Whether all trainable parameters are right, samples independent (or may mix), and outputs and sums agree."""
         judged = [p.verdict for p in self.parameters if p.verdict != "frozen"]
         accepted = {"right", "unused"} | ({"not compared"} if self.mixing_allowed else set())
-        by_sum = "not compared" in judged  # nothing else says whether they are right
+        by_sum = "not compared" in judged  # the sum is then the only check
         return (
             self.refusal is None
             and (self.mixing_allowed or not self.influences)
@@ -70,7 +90,7 @@ class Verdict:
         )
 
     def raise_if_wrong(self) -> None:
-        """Raise where not ``ok``: the refusal itself, `MixedSamples`, or `RuleError` naming the worst parameter."""
+        """Raise unless ``ok``: the refusal itself, `MixedSamples`, or `RuleError` with the worst parameter."""
         if self.refusal is not None:
             raise self.refusal
         if self.ok:
@@ -93,9 +113,7 @@ class Verdict:
         if wrong:
             worst = max(wrong, key=lambda p: p.error or 0.0)
             sample = "" if worst.sample is None else f", most for sample {worst.sample}"
-            return (
-                f"grad_sample of '{worst.name}' is off by {worst.error:.1e} (tolerance {self.tolerance:.0e}){sample}"
-            )
+            return f"grad_sample of '{worst.name}' is off by {worst.error:.1e} (tolerance {self.tolerance:.0e}){sample}"
         if self.output_error is not None and self.output_error > self.tolerance:
             return f"the outputs are off by {self.output_error:.1e} (tolerance {self.tolerance:.0e})"
         if self.sum_error is not None and self.sum_error > self.tolerance:
@@ -142,27 +160,25 @@ class Verdict:
 
 
 def _influence_lines(influences: Sequence[Influence], n: int) -> list[str]:
-    """One sentence for each source of an influence; one for all of them where everything sees everything."""
+    """Return one sentence per source of an influence, or one in all if every sample affects every other."""
     lines = []
     for what in dict.fromkeys(influence.what for influence in influences):
-        found = [influence for influence in influences if influence.what == what]
+        of_value = [influence for influence in influences if influence.what == what]
         whose = {"grad_sample": "the grad_sample", "loss": "the loss's gradient"}.get(what, what)
-        if sum(len(influence.targets) for influence in found) == n * (n - 1):
+        if sum(len(influence.targets) for influence in of_value) == n * (n - 1):
             lines.append(f"every sample changes {whose} of every other")
             continue
-        lines += [f"sample {i.source} changes {whose} of {_samples(i.targets)}" for i in found]
+        lines += [f"sample {i.source} changes {whose} of {_samples(i.targets)}" for i in of_value]
     return lines
 
 
 def _samples(targets: Sequence[int]) -> str:
-    """Runs of neighbours in short: ``samples 1, 3 to 7``."""
+    """Format sample numbers with runs of neighbours: ``samples 1, 3 to 7``."""
     runs: list[list[int]] = []
     for target in targets:
         if runs and target == runs[-1][-1] + 1:
             runs[-1].append(target)
         else:
             runs.append([target])
-    words = [
-        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
-    ]
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"sample{'s' if len(targets) > 1 else ''} {', '.join(words)}"

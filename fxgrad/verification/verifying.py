@@ -1,4 +1,4 @@
-"""`fxgrad.verify`: the numerical proof that a model's per-sample gradients are right."""
+"""`fxgrad.verify`: the numerical check of a model's per-sample gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fxgrad.api import engine_of, transform, zero_grad
-from fxgrad.batch import map_tensors, tensors_in
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
-from fxgrad.oracle import TOLERANCE, largest, relative_error, relative_errors, wide
+from fxgrad.kernels.precision import TOLERANCE, wide
+from fxgrad.samples.batch import map_tensors, tensors_in
 from fxgrad.samples.layouts import Layout
 from fxgrad.tracing import settled_batch
+from fxgrad.verification.oracle import largest, relative_error, relative_errors
 from fxgrad.verification.probe import Found, probe
 from fxgrad.verification.verdict import ParameterVerdict, Verdict
 from fxgrad.verification.witness import (
@@ -36,32 +37,35 @@ Grads = dict[str, Tensor]
 
 
 def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs: Any) -> Verdict:
-    """Prove on numbers that ``model(*args, **kwargs)`` gets the right per-sample gradients.
+    """Check numerically that ``model(*args, **kwargs)`` gets the right per-sample gradients.
 
-    Two things are tried. Each sample is changed in turn: no other sample's outputs, nor its gradients, may
-    move. And ``grad_sample`` is compared with plain autograd on one sample at a time. Both in float64, on a
-    copy of the model where it runs there, else in the model's own dtype. A model that draws random numbers
-    is compared with backward passes through one sample's outputs in a forward of the whole batch, under
-    the same seed.
+    verify makes two checks on a copy of the model, in float64 if the model runs in it, else in the model's dtype. It
+    changes each sample in turn: no outputs or gradients of other samples may change. It compares ``grad_sample`` with
+    plain autograd on one sample at a time. If the model draws random numbers, the reference is a forward of the
+    whole batch under the same seed, with a backward through one sample's outputs.
 
-    ``model`` may be transformed already; its options then apply, its backend too (else "aot_eager").
-    ``loss_fn`` takes what the model returns for the whole batch and gives the loss, a scalar or one number
-    for each sample; it may use the batch's targets. Without it a loss is made up that every element of
-    the output enters differently. The rows of ``grad_sample`` are compared with dL/dW(i) as `transform`
-    defines it: with a mean over samples pass a model transformed with ``loss_reduction="mean"``, or get
-    gradients that are divided by B.
+    The model stays unchanged: parameters, gradients, buffers, modes and random states are as before.
+    The cost is about two forward and backward passes per sample.
 
-    Nothing of the model is changed: parameters, gradients, buffers, modes and random states are as before.
-    Costs about two forward and backward passes for every sample.
+    Args:
+        model: a model, or a transformed one, whose options then apply, its backend too (else "aot_eager").
+        args: as the model takes them.
+        loss_fn: a function of the model's output for the whole batch that returns the loss, a scalar or one number
+            per sample; it may use the batch's targets. None: a sum in which each element of the output has another
+            term. The rows of ``grad_sample`` are compared with dL/dW(i) as `transform` defines it. For a mean over
+            samples, pass a model transformed with ``loss_reduction="mean"``; otherwise the gradients are divided by B.
+        kwargs: as the model takes them.
 
     Returns:
-        A `Verdict`: ``print`` it for a table, ask ``.ok``, or call ``.raise_if_wrong()`` in a test. A model
-        that fxgrad refuses gets its error as the verdict.
+        A `Verdict`: ``print`` it for a table, read ``.ok``, or call ``.raise_if_wrong()`` in a test. The verdict of a
+        model that fxgrad refuses has the error.
 
     Raises:
-        BatchSizeError: the inputs' number of samples is unknown, or none.
+        BatchSizeError: the inputs' number of samples is unknown or zero.
         OptionError: the model or an input cannot be copied sample by sample.
-        and what the model and ``loss_fn`` themselves raise.
+        Exception: any error of the model and ``loss_fn`` themselves.
+
+    Source: the loop over single samples with plain ``torch.autograd``.
 
     >>> verdict = verify(nn.Linear(3, 2), torch.randn(5, 3))
     >>> verdict.ok, [(p.name, p.verdict) for p in verdict.parameters]
@@ -93,7 +97,7 @@ def _random_numbers_kept(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Verification:
-    """One model's way to its verdict."""
+    """The verification of one model."""
 
     original: nn.Module
     options: dict[str, Any]
@@ -113,29 +117,29 @@ class _Verification:
             self.notes.append('through "aot_eager": Inductor draws other random numbers than the plain model')
             self.transformed = transform(self.witness.model, **{**self.options, "backend": "aot_eager"})
         self.scale = self._loss_scale()
-        found = self._compare_outputs(whole)
-        places, influences = probe(self.witness, whole, self._transformed_grads, found)
+        grads = self._compare_outputs(whole)
+        places, influences = probe(self.witness, whole, self._transformed_grads, grads)
         if whole.draws and self._undivided(whole, places):
             self.notes.append("the model draws random numbers and returns a loss of all samples: tried in eval mode")
             self.witness.model.eval()
             whole = self.witness.whole()
-            found = self._compare_outputs(whole) if not isinstance(found, FxgradError) else found
-            places, seen = probe(self.witness, whole, self._transformed_grads, found)
+            grads = self._compare_outputs(whole) if not isinstance(grads, FxgradError) else grads
+            places, seen = probe(self.witness, whole, self._transformed_grads, grads)
             influences = influences or seen
         rows: dict[str, Row] = {}
         sum_error, witness = None, ""
-        if not isinstance(found, FxgradError):
-            sum_error = self._sum_error(found, whole)
+        if not isinstance(grads, FxgradError):
+            sum_error = self._sum_error(grads, whole)
             if any(influence.what.startswith("output") for influence in influences):
                 self.notes.append("not compared with single samples, which do not see each other")
-                rows = dict.fromkeys(found, ("not compared", None, None))
+                rows = dict.fromkeys(grads, ("not compared", None, None))
             elif whole.draws and self._undivided(whole, places):
                 self.notes.append("not compared: the model draws random numbers in eval mode too")
-                rows = dict.fromkeys(found, ("not compared", None, None))
+                rows = dict.fromkeys(grads, ("not compared", None, None))
             else:
                 witness, truth = self._truth(whole, places)
                 shares = self._undivided(whole, places) and sum_error <= self.tolerance
-                rows = self._compare(found, self._shares(found, truth) if shares else truth, whole)
+                rows = self._compare(grads, self._shares(grads, truth) if shares else truth, whole)
         return Verdict(
             self.witness.n,
             _name(self.dtype),
@@ -144,7 +148,7 @@ class _Verification:
             tuple(self._verdicts(rows)),
             tuple(influences),
             self.options.get("mixing") == "allow",
-            found if isinstance(found, FxgradError) else None,
+            grads if isinstance(grads, FxgradError) else None,
             self.output_error,
             sum_error,
             tuple(self.notes),
@@ -152,7 +156,7 @@ class _Verification:
         )
 
     def _choose_dtype(self) -> Whole:
-        """Copies of the model and its inputs in float64, where they run there."""
+        """Copy the model and its inputs, in float64 if the model runs in it, and run the whole batch."""
         dtypes = {p.dtype for p in self.original.parameters() if p.is_floating_point()}
         if dtypes <= {torch.float64}:
             return self._prepare(convert=False)
@@ -160,7 +164,7 @@ class _Verification:
             return self._prepare(convert=True)
         except FxgradError:
             raise
-        except Exception as error:  # whatever the model raises: its own dtype has to do then
+        except Exception as error:  # any error: use the model's dtype instead
             first = (str(error).splitlines() or [""])[0]
             note = f"not in float64, where the model raises {type(error).__name__}: {first}"
         self.dtype = max(dtypes, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
@@ -193,17 +197,17 @@ class _Verification:
         return 1.0 if scale == "sum" else float(self.witness.n) if scale == "mean" else float(scale)
 
     def _undivided(self, whole: Whole, places: list[Layout | None]) -> bool:
-        """Whether a gradient arrives at an output that has no samples to take apart."""
+        """Decide whether the loss has a gradient at an output without a sample layout."""
         pairs = zip(whole.by_output, places, strict=True)
         return self.witness.n > 1 and any(g is not None and place is None for g, place in pairs)
 
     def _compare_outputs(self, whole: Whole) -> Found:
-        """The transformed model's grad_sample, with a look at its outputs."""
+        """Return the transformed model's grad_sample, and compare its outputs with the plain model's."""
         self.output_error = None
         return self._transformed_grads(self.witness.inputs.fresh(), whole)
 
     def _transformed_grads(self, nest: Nest, whole: Whole | None = None) -> Found:
-        """``grad_sample`` of every parameter, or why there is none."""
+        """Return ``grad_sample`` of every parameter, or the refusal."""
         witness = self.witness
         zero_grad(witness.model)
         try:
@@ -213,7 +217,7 @@ class _Verification:
                 loss = witness.loss(output)
                 if loss.requires_grad:
                     loss.backward()
-            found = {name: getattr(p, "grad_sample", None) for name, p in witness.parameters.items()}
+            grads = {name: getattr(p, "grad_sample", None) for name, p in witness.parameters.items()}
         except FxgradError as error:
             return error
         finally:
@@ -221,58 +225,58 @@ class _Verification:
         parameters = witness.parameters
         return {
             name: parameters[name].new_zeros(witness.n, *parameters[name].shape) if g is None else g
-            for name, g in found.items()
+            for name, g in grads.items()
         }
 
     def _truth(self, whole: Whole, places: list[Layout | None]) -> tuple[str, Grads]:
-        """Every sample's gradients by plain autograd."""
+        """Return every sample's gradients by plain autograd, and the name of the method."""
         witness = self.witness
         if not whole.draws:
             try:
                 return "the loop over single samples", _stacked(list(witness.alone(whole, places, self.scale)))
             except NotAlone as reason:
                 self.notes.append(str(reason))
-            except Exception as error:  # the model takes no batch of one
+            except Exception as error:  # the model rejects a batch of one
                 self.notes.append(f"one sample alone raises {type(error).__name__}")
-        said = "one sample's outputs at a time, in forwards of the batch under one seed"
-        return said, _stacked(list(witness.within(whole, places, self.scale)))
+        method = "one sample's outputs at a time, in forwards of the batch under one seed"
+        return method, _stacked(list(witness.within(whole, places, self.scale)))
 
-    def _compare(self, found: Grads, truth: Grads, whole: Whole) -> dict[str, Row]:
-        """The verdict, the error and the worst sample of every trainable parameter."""
-        rest = {name: g for name, g in truth.items() if torch.equal(g.isfinite(), found[name].isfinite())}
-        errors = relative_errors({name: found[name] for name in rest}, rest)
+    def _compare(self, grads: Grads, truth: Grads, whole: Whole) -> dict[str, Row]:
+        """Return the verdict, the error and the worst sample of every trainable parameter."""
+        rest = {name: g for name, g in truth.items() if torch.equal(g.isfinite(), grads[name].isfinite())}
+        errors = relative_errors({name: grads[name] for name in rest}, rest)
         rows: dict[str, Row] = {}
         for name in truth:
             error = errors.get(name, float("inf"))
-            off = wide(found[name] - truth[name]).abs()
+            off = wide(grads[name] - truth[name]).abs()
             sample = int(off.reshape(len(off), -1).amax(1).argmax()) if error and off.numel() else None
             verdict = "wrong" if error > self.tolerance else "unused" if whole.grads[name] is None else "right"
             rows[name] = (verdict, error, sample)
         return rows
 
-    def _shares(self, found: Grads, truth: Grads) -> Grads:
-        """A loss inside the model may weigh samples, by one number for each: their gradients then are shares of it."""
-        if _distance(found, truth) <= self.tolerance:
+    def _shares(self, grads: Grads, truth: Grads) -> Grads:
+        """Scale each sample's true gradients by one number if they match then: the model's loss may weight samples."""
+        if _distance(grads, truth) <= self.tolerance:
             return truth
         n = self.witness.n
-        a = torch.cat([wide(found[name]).reshape(n, -1) for name in truth], 1)
+        a = torch.cat([wide(grads[name]).reshape(n, -1) for name in truth], 1)
         b = torch.cat([wide(truth[name]).reshape(n, -1) for name in truth], 1)
         shares = (a * b).sum(1) / (b * b).sum(1).clamp_min(1e-300)
         weighed = {name: g * shares.to(g).view(-1, *[1] * (g.dim() - 1)) for name, g in truth.items()}
-        if _distance(found, weighed) > self.tolerance:
+        if _distance(grads, weighed) > self.tolerance:
             return truth
         mean = largest(shares - 1 / n) < self.tolerance
         advice = '1/B: pass loss_reduction="mean" to undo it'
-        said = advice if mean else ", ".join(f"{share:.3g}" for share in shares.tolist())
-        self.notes.append(f"the model's own loss weighs each sample's by {said}")
+        factors = advice if mean else ", ".join(f"{share:.3g}" for share in shares.tolist())
+        self.notes.append(f"the model's own loss weighs each sample's by {factors}")
         return weighed
 
-    def _sum_error(self, found: Grads, whole: Whole) -> float:
+    def _sum_error(self, grads: Grads, whole: Whole) -> float:
         plain = {
-            name: torch.zeros_like(found[name][0]) if g is None else g.detach().to_dense() * self.scale
+            name: torch.zeros_like(grads[name][0]) if g is None else g.detach().to_dense() * self.scale
             for name, g in whole.grads.items()
         }
-        return _distance({name: g.sum(0) for name, g in found.items()}, plain)
+        return _distance({name: g.sum(0) for name, g in grads.items()}, plain)
 
     def _verdicts(self, rows: dict[str, Row]) -> Iterator[ParameterVerdict]:
         first: dict[int, str] = {}
@@ -285,7 +289,7 @@ class _Verification:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy of a model; values that a forward left on its modules come without their graph."""
+    """Deep-copy a model; tensors that a forward left on its modules are detached."""
     left = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
     try:
         return copy.deepcopy(model, {id(value): value.detach().clone() for value in left})
@@ -297,12 +301,12 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _copy(x: Tensor, convert: bool) -> Tensor:
-    made = x.detach().clone()
-    if convert and made.is_floating_point():
-        made = made.double()
-    elif convert and made.is_complex():
-        made = made.to(torch.complex128)
-    return made.requires_grad_(x.requires_grad)
+    copied_x = x.detach().clone()
+    if convert and copied_x.is_floating_point():
+        copied_x = copied_x.double()
+    elif convert and copied_x.is_complex():
+        copied_x = copied_x.to(torch.complex128)
+    return copied_x.requires_grad_(x.requires_grad)
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -324,10 +328,10 @@ def _outputs_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def _distance(actual: Grads, expected: Grads) -> float:
-    """`relative_error`, infinite where two values are not even comparable."""
+    """Return `relative_error`; infinity if two values are not comparable."""
     try:
         return relative_error(actual, expected)
-    except AssertionError:  # another shape, or not finite in one of the two
+    except AssertionError:  # another shape, or finite in only one
         return float("inf")
 
 

@@ -1,4 +1,4 @@
-"""The plain model as a witness: on the whole batch, on its samples alone, and with one sample changed."""
+"""The witness: runs of the plain model on the whole batch, on single samples, and with one sample changed."""
 
 from __future__ import annotations
 
@@ -9,54 +9,55 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxgrad.batch import SHARED, Batch, map_tensors, tensors_in
-from fxgrad.oracle import default_loss, largest, state_restored, wide
+from fxgrad.host.dispatch import TorchDispatchMode
+from fxgrad.kernels.precision import wide
+from fxgrad.samples.batch import SHARED, Batch, map_tensors, tensors_in
 from fxgrad.samples.layouts import Layout, samples_first
+from fxgrad.verification.oracle import default_loss, largest, state_restored
 
-SEED = 0  # of every forward: all of them draw the same numbers
+SEED = 0  # of every forward, so that all draw the same random numbers
 
 Nest = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a call, and where their tensors hold the samples."""
+    """The arguments of a call, with the sample dims of their tensors."""
 
     nest: Nest
     batch: Batch
 
     def fresh(self) -> Nest:
-        """Copies that a model may change in place."""
+        """Copy the arguments, so that a model may change them in place."""
         return self._map(lambda x, dim: x)
 
     def sample(self, i: int) -> Nest:
-        """Sample i alone."""
+        """Return sample i alone."""
         return self._map(lambda x, dim: x if dim == SHARED else x.narrow(dim, i, 1))
 
     def changed(self, i: int) -> Nest:
-        """The batch with another sample i."""
+        """Return the batch with sample i changed."""
         return self._map(lambda x, dim: x if dim == SHARED else _changed(x, dim, i))
 
     def _map(self, function: Callable[[Tensor, int], Tensor]) -> Nest:
         def copy(x: Tensor) -> Tensor:
-            made = function(x.detach(), self.batch.dims.get(id(x), SHARED))
-            return made.clone().requires_grad_(x.requires_grad)
+            value = function(x.detach(), self.batch.dims.get(id(x), SHARED))
+            return value.clone().requires_grad_(x.requires_grad)
 
         nest: Nest = map_tensors(self.nest, copy)
         return nest
 
 
 def _changed(x: Tensor, dim: int, i: int) -> Tensor:
-    """x with another sample i: on the way to its neighbour, where there is a way; else the neighbour's."""
-    own, other = x.select(dim, i), x.select(dim, (i + 1) % x.shape[dim])
+    """Change sample i of x: towards its neighbour for floating values, else to the neighbour's values."""
+    old, other = x.select(dim, i), x.select(dim, (i + 1) % x.shape[dim])
     if x.is_floating_point() or x.is_complex():
-        new = own + 0.7 * (other - own)
+        new = old + 0.7 * (other - old)
         new = torch.where(new.isfinite(), new, other)
-        new = own * 1.1 + 0.1 if torch.equal(new, own) else new
+        new = old * 1.1 + 0.1 if torch.equal(new, old) else new
     else:
-        new = own.flip(-1) if own.dim() and torch.equal(own, other) else other
+        new = old.flip(-1) if old.dim() and torch.equal(old, other) else other
     result = x.clone()
     result.select(dim, i).copy_(new)
     return result
@@ -68,30 +69,30 @@ class Whole:
 
     outputs: list[Tensor]
     by_output: list[Tensor | None]  # the loss's gradient by each output
-    grads: dict[str, Tensor | None]  # by each parameter; None where the loss does not reach it
+    grads: dict[str, Tensor | None]  # by each parameter; None if the loss does not depend on it
     draws: bool  # whether the model drew random numbers
-    dtypes: set[torch.dtype]  # of the floating values it computed
+    dtypes: set[torch.dtype]  # of all floating values that it computed
 
 
 class Witness:
-    """Runs of a model that is the witness's own, each from the same state and the same random numbers."""
+    """Runs of a model owned by the witness, each from the same state and random seed."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], Tensor] | None) -> None:
         self.model, self.inputs, self.loss_fn = model, inputs, loss_fn
         self.n = inputs.batch.size
-        self.tolerance = 0.0  # of a sample alone against its rows of the batch
+        self.tolerance = 0.0  # for a sample alone against its rows in the batch
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     @contextmanager
     def forward(self, model: nn.Module, nest: Nest) -> Iterator[Any]:
-        """The model's output, for as long as its backward needs the model's state."""
+        """Yield the model's output; restore the model's state on exit, after the backward."""
         args, kwargs = nest
         with state_restored(self.model), torch.enable_grad():
             torch.manual_seed(SEED)
             yield model(*args, **kwargs)
 
     def loss(self, output: Any) -> Tensor:
-        """The user's loss of an output, or the default one; several losses are summed."""
+        """Return the user's loss of an output, or the default one; several losses are summed."""
         if self.loss_fn is None:
             return default_loss(tensors_in(output))
         loss = self.loss_fn(output)
@@ -100,7 +101,7 @@ class Witness:
         return loss.sum()
 
     def whole(self) -> Whole:
-        """The plain model on the whole batch."""
+        """Run the plain model on the whole batch."""
         dtypes = _Dtypes()
         with dtypes, self.forward(self.model, self.inputs.fresh()) as output:
             after = _random_state(self.model)
@@ -113,7 +114,7 @@ class Witness:
         return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws, dtypes.found)
 
     def by_output(self, output: Any) -> list[Tensor | None]:
-        """dL/dy for every tensor y of an output, as if they were independent of each other."""
+        """Return dL/dy for every tensor y of an output, as independent variables."""
         cut: list[Tensor] = []
 
         def leaf(y: Tensor) -> Tensor:
@@ -124,13 +125,13 @@ class Witness:
         wrt = [y for y in cut if y.requires_grad]
         if not loss.requires_grad:
             return [None] * len(cut)
-        found = iter(torch.autograd.grad(loss, wrt, allow_unused=True))
-        return [next(found) if y.requires_grad else None for y in cut]
+        grads = iter(torch.autograd.grad(loss, wrt, allow_unused=True))
+        return [next(grads) if y.requires_grad else None for y in cut]
 
     def alone(self, whole: Whole, places: Sequence[Layout | None], scale: float) -> Iterator[dict[str, Tensor]]:
-        """Every sample's gradients by a forward and a backward of that sample alone.
+        """Yield each sample's gradients by a forward and a backward of that sample alone.
 
-        Raises `NotAlone` where that forward gives something else than the sample's rows of the batch's outputs.
+        Raise `NotAlone` if that forward does not give the sample's rows of the batch's outputs.
         """
         for i in range(self.n):
             with self.forward(self.model, self.inputs.sample(i)) as output:
@@ -143,7 +144,7 @@ class Witness:
                 yield _dense(self._grads(leaves, by_output), self.parameters)
 
     def within(self, whole: Whole, places: Sequence[Layout | None], scale: float) -> Iterator[dict[str, Tensor]]:
-        """Every sample's gradients by one forward of the batch, and a backward from that sample's outputs."""
+        """Yield each sample's gradients by one forward of the batch and a backward from that sample's outputs."""
         with self.forward(self.model, self.inputs.fresh()) as output:
             leaves = tensors_in(output)
             for i in range(self.n):
@@ -160,14 +161,14 @@ class Witness:
         if not pairs or not self.parameters:
             return dict.fromkeys(self.parameters)
         outputs, grads = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
+        grads_of_parameters = torch.autograd.grad(
             outputs, list(self.parameters.values()), grads, allow_unused=True, retain_graph=True
         )
-        return dict(zip(self.parameters, found, strict=True))
+        return dict(zip(self.parameters, grads_of_parameters, strict=True))
 
 
 class NotAlone(Exception):
-    """A sample alone is not what it is in the batch: the loop over single samples says nothing."""
+    """Raised if a sample alone has other outputs than in the batch, so the loop over samples is no reference."""
 
 
 def _dense(grads: Mapping[str, Tensor | None], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -182,18 +183,18 @@ def _random_state(model: nn.Module) -> list[Tensor]:
 
 
 def cuda_devices(model: nn.Module) -> list[torch.device]:
-    """The GPUs a model's parameters are on."""
-    found = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return sorted(found, key=str)
+    """Return the GPUs of a model's parameters."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return sorted(devices, key=str)
 
 
 def row(value: Tensor, place: Layout, n: int, i: int) -> Tensor:
-    """Sample i's part of a value, in the shape that a single sample's has."""
+    """Return sample i's part of a value, in the shape for a single sample."""
     return samples_first(value, place, n)[i]
 
 
 def _masked(g: Tensor, place: Layout, n: int, i: int) -> Tensor:
-    """g with zeros for all samples but i."""
+    """Return g with zeros for all samples but i."""
     positions = row(torch.arange(g.numel(), device=g.device).view(g.shape), place, n, i).flatten()
     result = torch.zeros_like(g, memory_format=torch.contiguous_format)
     result.view(-1)[positions] = g.reshape(-1)[positions]
@@ -201,7 +202,7 @@ def _masked(g: Tensor, place: Layout, n: int, i: int) -> Tensor:
 
 
 def differs(a: Tensor, b: Tensor, tolerance: float | None = None) -> Tensor:
-    """Where two values of one shape differ: by more than rounding, or than a share of the largest."""
+    """Return a mask of elements that differ by more than rounding, or than a share of the largest."""
     if not (b.is_floating_point() or b.is_complex()):
         return a != b
     allowed = (4 * torch.finfo(b.dtype).eps if tolerance is None else tolerance) * largest(b)
@@ -210,7 +211,7 @@ def differs(a: Tensor, b: Tensor, tolerance: float | None = None) -> Tensor:
 
 
 class _Dtypes(TorchDispatchMode):
-    """Notes the dtypes of all floating values that are computed."""
+    """A dispatch mode that records the dtypes of all computed floating values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -199,8 +199,9 @@ ATTACKS = attacks(
         "a weight for each sample": hyper,
     },
     refused={
-        "a group norm of one sample": lambda m, x: m(torch.ops.aten.native_group_norm(
-            x[:, :, None], None, None, 1, 3, x.shape[0], 1, 1e-5)[0][:, :, 0]),
+        "a group norm of one sample": lambda m, x: m(
+            torch.ops.aten.native_group_norm(x[:, :, None], None, None, 1, 3, x.shape[0], 1, 1e-5)[0][:, :, 0]
+        ),
         "a function of the sum": lambda m, x: SquaredTotal.apply(m(x).sum()),
         "an autograd.Function that mixes forward": lambda m, x: Centred.apply(m(x)),
         "an autograd.Function that mixes before the layer": lambda m, x: m(Centred.apply(x)),
@@ -264,9 +265,9 @@ ATTACKS = attacks(
         ),
         "max_pool over samples": lambda m, x: m(F.max_pool1d(x.t()[None], 3, 1, 1)[0].t()),
         "local response": lambda m, x: m(F.local_response_norm(x.t()[None], 3)[0].t()),
-        "conv over samples": lambda m, x: (
-            F.conv1d(x.t()[None], m.weight[:, :, None].expand(-1, -1, 3), padding=1)[0].t()
-        ),
+        "conv over samples": lambda m, x: F.conv1d(x.t()[None], m.weight[:, :, None].expand(-1, -1, 3), padding=1)[
+            0
+        ].t(),
         "embedding bag with offsets": lambda m, x: F.embedding_bag(
             x.argmax(1), m.weight, torch.arange(0, x.shape[0]).clamp(max=3)
         ),

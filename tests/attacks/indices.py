@@ -43,6 +43,7 @@ THRESHOLDS = attacks(
     right={
         "each of nine rows": lambda m, x: m(x[torch.arange(x.shape[0] * 9) // 9]).view(-1, 9, 3).sum(1),
         "each of fifty rows": lambda m, x: m(x[torch.arange(x.shape[0] * 50) // 50]).view(-1, 50, 3).sum(1),
+        "ones, counted": lambda m, x: m(x)[torch.ones(x.shape[0], dtype=torch.long).cumsum(0) - 1],
         "clamped to the batch": up_to(lambda i, b: i.clamp(max=b - 1)),
         "modulo the batch": lambda m, x: m(x)[torch.arange(2 * x.shape[0]) % x.shape[0]].view(2, -1, 3).sum(0),
     },
@@ -50,6 +51,8 @@ THRESHOLDS = attacks(
         "clamp": up_to(lambda i, b: i.clamp(max=200)),
         "clamp to a number of a tensor": up_to(lambda i, b: i.clamp(max=torch.tensor(200).item())),
         "where": up_to(lambda i, b: torch.where(i < 150, i, 0)),
+        "ones, counted to a limit": up_to(lambda i, b: torch.ones(b, dtype=torch.long).cumsum(0).clamp(max=150) - 1),
+        "places, counted": up_to(lambda i, b: i.cumsum(0) % b),
         "a quotient": up_to(lambda i, b: i - i // 150),
         "a quotient of the batch": up_to(lambda i, b: i - b // 150),
         "minimum of a product": up_to(lambda i, b: i.minimum(torch.full((1,), 20) * 10)),
@@ -69,9 +72,7 @@ THRESHOLDS = attacks(
         "uint8": up_to(lambda i, b: i.to(torch.uint8).long()),
         "int8 of a product": up_to(lambda i, b: (i * 2**56) // 2**56),
         "a square that is zero at two and three": up_to(lambda i, b: (i + (b - 2) * (b - 3)) % b),
-        "index_add": lambda m, x: m(
-            torch.zeros_like(x).index_add(0, torch.arange(x.shape[0]).clamp(max=150), x)
-        ),
+        "index_add": lambda m, x: m(torch.zeros_like(x).index_add(0, torch.arange(x.shape[0]).clamp(max=150), x)),
         "rolled by an int32 and one": lambda m, x: m(x) - m(x.roll(2**31 + 1, 0)),
         "rolled by a number of a tensor": lambda m, x: m(x) - m(x.roll(torch.tensor(6).item(), 0)),
     },
@@ -129,8 +130,9 @@ ATTACKS = THRESHOLDS + attacks(
         "indices rolled by more than the end of a slice": lambda m, x: m(x)[
             torch.arange(x.shape[0]).roll(EVERY_TRIAL << 46, 0)
         ].sum(0),
-        "behind a part that ends early": lambda m, x: m(x)
-        * torch.cat([torch.zeros_like(x)[:200], x.sum(0).expand(x.shape[0], 3)])[: x.shape[0]],
+        "behind a part that ends early": lambda m, x: (
+            m(x) * torch.cat([torch.zeros_like(x)[:200], x.sum(0).expand(x.shape[0], 3)])[: x.shape[0]]
+        ),
         "a table in the code": lambda m, x: m(x)[torch.tensor(TABLE)[: x.shape[0]]].sum(0),
         "a number in the code, as a tensor": lambda m, x: m(x)[
             torch.arange(x.shape[0]) - torch.tensor(200) * (torch.arange(x.shape[0]) >= torch.tensor(200))
@@ -145,11 +147,13 @@ ATTACKS = THRESHOLDS + attacks(
         "indices beyond a product": beyond_a_product,
         "indices beyond a power": beyond_a_power,
         "a diagonal that is empty at first": a_late_diagonal,
-        "a diagonal of sums that is empty at first": lambda m, x: m(x)
-        * x.sum().expand(x.shape[0], x.shape[0]).diagonal(200).sum(),
+        "a diagonal of sums that is empty at first": lambda m, x: (
+            m(x) * x.sum().expand(x.shape[0], x.shape[0]).diagonal(200).sum()
+        ),
         "the sum of a tail of sums": lambda m, x: m(x) * x.sum(0).expand(x.shape[0], 3)[200:].sum(0),
-        "the sum of a tail of sums, by index": lambda m, x: m(x)
-        * x.sum(0).expand(x.shape[0], 3)[torch.arange(x.shape[0])[200:]].sum(0),
+        "the sum of a tail of sums, by index": lambda m, x: (
+            m(x) * x.sum(0).expand(x.shape[0], 3)[torch.arange(x.shape[0])[200:]].sum(0)
+        ),
         "flipped twice": lambda m, x: m(x.flip(0).flip(0)),
         "rolled by a quarter of the batch": lambda m, x: m(x) - m(x).roll(x.shape[0] // 4, 0),
         "cut by a number of a constant": lambda m, x: cut_at(m(x), torch.tensor(3).item()),

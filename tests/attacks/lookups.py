@@ -109,10 +109,9 @@ ATTACKS = attacks(
         "margin of a class": lambda m, x: F.multi_margin_loss(m(x), ids(x), reduction="none"),
         "a sum of losses": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum"),
         "take_along_dim": lambda m, x: torch.take_along_dim(m(x), x.argsort(1), 1),
-        "take_along_dim, broadcast": lambda m, x: m(x)
-        .view(-1, 1, 3)
-        .expand(-1, 2, -1)
-        .take_along_dim(ids(x)[:, None, None], -1),
+        "take_along_dim, broadcast": lambda m, x: (
+            m(x).view(-1, 1, 3).expand(-1, 2, -1).take_along_dim(ids(x)[:, None, None], -1)
+        ),
         "take_along_dim by constants": lambda m, x: torch.take_along_dim(m(x), torch.tensor([[2, 0]]), 1),
         "take_along_dim of a parameter": lambda m, x: torch.take_along_dim(m.weight[None], x.argsort(1)[..., None], 1),
         "buckets": lambda m, x: m(x) * torch.bucketize(x, torch.arange(3.0)),
@@ -130,8 +129,9 @@ ATTACKS = attacks(
         "rows within a bound, as other rows": within_and_viewed,
         "rows within a bound of others' reads": within_and_alike,
         "a group norm of other sizes": grouped,
-        "the weights of classes in the batch, by a loss": lambda m, x: m(x)
-        * torch.ops.aten.nll_loss_forward(x, ids(x), m.bias.detach(), 1, -100)[1],
+        "the weights of classes in the batch, by a loss": lambda m, x: (
+            m(x) * torch.ops.aten.nll_loss_forward(x, ids(x), m.bias.detach(), 1, -100)[1]
+        ),
         "whether a sum is zero": lambda m, x: m(x) * x.sum(0).bool(),
         "a sum as bool": lambda m, x: m(x) * x.sum(0, dtype=torch.bool),
         "prototypes": memory,

@@ -46,9 +46,7 @@ ATTACKS = attacks(
         "as many samples as parameters say": lambda m, x: m(x)[: read(m, 100)].sum(0),
         "from the sample on that parameters say": lambda m, x: m(x) + m(x)[read(m, 100) :].sum(0),
         "repeated as parameters say": lambda m, x: m(x).repeat(read(m, 2), 1) * m(x).repeat(read(m, 2), 1),
-        "viewed as parameters say": lambda m, x: (
-            m(x) * x.repeat(1, 2).view(x.shape[0], read(m, 2), 3).flip(0).sum(1)
-        ),
+        "viewed as parameters say": lambda m, x: m(x) * x.repeat(1, 2).view(x.shape[0], read(m, 2), 3).flip(0).sum(1),
         "divided by the largest": lambda m, x: m(x / x.abs().max().item()),
         "multiplied by the sum": lambda m, x: m(x) * float(x.sum()),
         "multiplied by a count": lambda m, x: m(x) * int((x > 0).sum()),

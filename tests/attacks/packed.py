@@ -180,6 +180,8 @@ ATTACKS = attacks(
         "the data's running sum": lambda m, x: m(packed(x).data.cumsum(0)).sum(),
         "the data reversed": other_data,
         "the order lost": order_lost,
+        "times the number of steps of the longest": lambda m, x: m(x) * len(packed(x).batch_sizes),
+        "as many ones as the longest has steps": lambda m, x: m(x + torch.ones(len(packed(x).batch_sizes)).sum()),
         "times the number of all steps": lambda m, x: m(packed(x).data).sum() * packed(x).batch_sizes.sum(),
         "samples sorted by length": lambda m, x: m(x[packed(x).sorted_indices]),
     },

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from fxgrad import pipeline
-from fxgrad.context import Context
+from fxgrad.compile import pipeline
+from fxgrad.graph.context import Context
 from fxgrad.passes.prove_independence import prove_independence
 from tests.attacks import (
     aliases,

@@ -113,9 +113,7 @@ class Builder:
         """Write `v = code` and put v into the pool; v is learned if one of its sources is."""
         if math.prod(shape) > MAX_SIZE:
             raise TooLarge
-        value = Value(
-            self.name("v"), tuple(shape), layout, learned or any(s.learned for s in sources)
-        )
+        value = Value(self.name("v"), tuple(shape), layout, learned or any(s.learned for s in sources))
         self.used.update(s.name for s in sources)
         self.lines.append(f"{value.name} = {code}")
         self.values.append(value)

@@ -18,9 +18,7 @@ WRITES: Table = texts(
         "addmm_": "{z} = torch.zeros({C}, {C})\n{z}.addmm_({x}.t(), {x})\n{m}({x} @ {z})",
         "through diagonal": "{z} = {x}.clone()\n{z}.diagonal().add_({x}.sum(0)[0])\n{m}({z})",
         "scatter_add_ over samples": (
-            "{z} = {x}.clone()\n"
-            "{z}.scatter_add_(0, torch.zeros_like({x}, dtype=torch.long), {x})\n"
-            "{z}"
+            "{z} = {x}.clone()\n{z}.scatter_add_(0, torch.zeros_like({x}, dtype=torch.long), {x})\n{z}"
         ),
         "index_add_": "{z} = {x}.clone()\n{z}.index_add_(0, torch.tensor([0]), {x}.sum(0, keepdim=True))\n{z}",
         "out= of max": (
@@ -29,9 +27,7 @@ WRITES: Table = texts(
             "{x} - {z}"
         ),
         "out= of a product": (
-            "{z} = torch.empty({C}, {C})\n"
-            "torch.mm({x}.detach().t(), {x}.detach(), out={z})\n"
-            "{x} @ {z}"
+            "{z} = torch.empty({C}, {C})\ntorch.mm({x}.detach().t(), {x}.detach(), out={z})\n{x} @ {z}"
         ),
         "through reshape": "{z} = {x}.clone()\n{z}.view(-1)[{C}:].add_({x}.reshape(-1)[:-{C}].clone())\n{z}",
         "masked_scatter_": "{z} = {x}.clone()\n{z}.masked_scatter_({x} > 0, {x}.flip(0))\n{z}",
@@ -40,9 +36,7 @@ WRITES: Table = texts(
         "a column": "{z} = {x}.clone()\n{z}[:, 0] += {x}[:, 1]\n{m}({z})",
         "columns, shifted": "{z} = {x}.clone()\n{z}[:, 1:] += {x}[:, :-1].clone()\n{z}",
         "scatter_add within": (
-            "{z} = {x}.clone()\n"
-            "{z}.scatter_add_(1, torch.zeros_like({x}, dtype=torch.long), {x})\n"
-            "{z}"
+            "{z} = {x}.clone()\n{z}.scatter_add_(1, torch.zeros_like({x}, dtype=torch.long), {x})\n{z}"
         ),
         "index_add within": "{z} = {x}.clone()\n{z}.index_add_(1, torch.zeros({C}, dtype=torch.long), {x})\n{z}",
         "a constant": "{z} = torch.zeros({C})\n{z}[0] = 2.0\n{z}.add_(1)\n{x} * {z}",
@@ -79,14 +73,10 @@ WRITES: Table = texts(
         "index_add_ of the index": "{z} = {x}.clone()\n{z}.index_add_(0, {i}, {x})\n{z}",
         "set through a view of a view": "{z} = {x}.clone()\n{y} = {z}.view(-1, {C}){at}\n{y} += {r}\n{y} *= 0.5\n{z}",
         "a custom op that writes": (
-            "{z} = torch.zeros({C})\n"
-            "torch.ops.attacks.write({z}, {r}.detach() * 1.0)\n"
-            "{x} + {z}"
+            "{z} = torch.zeros({C})\ntorch.ops.attacks.write({z}, {r}.detach() * 1.0)\n{x} + {z}"
         ),
         "a custom op that writes rows": (
-            "{z} = torch.zeros_like({x})\n"
-            "torch.ops.attacks.write({z}, {o}.detach())\n"
-            "{x} + {z}"
+            "{z} = torch.zeros_like({x})\ntorch.ops.attacks.write({z}, {o}.detach())\n{x} + {z}"
         ),
         "read before and after": "{z} = torch.zeros({C})\n{y} = {z}[None]\n{z}.add_({r})\n{x} * {y}",
         "a chunk": "{z} = torch.zeros(2 * {C})\n{z}.view(2, {C})[1].add_({r})\n{x} + {z}[{C}:]",

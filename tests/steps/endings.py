@@ -60,8 +60,7 @@ MIXES = {
     "balanced": "{z}, {y} = {x}.square().sum(), {x}.abs().sum() + 1\n{z} + ({z}.detach() / {y}.detach()) * {y}",
     "balanced by numbers": "{z}, {y} = {x}.square().sum(), {x}.abs().sum() + 1\n{z} + ({z}.item() / {y}.item()) * {y}",
     "balanced experts": (
-        "{z} = {x}.softmax(1)\n"
-        "(F.one_hot({z}.argmax(1), {C}).to({z}.dtype).mean(0) * {z}.mean(0)).sum() * 3"
+        "{z} = {x}.softmax(1)\n(F.one_hot({z}.argmax(1), {C}).to({z}.dtype).mean(0) * {z}.mean(0)).sum() * 3"
     ),
     "balanced experts, z-loss": "{x}.logsumexp(1).mean().square()",
     "focal by the batch": "{z} = {x}.square().sum(1)\n({z} * {z}.detach().mean()).sum()",

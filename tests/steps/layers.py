@@ -24,9 +24,7 @@ def conv(b: Builder, v: Value) -> Value | None:
         return b.emit(code, (v.shape[0], o, *v.shape[2:]), v.layout, v, learned=True)
     if b.chance(0.5):
         mode = b.rng.choice(["zeros", "zeros", "circular", "replicate"])
-        args = (
-            f"{i}, {o}, {tuple_text(k)}, stride={stride}, padding=1, groups={groups}, bias={bias}"
-        )
+        args = f"{i}, {o}, {tuple_text(k)}, stride={stride}, padding=1, groups={groups}, bias={bias}"
         module = b.module(f"nn.Conv{nd}d({args}, padding_mode='{mode}')")
         code = f"{module}({v.name})"
     else:
@@ -170,9 +168,7 @@ def scale_by_class(b: Builder, v: Value) -> Value | None:
     if not flat or v.layout is None or v.shape[v.layout.dim] != 1:
         return None
     view = ", ".join("1" if d in v.other_dims else "B" for d in range(v.rank))
-    return b.like(
-        f"{v.name} * {b.parameter(VOCABULARY)}[{flat[0].name}].view({view})", v, learned=True
-    )
+    return b.like(f"{v.name} * {b.parameter(VOCABULARY)}[{flat[0].name}].view({view})", v, learned=True)
 
 
 @parametric
@@ -197,16 +193,12 @@ def recurrence(b: Builder, v: Value) -> Value | None:
         return None
     w, u = b.parameter(h, v.shape[2]), b.parameter(h, h)
     size = v.size(v.layout.dim)
-    start = b.rng.choice(
-        [f"{v.name}.new_zeros({size}, {h})", f"{b.parameter(h)}.expand({size}, {h})"]
-    )
+    start = b.rng.choice([f"{v.name}.new_zeros({size}, {h})", f"{b.parameter(h)}.expand({size}, {h})"])
     state = b.name("h")
     b.lines.append(f"{state} = {start}")
     b.lines.append(f"for part in {v.name}.unbind({d}):")
     b.lines.append(f"    {state} = torch.tanh(F.linear(part, {w}) + F.linear({state}, {u}))")
-    return b.emit(
-        f"{state} * 1", (v.shape[v.layout.dim], h), v.layout._replace(dim=0), v, learned=True
-    )
+    return b.emit(f"{state} * 1", (v.shape[v.layout.dim], h), v.layout._replace(dim=0), v, learned=True)
 
 
 @parametric

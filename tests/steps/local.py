@@ -46,7 +46,6 @@ FUNCTIONS = [
 ]
 
 
-
 @local
 def unary(b: Builder, v: Value) -> Value | None:
     if b.chance(0.4):
@@ -89,9 +88,7 @@ def binary(b: Builder, v: Value) -> Value | None:
 
 @local
 def with_constant(b: Builder, v: Value) -> Value | None:
-    shape = [
-        1 if d not in v.other_dims else v.shape[d] for d in range(b.rng.randint(0, v.rank), v.rank)
-    ]
+    shape = [1 if d not in v.other_dims else v.shape[d] for d in range(b.rng.randint(0, v.rank), v.rank)]
     if b.chance(0.3):
         return b.like(f"torch.where({b.mask(shape)}, {v.name}, 0.2)", v)
     return b.like(f"{v.name} {b.rng.choice('+-*')} {b.constant(shape)}", v)
@@ -105,9 +102,7 @@ def reduced(b: Builder, v: Value) -> Value | None:
     op = b.rng.choice(["mean", "sum", "amax", "logsumexp", "prod", "amin", "norm"])
     if b.chance(0.4):
         return b.emit(f"{v.name}.{op}(dim={d}, keepdim=True)", replaced(v.shape, d, 1), v.layout, v)
-    return b.emit(
-        f"{v.name}.{op}(dim={b.axis(v, d)})", replaced(v.shape, d), shifted(v.layout, d, -1), v
-    )
+    return b.emit(f"{v.name}.{op}(dim={b.axis(v, d)})", replaced(v.shape, d), shifted(v.layout, d, -1), v)
 
 
 @local

@@ -88,9 +88,7 @@ def conv_over_samples(b: Builder, v: Value) -> Value | None:
     if v.rank != 3:
         return None
     v = to_dim(b, v, 2)
-    return b.like(
-        f"F.conv1d({v.name}, {b.parameter(v.shape[1], v.shape[1], 3)}, padding=1)", v, learned=True
-    )
+    return b.like(f"F.conv1d({v.name}, {b.parameter(v.shape[1], v.shape[1], 3)}, padding=1)", v, learned=True)
 
 
 @mixing
@@ -107,17 +105,13 @@ def picked_by_others(b: Builder, v: Value) -> Value | None:
     d = sample_dim(v)
     rows = f"torch.arange({v.size(d)} - 1, -1, -1)"
     forms = [f"{v.name}.index_select({d}, {rows})", f"{v.name}[{':, ' * d}{rows}] + {v.name}"]
-    forms.append(
-        f"torch.cat([{v.name}.narrow({d}, 1, {v.size(d)} - 1), {v.name}.narrow({d}, 0, 1)], {d})"
-    )
+    forms.append(f"torch.cat([{v.name}.narrow({d}, 1, {v.size(d)} - 1), {v.name}.narrow({d}, 0, 1)], {d})")
     flat = [x for x in b.ids if x.rank == 1]
     if flat and d == 0:
         forms.append(f"{v.name}[{flat[0].name} % B]" if v.shape[0] == 1 else forms[0])
     if flat and d == 0 and v.shape[0] == 1:
         view = ", ".join(["B"] + ["1"] * (v.rank - 1))
-        forms.append(
-            f"{v.name}.gather(0, ({flat[0].name} % B).view({view}).expand({', '.join(v.sizes())}))"
-        )
+        forms.append(f"{v.name}.gather(0, ({flat[0].name} % B).view({view}).expand({', '.join(v.sizes())}))")
     return b.like(b.rng.choice(forms), v)
 
 
@@ -172,6 +166,4 @@ def normed_over_samples(b: Builder, v: Value) -> Value | None:
     v = to_dim(b, v, 2)
     if v.shape[1] < 2:
         return None
-    return b.like(
-        f"F.group_norm({v.name}, 1, {b.bare((v.shape[1],))}, None, eps=0.01)", v, learned=True
-    )
+    return b.like(f"F.group_norm({v.name}, 1, {b.bare((v.shape[1],))}, None, eps=0.01)", v, learned=True)

@@ -86,9 +86,7 @@ def merge(b: Builder, v: Value) -> Value | None:
     shape = (*v.shape[:d], v.shape[d] * v.shape[d + 1], *v.shape[d + 2 :])
     sizes = v.sizes()
     joined = tuple_text([*sizes[:d], f"{sizes[d]} * {sizes[d + 1]}", *sizes[d + 2 :]])
-    code = b.rng.choice(
-        [f".flatten({d}, {d + 1})", f".reshape{joined}", f".contiguous().view{joined}"]
-    )
+    code = b.rng.choice([f".flatten({d}, {d + 1})", f".reshape{joined}", f".contiguous().view{joined}"])
     if b.chance(0.2):
         code = f".reshape{tuple_text([*sizes[:d], '-1', *sizes[d + 2 :]])}"
     return b.emit(v.name + code, shape, layout, v)
@@ -103,9 +101,7 @@ def split_dim(b: Builder, v: Value) -> Value | None:
     if v.layout is None or v.layout.dim != d:
         first = b.rng.choice([k for k in range(1, v.shape[d] + 1) if v.shape[d] % k == 0])
         sizes = (first, v.shape[d] // first)
-        text = tuple_text(
-            b.rng.choice([sizes, (-1, sizes[1]), (sizes[0], -1)]) if all(sizes) else sizes
-        )
+        text = tuple_text(b.rng.choice([sizes, (-1, sizes[1]), (sizes[0], -1)]) if all(sizes) else sizes)
         code = f"{v.name}.unflatten({b.axis(v, d)}, {text})"
         return b.emit(code, replaced(v.shape, d, *sizes), shifted(v.layout, d + 1, 1), v)
     outer, inner = v.layout.outer, v.layout.inner
@@ -162,9 +158,7 @@ def remove_one(b: Builder, v: Value) -> Value | None:
     if not ones:
         return None
     d = b.rng.choice(ones)
-    return b.emit(
-        f"{v.name}.squeeze({b.axis(v, d)})", replaced(v.shape, d), shifted(v.layout, d, -1), v
-    )
+    return b.emit(f"{v.name}.squeeze({b.axis(v, d)})", replaced(v.shape, d), shifted(v.layout, d, -1), v)
 
 
 @move
@@ -175,9 +169,7 @@ def expand_one(b: Builder, v: Value) -> Value | None:
     d, size = b.rng.choice(ones), b.small()
     sizes: list[str | int] = ["-1"] * v.rank
     sizes[d] = size
-    return b.emit(
-        f"{v.name}.expand({', '.join(map(str, sizes))})", replaced(v.shape, d, size), v.layout, v
-    )
+    return b.emit(f"{v.name}.expand({', '.join(map(str, sizes))})", replaced(v.shape, d, size), v.layout, v)
 
 
 @move
@@ -220,9 +212,7 @@ def piece(b: Builder, v: Value) -> Value | None:
     if form == 1 and size > 1:
         first = b.rng.randint(1, size - 1)
         names = b.name("a"), b.name("a")
-        b.lines.append(
-            f"{', '.join(names)} = {v.name}.split([{first}, {size - first}], dim={axis})"
-        )
+        b.lines.append(f"{', '.join(names)} = {v.name}.split([{first}, {size - first}], dim={axis})")
         b.emit(names[0], replaced(v.shape, d, first), v.layout, v)
         return b.emit(names[1], replaced(v.shape, d, size - first), v.layout, v)
     if form == 2 and size % 2 == 0:
@@ -230,9 +220,7 @@ def piece(b: Builder, v: Value) -> Value | None:
         return b.emit(v.name + code, replaced(v.shape, d, size // 2), v.layout, v)
     if form == 3:
         length = b.rng.randint(1, size - i)
-        return b.emit(
-            f"{v.name}.narrow({axis}, {i}, {length})", replaced(v.shape, d, length), v.layout, v
-        )
+        return b.emit(f"{v.name}.narrow({axis}, {i}, {length})", replaced(v.shape, d, length), v.layout, v)
     step = b.rng.randint(1, 2)
     stop = b.rng.randint(i + 1, size)
     code = (
@@ -257,9 +245,7 @@ def piece_of_samples(b: Builder, v: Value) -> Value | None:
             f".chunk({outer}, {d})[{k}]",
             f".split({block}, {d})[{k}]",
         ]
-        return b.emit(
-            v.name + b.rng.choice(codes), replaced(v.shape, d, inner), Layout(d, 1, inner), v
-        )
+        return b.emit(v.name + b.rng.choice(codes), replaced(v.shape, d, inner), Layout(d, 1, inner), v)
     k = b.rng.randrange(inner)
     return b.emit(f"{v.name}[{lead}{k}::{inner}]", replaced(v.shape, d, 1), Layout(d), v)
 
@@ -340,9 +326,7 @@ def joined(b: Builder, v: Value) -> Value | None:
     d, layout = b.rng.randrange(v.rank), v.layout
     if layout is not None and layout.dim == d:
         layout = layout._replace(outer=2 * layout.outer)
-    return b.emit(
-        f"torch.cat({pair}, {b.axis(v, d)})", replaced(v.shape, d, 2 * v.shape[d]), layout, v, w
-    )
+    return b.emit(f"torch.cat({pair}, {b.axis(v, d)})", replaced(v.shape, d, 2 * v.shape[d]), layout, v, w)
 
 
 @move
@@ -355,10 +339,7 @@ def reordered(b: Builder, v: Value) -> Value | None:
         k = b.rng.randint(1, v.shape[d])
         return b.emit(f"{v.name}.topk({k}, dim={d}).values", replaced(v.shape, d, k), v.layout, v)
     return b.like(
-        v.name
-        + b.rng.choice(
-            [f".flip({d})", f".flip([{b.axis(v, d)}])", f".roll(1, {d})", f".sort({d}).values"]
-        ),
+        v.name + b.rng.choice([f".flip({d})", f".flip([{b.axis(v, d)}])", f".roll(1, {d})", f".sort({d}).values"]),
         v,
     )
 

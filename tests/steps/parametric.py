@@ -114,9 +114,7 @@ def joined_parameter(b: Builder, v: Value) -> Value | None:
     if not v.other_dims:
         return None
     d, count = b.rng.choice(v.other_dims), b.rng.randint(1, 2)
-    shape = tuple(
-        count if k == d else v.shape[k] if k in v.other_dims else 1 for k in range(v.rank)
-    )
+    shape = tuple(count if k == d else v.shape[k] if k in v.other_dims else 1 for k in range(v.rank))
     sizes = ", ".join(str(count) if k == d else v.size(k) for k in range(v.rank))
     w = f"{b.parameter(*shape)}.expand({sizes})"
     if v.layout is not None and b.chance(0.3):
@@ -192,9 +190,7 @@ def matmul_right(b: Builder, v: Value) -> Value | None:
             "torch.bmm({x}, {w})",
             f"torch.baddbmm({b.parameter(1, o)}, {{x}}, {{w}}, beta=0.5)",
         ]
-    return b.emit(
-        b.rng.choice(forms).format(x=v.name, w=w), (*v.shape[:-1], o), v.layout, v, learned=True
-    )
+    return b.emit(b.rng.choice(forms).format(x=v.name, w=w), (*v.shape[:-1], o), v.layout, v, learned=True)
 
 
 @parametric
@@ -203,9 +199,7 @@ def matmul_left(b: Builder, v: Value) -> Value | None:
         return None
     i, o = v.shape[-2], b.small()
     w = b.parameter(o, i)
-    forms = ["{w} @ {x}", "torch.matmul({w}, {x})"] + (
-        ["torch.mm({w}, {x})"] if v.rank == 2 else []
-    )
+    forms = ["{w} @ {x}", "torch.matmul({w}, {x})"] + (["torch.mm({w}, {x})"] if v.rank == 2 else [])
     return b.emit(
         b.rng.choice(forms).format(x=v.name, w=w),
         (*v.shape[:-2], o, v.shape[-1]),

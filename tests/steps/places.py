@@ -142,8 +142,7 @@ LOOKUPS: Table = texts(
     mixes={
         "capacity": "{z} = F.one_hot({ids}, {C}).cumsum(0).gather(1, {ids}[:, None])\n{m}({x}) * ({z} <= 1)",
         "prototypes": (
-            "{z} = F.one_hot({ids}, {C}).to({x}.dtype)\n"
-            "{x} @ (({z}.t() @ {x}) / {z}.sum(0).clamp(min=1)[:, None]).t()"
+            "{z} = F.one_hot({ids}, {C}).to({x}.dtype)\n{x} @ (({z}.t() @ {x}) / {z}.sum(0).clamp(min=1)[:, None]).t()"
         ),
         "an embedding of the batch": "F.embedding({ids} % {B}, {x})",
         "rows by ids of the batch": "{m}({x})[{ids} % {B}]",
@@ -156,7 +155,7 @@ LOOKUPS: Table = texts(
         "places in each other": "{x} * torch.searchsorted({x}.detach().sort(1).values, {x}.detach().flip(0))",
         "an id's rank": "{m}({x}) * {ids}.argsort()[:, None]",
         "classes' weights": (
-            '{x} * F.cross_entropy({m}({x}), {ids}, F.one_hot({ids}, {C}).sum(0).to({x}.dtype), '
+            "{x} * F.cross_entropy({m}({x}), {ids}, F.one_hot({ids}, {C}).sum(0).to({x}.dtype), "
             'reduction="none")[:, None]'
         ),
         "the previous class": "{m}({x}) + F.embedding(F.pad({ids}[:-1], (1, 0)), {W})",
@@ -194,17 +193,11 @@ FUNCTIONS: Table = texts(
         "cumprod within": "{x}.sin().cumprod(1)",
         "a scan within": "scan(lambda c, a: (c + a, c * 1), {x}[:, 0] * 0, {x}.t())[1].t()",
         "a loop within": (
-            "{z} = {x}\n"
-            "for _ in range(3):\n"
-            "    {z} = torch.tanh({m}({z}) - {z}.mean(1, keepdim=True))\n"
-            "{z}"
+            "{z} = {x}\nfor _ in range(3):\n    {z} = torch.tanh({m}({z}) - {z}.mean(1, keepdim=True))\n{z}"
         ),
         "vmap over rows": "torch.vmap(lambda a: a.cumsum(0))({m}({x}))",
         "a state of columns": (
-            "{z} = {x}[:, 0] * 0\n"
-            "for a in {x}.unbind(1):\n"
-            "    {z} = torch.tanh({z} + a)\n"
-            "{x} * {z}[:, None]"
+            "{z} = {x}[:, 0] * 0\nfor a in {x}.unbind(1):\n    {z} = torch.tanh({z} + a)\n{x} * {z}[:, None]"
         ),
         "gradient of a sum": "torch.func.grad(lambda a: a.sin().sum())({x})",
         "one by one": "torch.stack([{m}(a) for a in {x}])",
@@ -235,9 +228,7 @@ FUNCTIONS: Table = texts(
     },
     either={
         "a branch": "cond({s} > 0.5, lambda a: a.sin(), lambda a: a.cos(), ({x},))",
-        "a branch's operand": (
-            "cond(torch.arange({C}).sum() > 0, lambda a, c: a * c, lambda a, c: a - c, ({x}, {o}))"
-        ),
+        "a branch's operand": ("cond(torch.arange({C}).sum() > 0, lambda a, c: a * c, lambda a, c: a - c, ({x}, {o}))"),
         "while_loop's state": (
             "while_loop(lambda i, a: i < 2, lambda i, a: (i + 1, a.sin() + 0.1), (torch.tensor(0), {o}))[1]"
         ),

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import fxgrad
-from fxgrad.targets import CollectTarget, DeriveTarget, TapTarget
+from fxgrad.runtime.targets import CollectTarget, DeriveTarget, TapTarget
 from fxgrad.testing import assert_per_sample_grads
 from tests.zoo.models import TOLERANCE, Inputs, scatter
 from tests.zoo.transformers_models import transformers_family

@@ -84,8 +84,14 @@ def poolformer(dropout: float) -> tuple[nn.Module, Inputs]:
     rates = {"drop_path_rate": dropout, "proj_drop_rate": dropout, "drop_rate": dropout}
     scales: dict[str, Any] = {"layer_scale_init_values": 1e-5, "res_scale_init_values": None}
     model = MetaFormer(
-        **STAGES, downsample_norm=None, mlp_act=nn.GELU, mlp_bias=True, norm_layers=GroupNorm1, use_mlp_head=False,
-        **scales, **rates,
+        **STAGES,
+        downsample_norm=None,
+        mlp_act=nn.GELU,
+        mlp_bias=True,
+        norm_layers=GroupNorm1,
+        use_mlp_head=False,
+        **scales,
+        **rates,
     )
     return model, images()
 
@@ -101,8 +107,17 @@ def poolformer_v2(dropout: float) -> tuple[nn.Module, Inputs]:
 def nfnet(dropout: float) -> tuple[nn.Module, Inputs]:
     """Standardised convolution weights (through batch_norm of the weight), squeeze and excite, skip gains."""
     config = NfCfg(
-        depths=(1, 2), channels=(16, 16), stem_type="deep_quad", stem_chs=16, group_size=8, bottle_ratio=0.5,
-        extra_conv=True, num_features=16, act_layer="gelu", attn_layer="se", attn_kwargs={"rd_ratio": 0.5},
+        depths=(1, 2),
+        channels=(16, 16),
+        stem_type="deep_quad",
+        stem_chs=16,
+        group_size=8,
+        bottle_ratio=0.5,
+        extra_conv=True,
+        num_features=16,
+        act_layer="gelu",
+        attn_layer="se",
+        attn_kwargs={"rd_ratio": 0.5},
         skipinit=True,
     )
     return NormFreeNet(config, num_classes=5, drop_path_rate=dropout, drop_rate=dropout), images()

@@ -68,8 +68,14 @@ def roberta(dropout: float) -> tuple[nn.Module, Inputs]:
 @transformers_family
 def distilbert(dropout: float) -> tuple[nn.Module, Inputs]:
     config = hf.DistilBertConfig(
-        vocab_size=VOCABULARY, dim=WIDTH, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=16,
-        dropout=dropout, attention_dropout=dropout,
+        vocab_size=VOCABULARY,
+        dim=WIDTH,
+        n_layers=1,
+        n_heads=2,
+        hidden_dim=24,
+        max_position_embeddings=16,
+        dropout=dropout,
+        attention_dropout=dropout,
     )
     return hf.DistilBertModel(config), padded()
 
@@ -84,16 +90,31 @@ def albert(dropout: float) -> tuple[nn.Module, Inputs]:
 def deberta_v2(dropout: float) -> tuple[nn.Module, Inputs]:
     """Disentangled attention: a table of relative positions, projected by the keys' layer, gathered per sample."""
     config = hf.DebertaV2Config(
-        **TEXT, **hidden(dropout), relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4,
-        share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False, conv_kernel_size=3,
+        **TEXT,
+        **hidden(dropout),
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=4,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+        conv_kernel_size=3,
     )
     return hf.DebertaV2Model(config), padded()
 
 
 def gpt2_config(dropout: float) -> Any:
     return hf.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=16, use_cache=False, **SPECIAL,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        vocab_size=VOCABULARY,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        use_cache=False,
+        **SPECIAL,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
     )
 
 
@@ -106,9 +127,17 @@ def gpt2(dropout: float) -> tuple[nn.Module, Inputs]:
 @transformers_family
 def opt(dropout: float) -> tuple[nn.Module, Inputs]:
     config = hf.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, ffn_dim=24,
-        word_embed_proj_dim=8, max_position_embeddings=16, dropout=dropout, attention_dropout=dropout,
-        use_cache=False, **SPECIAL,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_dim=24,
+        word_embed_proj_dim=8,
+        max_position_embeddings=16,
+        dropout=dropout,
+        attention_dropout=dropout,
+        use_cache=False,
+        **SPECIAL,
     )
     return hf.OPTForCausalLM(config), padded()
 
@@ -145,8 +174,16 @@ def gemma2(dropout: float) -> tuple[nn.Module, Inputs]:
 def t5(dropout: float) -> tuple[nn.Module, Inputs]:
     """A table of relative positions in the first layer, used by all."""
     config = hf.T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2, use_cache=False,
-        relative_attention_num_buckets=8, relative_attention_max_distance=16, dropout_rate=dropout,
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        use_cache=False,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=dropout,
         decoder_start_token_id=0,
     )
     return hf.T5ForConditionalGeneration(config), source_and_target()
@@ -155,10 +192,22 @@ def t5(dropout: float) -> tuple[nn.Module, Inputs]:
 @transformers_family
 def bart(dropout: float) -> tuple[nn.Module, Inputs]:
     config = hf.BartConfig(
-        vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=16,
-        dropout=dropout, attention_dropout=dropout, activation_dropout=dropout, use_cache=False,
-        forced_eos_token_id=2, decoder_start_token_id=2, **SPECIAL,
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=16,
+        dropout=dropout,
+        attention_dropout=dropout,
+        activation_dropout=dropout,
+        use_cache=False,
+        forced_eos_token_id=2,
+        decoder_start_token_id=2,
+        **SPECIAL,
     )
     return hf.BartForConditionalGeneration(config), source_and_target()
 
@@ -173,8 +222,14 @@ def vit(dropout: float) -> tuple[nn.Module, Inputs]:
 def swin(dropout: float) -> tuple[nn.Module, Inputs]:
     """Adds a table of positions and a mask for each window, repeated for the samples, before they meet the samples."""
     config = hf.SwinConfig(
-        image_size=IMAGE, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[1, 2], window_size=4,
-        drop_path_rate=dropout, **hidden(dropout),
+        image_size=IMAGE,
+        patch_size=4,
+        embed_dim=8,
+        depths=[2, 2],
+        num_heads=[1, 2],
+        window_size=4,
+        drop_path_rate=dropout,
+        **hidden(dropout),
     )
     return hf.SwinModel(config), images()
 
@@ -189,10 +244,22 @@ def convnext(dropout: float) -> tuple[nn.Module, Inputs]:
 def whisper(dropout: float) -> tuple[nn.Module, Inputs]:
     """Mel frames through convolutions; its encoder's positions are frozen."""
     config = hf.WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=WIDTH, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
-        max_source_positions=6, max_target_positions=8, dropout=dropout, attention_dropout=dropout,
-        use_cache=False, decoder_start_token_id=3, **SPECIAL,
+        vocab_size=VOCABULARY,
+        num_mel_bins=8,
+        d_model=WIDTH,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_source_positions=6,
+        max_target_positions=8,
+        dropout=dropout,
+        attention_dropout=dropout,
+        use_cache=False,
+        decoder_start_token_id=3,
+        **SPECIAL,
     )
     return hf.WhisperForConditionalGeneration(config), {
         "input_features": torch.randn(B, 8, 12),
@@ -223,8 +290,14 @@ def clip_vision(dropout: float) -> tuple[nn.Module, Inputs]:
 def mamba(dropout: float) -> tuple[nn.Module, Inputs]:
     """The sequential scan; it has no dropout."""
     config = hf.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=1, time_step_rank=4,
-        use_cache=False, use_associative_scan=False, **SPECIAL,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        state_size=4,
+        num_hidden_layers=1,
+        time_step_rank=4,
+        use_cache=False,
+        use_associative_scan=False,
+        **SPECIAL,
     )
     return hf.MambaForCausalLM(config), {"input_ids": ids()}
 
@@ -233,7 +306,9 @@ def mamba(dropout: float) -> tuple[nn.Module, Inputs]:
 def mixtral(dropout: float) -> tuple[nn.Module, Inputs]:
     """Every token takes the weights of the experts it was sent to: rows stay with their samples."""
     config = hf.MixtralConfig(
-        **{**grouped_heads(dropout), **ONE_LAYER}, num_local_experts=4, num_experts_per_tok=2,
+        **{**grouped_heads(dropout), **ONE_LAYER},
+        num_local_experts=4,
+        num_experts_per_tok=2,
         experts_implementation="batched_mm",
     )
     return hf.MixtralForCausalLM(config), padded()

@@ -1,0 +1,135 @@
+"""What is looked at in every call before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fxgrad.errors import BatchSizeError, OptionError, OutsideGraph
+from fxgrad.host.functorch import forward_level, innermost_transform, is_batched
+from fxgrad.host.modules import FSDP_FLAT
+from fxgrad.host.pytree import tree_leaves
+from fxgrad.host.tensors import hooks_of
+from fxgrad.quantities import Quantity
+from fxgrad.runtime.autograd_graph import used_outside
+from fxgrad.runtime.guard import Slot
+
+
+def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
+    """Whether `check_whole` and the checks below have nothing to refuse: in every call, so each tensor is met once."""
+    if innermost_transform() is not None or forward_level() >= 0:
+        return False
+    for name, parameter in parameters.items():
+        plain = type(parameter) is nn.Parameter and parameter.is_leaf and not name.endswith(FSDP_FLAT)
+        if not plain or parameter.layout is not torch.strided or parameter.is_complex() or is_batched(parameter):
+            return False
+    return all([type(value) is Tensor and value.grad_fn is None and not is_batched(value) for value in inputs])
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
+    for name, parameter in parameters.items():
+        special = type(parameter) is not nn.Parameter
+        kind = (
+            f"a tensor subclass, {type(parameter.data).__name__}"
+            if special and type(parameter.data) is not Tensor  # .data makes a tensor
+            else "a plain tensor that stands in a Parameter's place (functional_call)"
+            if special and not isinstance(parameter, nn.Parameter)
+            else "sparse"
+            if parameter.layout is not torch.strided
+            else "complex"
+            if parameter.is_complex()
+            else ""
+        )
+        if kind:
+            raise OptionError(
+                f"parameter '{name}' is {kind}: it has no per-sample gradient here",
+                advice="Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
+            )
+
+
+def check_inputs(values: Sequence[Any], parameters: Mapping[str, Tensor]) -> None:
+    """An input that was computed from the model's own parameters has gradients for them that no graph sees."""
+    computed = [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+    found = used_outside(computed, {id(p): name for name, p in parameters.items()}) if computed else ()
+    if found:
+        raise OutsideGraph(
+            "an input was computed from the model's own parameters, outside of the transformed call: "
+            f"{', '.join(found)}",
+            advice="Compute it in forward, in a method named in methods=, or under torch.no_grad().",
+        )
+
+
+def check_frozen_outputs(outputs: Any, inputs: Any) -> None:
+    """Of a model without trainable parameters, a gradient can reach its inputs alone."""
+    if not torch.is_grad_enabled() or any(_requires_grad(value) for value in tree_leaves(inputs)):
+        return
+    if any(_requires_grad(value) for value in tree_leaves(outputs)):
+        raise OutsideGraph(
+            "the model has no trainable parameters, and what it returns requires a gradient: it computes with "
+            "Parameters that model.parameters() does not have",
+            advice="Register them: as attributes of a module, in an nn.ParameterList or nn.ModuleList. A plain list, a "
+            "closure and a global are none of these.",
+        )
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def check_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """A hook sees the gradient for p.grad, of which some quantities leave none."""
+    for name, parameter in parameters.items():
+        hooks: Any = hooks_of(parameter)
+        if hooks and any(type(hook) is not Slot for hook in hooks.values()):
+            raise OptionError(
+                f"parameter '{name}' has a hook (register_hook), and there is no gradient for it: p.grad stays as it "
+                "is",
+                advice="Remove the hook (forward may set it), or ask for a gradient beside the others: "
+                "quantity=[.., fxgrad.Grad()].",
+            )
+
+
+def check_groups(quantities: Sequence[Quantity], size: int) -> int:
+    """How many samples the rows of a batch are, for the quantity that takes weights."""
+    for quantity in quantities:
+        if size % quantity.group_size:
+            raise BatchSizeError(
+                f"{size} rows cannot be groups of {quantity.group_size}, as {quantity} has them",
+                advice="Fill the batch up, or leave out the last rows.",
+            )
+    weighted = [quantity for quantity in quantities if getattr(quantity, "sample_weight", False)]
+    return weighted[0].units(size) if weighted else size
+
+
+def check_sample_weight(weight: Any, size: int) -> None:
+    """One number, not negative, for each sample."""
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or tuple(weight.shape) != (size,) or weight.is_complex():
+        found = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise OptionError(f"sample_weight has to be a tensor of {size} numbers, one for each sample, not {found}")
+    if size and not bool((weight >= 0).all()):
+        raise OptionError("sample_weight has to be 0 or more for every sample")
+
+
+def check_reverse_mode(values: Sequence[Any]) -> None:
+    """Per-sample gradients come from one reverse pass, not from within another transform."""
+    func = innermost_transform() is not None
+    if func or any(isinstance(v, Tensor) and is_batched(v) for v in values):
+        raise OptionError(
+            "a transformed model does not run inside of torch.func's transforms (grad, jvp, vmap)",
+            advice="Call the original model there.",
+        )
+    if forward_level() < 0:
+        return
+    dual = [v for v in values if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None]
+    if dual:
+        raise OptionError(
+            "forward-mode AD does not go through a transformed model",
+            advice="Call the original model on dual tensors.",
+        )

@@ -1,0 +1,208 @@
+"""The configuration of TorchDynamo for one call: dynamic dimensions, and what it must not specialise on.
+
+A call that finds its graph needs none of it, so a call configures Dynamo only when a compilation starts:
+
+    call            run() sets itself as this thread's call and calls the compiled function
+    Dynamo          finds a graph: it runs. Finds none: it calls its start callbacks, `_on_start` among them
+    _on_start       configure(): tensors are marked, patches are entered, until the call ends
+    backend         check_configured(): the callback did not fire, as another compilation was in progress
+    call            catches the error, configures Dynamo, and calls the compiled function again
+    call            restores all settings
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.backends import opt_einsum
+
+from fxgrad.capture.captured import SAMPLE_DIM, called_with
+from fxgrad.capture.recurrent_modules import recurrent_modules
+from fxgrad.capture.shape_rules import symbolic_shape_rules
+from fxgrad.host.dynamo import MARKS as PYTORCH_MARKS
+from fxgrad.host.dynamo import (
+    MARKS_OF_SAVED,
+    TorchDynamoException,
+    calls_ignored,
+    compilation,
+    compile_lock,
+    mark_dynamic,
+    maybe_mark_dynamic,
+    sizes_apart,
+)
+from fxgrad.samples.batch import PACKED_SIZES, Batch, dynamic_dim
+
+MARKS = (*PYTORCH_MARKS, SAMPLE_DIM)
+
+_MARKED = frozenset(MARKS)
+_COUNT = itertools.count()
+
+
+class _Capturing:
+    """The number of fxgrad's calls in progress: what Dynamo traces then is for fxgrad."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self.depth -= 1
+
+
+CAPTURING = _Capturing()  # in every call: where a transformed model calls another, the graph is guarded by it
+
+
+class _Current(threading.local):
+    """The call of this thread; Dynamo compiles in the thread that calls."""
+
+    call: CapturedCall | None = None
+
+
+_CURRENT = _Current()
+
+
+class CapturedCall:
+    """One call of a compiled function, in which every size that can be dynamic is."""
+
+    def __init__(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], every_size: bool = True) -> None:
+        self.batch, self.args, self.kwargs, self.every_size = batch, args, kwargs, every_size
+        self.settings: contextlib.ExitStack | None = None
+
+    def run(self, compiled: Callable[..., Any]) -> Any:
+        """Return ``compiled(*args, **kwargs)``."""
+        if _on_start not in compilation.start_callbacks:  # torch._dynamo.reset() forgets it
+            compilation.register_start_callback(_on_start)
+        enclosing, _CURRENT.call = _CURRENT.call, self
+        try:
+            if any(not _MARKED.isdisjoint(tensor.__dict__) for tensor in self.batch.tensors):
+                self.configure()  # guards would see the user's marks
+            with CAPTURING:
+                try:
+                    return compiled(*self.args, **self.kwargs)
+                except TorchDynamoException:
+                    if self.settings is not None:
+                        raise
+                # The callback did not fire, because another compilation was in progress: configure, and call again.
+                self.configure()
+                return compiled(*self.args, **self.kwargs)
+        finally:
+            _CURRENT.call = enclosing
+            if self.settings is not None:
+                self.settings.close()
+            else:
+                for tensor in self.batch.tensors:  # AOTAutograd marks what it saves
+                    for mark in MARKS_OF_SAVED:
+                        tensor.__dict__.pop(mark, None)
+
+    def configure(self) -> None:
+        """Configure Dynamo from now to the end of the call."""
+        if self.settings is None:
+            self.settings = contextlib.ExitStack()
+            self.settings.enter_context(compile_lock)  # all threads share the marks and the settings
+            self.settings.enter_context(marked(self.batch, self.every_size))
+            self.settings.enter_context(called_with(self.args, self.kwargs))
+            self.settings.enter_context(sizes_unseen())
+            self.settings.enter_context(symbolic_shape_rules())
+            self.settings.enter_context(recurrent_modules())
+            self.settings.enter_context(messages_ignored())
+
+
+def _on_start(_: Any) -> None:
+    """Configure Dynamo for this thread's call; Dynamo calls this at the start of every compilation."""
+    if _CURRENT.call is not None:
+        _CURRENT.call.configure()
+
+
+def current_call() -> CapturedCall | None:
+    """Return the call for which this thread's backend compiles."""
+    return _CURRENT.call
+
+
+class NotConfigured(Exception):
+    """Raised by a backend: Dynamo captured the graph without the configuration."""
+
+
+def check_configured() -> None:
+    """Raise if Dynamo captured the running call without the configuration: its sizes may be specialised."""
+    if _CURRENT.call is not None and _CURRENT.call.settings is None:
+        raise NotConfigured
+
+
+def fresh_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``original`` as a function with a new code object and a new name.
+
+    Dynamo caches graphs per code object, and what it learned about changing sizes per name. So calls of another
+    model change nothing here.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    name = f"call_{next(_COUNT)}"
+    code = call.__code__.replace(co_name=name)
+    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+
+@contextlib.contextmanager
+def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
+    """Mark the user's tensors with their roles, and their sample dimensions as dynamic, until the context ends."""
+    kept: list[tuple[weakref.ref[Tensor], dict[str, Any]]] = []
+    try:
+        for tensor, role in batch.roles():
+            attributes = tensor.__dict__
+            kept.append((weakref.ref(tensor), {k: attributes[k] for k in MARKS if k in attributes}))
+            for mark in MARKS:
+                attributes.pop(mark, None)
+            setattr(tensor, SAMPLE_DIM, role)
+            dim = dynamic_dim(role)
+            if dim is not None and batch.size > 1:
+                # Behind a graph break, samples may meet a value whose size Dynamo has not seen vary yet. The longest
+                # samples of two packed sequences may be equally long.
+                sure = fullgraph and role != PACKED_SIZES
+                mark = mark_dynamic if sure else maybe_mark_dynamic
+                mark(tensor, dim)
+        yield
+    finally:
+        for reference, before in kept:
+            tensor_kept = reference()
+            if tensor_kept is not None:
+                for mark in MARKS:
+                    tensor_kept.__dict__.pop(mark, None)
+                tensor_kept.__dict__.update(before)
+
+
+@contextlib.contextmanager
+def sizes_unseen() -> Iterator[None]:
+    """Give equal sizes separate symbols: a sequence may be as long as the batch by chance.
+
+    Sizes may not choose the order of an einsum either: opt_einsum, where installed, specialises the batch size. The
+    log shows no message where PyTorch specialises it.
+    """
+    einsum, opt_einsum.enabled = opt_einsum.enabled, False  # not its `flags`: they do not nest
+    try:
+        with sizes_apart():
+            yield
+    finally:
+        opt_einsum.enabled = einsum
+
+
+@contextlib.contextmanager
+def messages_ignored() -> Iterator[None]:
+    """Ignore prints, logs and warnings of a model's forward: they do nothing in a graph and do not break it."""
+    named = [value for name, value in vars(logging.Logger).items() if name in _LOGS or name.endswith("_once")]
+    with calls_ignored([print, warnings.warn, *named]):
+        yield
+
+
+_LOGS = frozenset("debug info warning warn error exception critical fatal log warning_advice".split())

@@ -1,0 +1,98 @@
+"""What the user asked for, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxgrad.costs.choices import NAMES, Ways, Wish
+from fxgrad.costs.machines import machine_of
+from fxgrad.errors import OptionError
+from fxgrad.graph.context import Mixing
+from fxgrad.quantities import GradSample, Quantity
+
+FREE = "free"  # memory_limit= where nothing is said: what is free on the device
+Inner = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+@dataclass
+class Options:
+    """What the user asked for."""
+
+    quantities: tuple[Quantity, ...] = (GradSample(),)
+    loss_scale: float | str = 1
+    mixing: Mixing = "error"
+    backend: str | Inner = "inductor"
+    fullgraph: bool = True
+    wishes: Mapping[str, Wish] = field(default_factory=dict)  # strategy=, by parameter
+    named: bool = True  # whether the model is known, and with it its parameters' names and their order
+    memory_limit: int | str | None = FREE  # bytes; FREE: what there is; None: not looked at
+    settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
+
+    def check(self) -> None:
+        """Raise where options do not go together."""
+        self.check_each()
+        for quantity in self.quantities:
+            if not self.fullgraph and not quantity.adds:
+                raise OptionError(
+                    f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
+                    advice="Pass fullgraph=True, which names the line of a graph break.",
+                )
+
+    def takes(self, **changes: Any) -> bool:
+        """Whether other values of these options would pass: no error may advise what the next one refuses."""
+        other = dataclasses.replace(self, **changes)
+        try:
+            if self.fullgraph or "fullgraph" in changes:
+                other.check()
+            else:
+                other.check_each()
+        except OptionError:
+            return False
+        return self.settled.isdisjoint(changes)
+
+    def check_each(self) -> None:
+        """The same for each quantity by itself, whoever decides about graph breaks."""
+        for quantity in self.quantities:
+            quantity.check(self)
+            if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
+                raise OptionError(f"group_size has to be a positive int, not {quantity.group_size!r}")
+
+    def ways(self, device: torch.device | None, batch: int) -> Ways:
+        """What chooses how terms are contracted; where everything is multiplied out nothing has to be measured."""
+        if device is None or any(quantity.dense for quantity in self.quantities):
+            return Ways()
+        return Ways(machine_of(device), self.wishes, batch, any(quantity.sums for quantity in self.quantities))
+
+
+def check_strategy(strategy: Any, quantities: Sequence[Quantity]) -> None:
+    """Raise where strategy= is neither None, nor a way, nor a mapping to ways; or has nothing to choose."""
+    given = dict(strategy) if isinstance(strategy, Mapping) else {} if strategy is None else {"": strategy}
+    for name, way in given.items():
+        if not isinstance(name, str) or way not in NAMES:
+            of = f" for {name!r}" if name else ""
+            raise OptionError(
+                f"strategy has to be a way or a mapping from parameters to ways, not {way!r}{of}",
+                advice=f"The ways are {', '.join(map(repr, NAMES))}; None lets the cost model choose.",
+            )
+    dense = next((quantity for quantity in quantities if quantity.dense), None)
+    if given and dense is not None:
+        raise OptionError(
+            f"strategy has nothing to choose: {dense} multiplies every gradient out",
+            advice="Leave out strategy=, or ask for norms or sums alone, such as ClippedGrad.",
+        )
+
+
+def loss_scale(reduction: str | float) -> float | str:
+    if reduction == "sum":
+        return 1
+    if reduction == "mean":
+        return "mean"
+    if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
+        return reduction
+    raise OptionError(f"loss_reduction has to be 'sum', 'mean' or a positive number, not {reduction!r}")

@@ -1,0 +1,256 @@
+"""nn.RNN, nn.LSTM and nn.GRU, and packed sequences, as Dynamo sees them in a transformed model: one node each.
+
+PyTorch's own forward ends in an op that a trace can follow only by unrolling it, one copy of the step for
+every point in time. While fxgrad captures, these modules call ``fxgrad::recurrent_layers`` instead, which has a
+shape and no more; `fxgrad.passes.decompose_recurrent` says what it computes. Packing and padding, which Dynamo
+skips, become the operators of fxgrad.kernels.recurrent.packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
+
+from fxgrad.host.dynamo import graph_break, recurrent_modules_allowed, substitute
+from fxgrad.host.rnn import flat_weight_names
+
+
+@torch.library.custom_op("fxgrad::recurrent_layers", mutates_args=())
+def recurrent_layers(
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    order: Tensor | None,
+    rows: int,
+    hx: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    mode: str,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[T, B, in] -> [T, B, directions * out]`` and the last states, ``[layers * directions, B, out]``.
+
+    The arguments are those of ``aten::lstm.input`` and its kin. The last result is the LSTM's cell state. Of
+    packed data, input and output are padded; ``batch_sizes``, ``order`` and ``rows`` say how it was packed.
+    """
+    raise NotImplementedError("a pass of fxgrad replaces this op by its definition")
+
+
+@recurrent_layers.register_fake
+def _(
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    order: Tensor | None,
+    rows: int,
+    hx: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    mode: str,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    directions = 2 if bidirectional else 1
+    out = input.new_empty(input.shape[0], input.shape[1], directions * hx[0].shape[2])
+    return out, torch.empty_like(hx[0]), torch.empty_like(hx[-1])
+
+
+def _run(
+    self: nn.RNNBase, sequence: Tensor, states: list[Tensor], weights: list[Tensor], packed: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.fxgrad.recurrent_layers(
+        sequence,
+        *packed,
+        states,
+        weights,
+        self.mode,
+        self.bias,
+        self.num_layers,
+        float(self.dropout),
+        self.training,
+        self.bidirectional,
+    )
+    return result
+
+
+def _forward_packed(self: nn.RNNBase, input: PackedSequence, hx: Any) -> Any:
+    """What they compute of packed data; states are in the user's own order."""
+    data, batch_sizes, order, back = input
+    if data.dim() != 2:
+        raise RuntimeError(f"input must have 2 dimensions, got {data.dim()}")
+    weights = [getattr(self, name) for name in flat_weight_names(self)]
+    _check_input(self, data, weights[0])
+    sequence = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, batch_sizes.shape[0], 0.0)
+    states = _states(self, sequence, hx, False)
+    out, h, c = _run(self, sequence, states, weights, (batch_sizes, order, data.shape[0]))
+    packed = PackedSequence(torch.ops.fxgrad.repack(out, batch_sizes, order, data.shape[0]), batch_sizes, order, back)
+    return packed, (h, c) if self.mode == "LSTM" else h
+
+
+def _forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+    """What nn.RNN, nn.LSTM and nn.GRU compute of padded input."""
+    if input.dim() not in (2, 3):
+        raise ValueError(f"{type(self).__name__}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+    unbatched = input.dim() == 2
+    sequence = input.unsqueeze(1) if unbatched else input.transpose(0, 1) if self.batch_first else input
+    lstm = self.mode == "LSTM"
+    weights = [getattr(self, name) for name in flat_weight_names(self)]
+    _check_input(self, input, weights[0])
+    states = _states(self, sequence, hx, unbatched)
+    out, h, c = _run(self, sequence, states, weights, (None, None, 0))
+    if unbatched:
+        out, h, c = out.squeeze(1), h.squeeze(1), c.squeeze(1)
+    elif self.batch_first:
+        out = out.transpose(0, 1)
+    return out, (h, c) if lstm else h
+
+
+def _check_input(self: nn.RNNBase, input: Tensor, weight: Tensor) -> None:
+    """nn.RNNBase.check_input, which reads a cached weight that may be an old one."""
+    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
+        raise ValueError(f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}).")
+    if input.shape[-1] != self.input_size:
+        raise RuntimeError(
+            f"input.size(-1) must be equal to input_size. Expected {self.input_size}, got {input.shape[-1]}"
+        )
+
+
+def _states(self: nn.RNNBase, sequence: Tensor, hx: Any, unbatched: bool) -> list[Tensor]:
+    """The given states or zeros, ``[layers * directions, B, out]``, checked as PyTorch checks them."""
+    rows, batch = self.num_layers * (2 if self.bidirectional else 1), sequence.shape[1]
+    sizes = [(rows, batch, self.proj_size or self.hidden_size)]
+    if self.mode == "LSTM":
+        sizes.append((rows, batch, self.hidden_size))
+    if hx is None:
+        return [sequence.new_zeros(size) for size in sizes]
+    given = list(hx) if self.mode == "LSTM" else [hx]
+    for i, (state, size) in enumerate(zip(given, sizes, strict=True)):
+        if state.dim() != (2 if unbatched else 3):
+            raise RuntimeError(
+                f"For {'unbatched 2-D' if unbatched else 'batched 3-D'} input, hx should also be "
+                f"{'2' if unbatched else '3'}-D but got {state.dim()}-D tensor"
+            )
+        given[i] = state.unsqueeze(1) if unbatched else state
+        if tuple(given[i].shape) != size:
+            raise RuntimeError(f"Expected hidden[{i}] size {size}, got {list(given[i].shape)}")
+    return given
+
+
+_KINDS: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.LSTM, nn.GRU)
+_LOCK = threading.Lock()
+_ORIGINALS: dict[type, Callable[..., Any]] = {}
+_depth = 0
+
+
+@contextlib.contextmanager
+def recurrent_modules() -> Iterator[None]:
+    """Let Dynamo see recurrent modules as one node each; eager calls are what they were."""
+    _enter()
+    try:
+        with recurrent_modules_allowed():
+            yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _depth
+    with _LOCK:
+        _substitute()
+        if _depth == 0:
+            for kind in _KINDS:
+                _ORIGINALS[kind] = kind.forward
+                kind.forward = _captured_or(kind.forward)
+        _depth += 1
+
+
+def _leave() -> None:
+    global _depth
+    with _LOCK:
+        _depth -= 1
+        if _depth == 0:
+            for kind in _KINDS:
+                kind.forward = _ORIGINALS.pop(kind)
+
+
+def _captured_or(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return (_forward_packed if isinstance(input, PackedSequence) else _forward)(self, input, hx)
+        return original(self, input, hx)
+
+    return forward
+
+
+def _pack(input: Any, lengths: Any, batch_first: Any = False, enforce_sorted: Any = True) -> Any:
+    """torch.nn.utils.rnn.pack_padded_sequence"""
+    if not _capturing():
+        graph_break()
+        return pack_padded_sequence(input, lengths, batch_first, enforce_sorted)
+    if not isinstance(lengths, Tensor):
+        graph_break(msg=_AS_TENSOR)
+    x = input.transpose(0, 1) if batch_first else input
+    data, batch_sizes, order = torch.ops.fxgrad.pack(x, lengths, bool(enforce_sorted))
+    return PackedSequence(data, batch_sizes, order, order.argsort())
+
+
+def _pad(sequence: Any, batch_first: Any = False, padding_value: Any = 0.0, total_length: Any = None) -> Any:
+    """torch.nn.utils.rnn.pad_packed_sequence"""
+    if not _capturing():
+        graph_break()
+        return pad_packed_sequence(sequence, batch_first, padding_value, total_length)
+    data, batch_sizes, order, _ = sequence  # by place: Dynamo of torch 2.12 reads no names of one that it made
+    value = float(padding_value)
+    if total_length is None:
+        out = torch.ops.fxgrad.pad_packed_to_longest(data, batch_sizes, order, value)
+    else:
+        out = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, total_length, value)
+    return out.transpose(0, 1) if batch_first else out, torch.ops.fxgrad.packed_lengths(data, batch_sizes, order)
+
+
+def _pack_list(sequences: Any, enforce_sorted: Any = True) -> Any:
+    """torch.nn.utils.rnn.pack_sequence"""
+    if not _capturing():
+        graph_break()
+        return pack_sequence(sequences, enforce_sorted)
+    graph_break(msg=_AS_PADDED)
+
+
+_AS_TENSOR = (
+    "pack_padded_sequence got its lengths as Python numbers, which fix the batch: "
+    "pass them as a tensor [B], without tolist()"
+)
+_AS_PADDED = (
+    "pack_sequence takes a Python list with one tensor for each sample, which fixes the batch: pass the model a "
+    "PackedSequence, or a padded tensor and its lengths"
+)
+_POLYFILLS: dict[Callable[..., Any], Callable[..., Any]] = {
+    pack_padded_sequence: _pack,
+    pad_packed_sequence: _pad,
+    pack_sequence: _pack_list,
+}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capturing() -> bool:
+    return _depth > 0
+
+
+def _substitute() -> None:
+    """Once, at the first call of a transformed model: another torch.compile still breaks its graph there."""
+    while _POLYFILLS:
+        substitute(*_POLYFILLS.popitem())

@@ -1,0 +1,276 @@
+"""From one captured graph to one callable: the passes, the inner compiler, and the ghosts around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch import Tensor, fx
+
+from fxgrad.capture.captured import SAMPLE_DIM, Captured
+from fxgrad.capture.checks import check_parameters
+from fxgrad.capture.options import Inner, Options
+from fxgrad.compile.context_of import make_context
+from fxgrad.compile.dry_run import rehearse
+from fxgrad.compile.facts import Facts, facts_of
+from fxgrad.compile.inner import inner_compiler
+from fxgrad.compile.memory_limit import Room
+from fxgrad.compile.outputs import (
+    Uniform,
+    output_roles,
+    reached_by_parameters_alone,
+    uniform_outputs,
+)
+from fxgrad.compile.pipeline import DEFINITIONS, LAST, ONE, PASSES, passes_of, run_passes
+from fxgrad.costs.choices import check_applied
+from fxgrad.errors import FxgradError, GraphBreak, LostLayout
+from fxgrad.graph.context import Context
+from fxgrad.host.dynamo import innermost_fn
+from fxgrad.host.functorch import aot_settings
+from fxgrad.kernels.memory import keep_memory
+from fxgrad.ops.values import memory_of, tensors_of
+from fxgrad.passes.infer_samples import infer_samples
+from fxgrad.quantities import Delivery
+from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.placeholders import Ghosts, watch
+from fxgrad.runtime.store import Store
+from fxgrad.runtime.targets import TAPS
+from fxgrad.terms.work import Way
+
+
+def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
+    """The callable that Dynamo runs in the graph's place."""
+    captured.check_leaves()
+    trainable = captured.trainable()
+    inner = inner_compiler(options.backend)
+    if not trainable:
+        return _without_parameters(captured, options, inner)
+    check_parameters({captured.name(i): captured.examples[i] for i in trainable})
+    single = captured.batch_size == 1
+    passes = passes_of(captured.batch_size, options.quantities)
+    dims = {} if single else captured.sample_dims()
+    ctx = make_context(captured, options, captured.held() if passes is ONE else dims, single=single)
+    with _own_saved_tensors():
+        gm = run_passes(captured.gm, ctx, (*passes, *LAST))
+        if options.wishes and not single:
+            _check_wishes(gm, ctx, captured.batch_size, options)
+        room = _room(gm, ctx, captured, options)
+    uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
+    roles = {} if single or options.fullgraph else output_roles(gm)
+    names = [captured.name(i) for i in trainable]
+    facts = facts_of(gm, {} if single else captured.packed())
+    with _outputs_kept(gm):
+        compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
+    keep_memory()
+    if isinstance(options.backend, str):
+        compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
+    frozen = {} if options.fullgraph else captured.frozen()
+    size = captured.batch_size
+    return Transformed(compiled, trainable, names, dims, uniform, roles, store, size, frozen, facts, room)
+
+
+def _room(gm: fx.GraphModule, ctx: Context, captured: Captured, options: Options) -> Room:
+    """The graph's memory, checked for this batch. Where it may be tight, a rehearsal says which gradients are held."""
+    parameters = {captured.name(i): captured.examples[i] for i in captured.trainable()}
+    room = Room(options.quantities, parameters, options.memory_limit)
+    dense = any(quantity.dense for quantity in options.quantities)
+    if not dense and not ctx.single and room.is_tight(captured.batch_size):
+        room.held = _held(gm, ctx, captured.batch_size)
+    room.check(captured.batch_size)
+    return room
+
+
+def _held(gm: fx.GraphModule, ctx: Context, size: int) -> frozenset[str]:
+    """The parameters whose gradients are multiplied out where they are used, and kept to the end."""
+    try:
+        chosen = rehearse(gm, ctx, size).chosen
+    except Exception:  # what cannot be rehearsed is not counted
+        return frozenset()
+    return frozenset(name for name, uses in chosen.items() if any(one.way is Way.MATERIALISE for one in uses))
+
+
+def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
+    """Raise before anything runs where strategy= does not fit: a backward on fake tensors tells what there is."""
+    try:
+        chosen = rehearse(gm, ctx, size).chosen
+    except FxgradError:
+        raise
+    except Exception:  # what cannot be rehearsed is seen when the backward is traced
+        return
+    if not all(quantity.adds for quantity in options.quantities) or options.fullgraph:  # this graph is all of it
+        check_applied(options.wishes, chosen)
+
+
+# Note [Donated buffers]
+# ~~~~~~~~~~~~~~~~~~~~~~
+# A compiled backward may write over what the forward saved for it, where no output shares its memory. For a
+# view of a tap's output AOTAutograd thinks so: the tap's copy, which Inductor removes, has memory of its own
+# then. The user's output would change in the backward (seen on 2.13). So no buffer is donated by such a graph.
+# Inductor's cache does not tell a backward with donated buffers from one without: the tag does, and the backward
+# has to be compiled where the tag is set, beside the forward.
+
+
+@contextlib.contextmanager
+def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
+    """See Note [Donated buffers]."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    tapped = {memory for node in gm.graph.nodes if isinstance(node.target, TAPS) for memory in _memories(node)}
+    parts = [node for node in outputs if isinstance(node, fx.Node) and not isinstance(node.target, TAPS)]
+    if not any(memory in tapped for node in parts for memory in _memories(node)):
+        yield
+        return
+    tag = f"{torch.compiler.config.cache_key_tag} no donated buffers"
+    with (
+        aot_settings(donated_buffer=False, force_non_lazy_backward_lowering=True),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+def _memories(node: fx.Node) -> list[int | None]:
+    """The memory of a node's tensors."""
+    return [memory_of(tensor) for tensor in tensors_of(node.meta.get("fake"))]
+
+
+def _own_saved_tensors() -> Any:
+    """The passes run ops on fake tensors, which the hooks of a checkpoint around the model may not see."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
+    """A graph without trainable parameters runs as it is; a later one has to find the samples in its outputs."""
+    dims = {} if captured.fullgraph or captured.batch_size == 1 else captured.sample_dims()
+    defined = run_passes(captured.gm, make_context(captured, options, {}, single=True), (*DEFINITIONS, *LAST))
+    compiled = inner(defined, captured.values)
+    frozen = {} if captured.fullgraph else captured.frozen()
+    if not dims and not frozen:
+        return compiled
+    passes = PASSES[: PASSES.index(infer_samples) + 1]
+    roles = output_roles(run_passes(captured.gm, make_context(captured, options, dims), passes)) if dims else {}
+
+    def run(*args: Any) -> Any:
+        check_frozen(frozen, args)
+        return _with_roles(compiled(*args), roles)
+
+    return run
+
+
+def check_frozen(frozen: dict[int, str], args: Sequence[Any], now_frozen: Sequence[str] = ()) -> None:
+    """Behind a graph break Dynamo of torch 2.11 does not look at requires_grad, and uses the same graph again."""
+    changed = [name for i, name in frozen.items() if args[i].requires_grad] + list(now_frozen)
+    if changed:
+        raise GraphBreak(
+            f"behind a graph break, what is trainable has changed since the first call: {', '.join(changed)}",
+            advice="Call torch._dynamo.reset() after freezing or unfreezing, or remove the graph break.",
+        )
+
+
+def _with_roles(outputs: Any, roles: dict[int, int]) -> Any:
+    """A graph's outputs, marked for the graph behind a graph break."""
+    for i, role in roles.items():
+        setattr(outputs[i], SAMPLE_DIM, role)
+    return outputs
+
+
+def _inner_inputs(
+    captured: Captured, options: Options, trainable: Sequence[int], names: Sequence[str], dims: dict[int, int]
+) -> list[Any]:
+    """What the inner compiler sees: parameters that need no gradient, a ghost for each delivery, what is given."""
+    values = list(captured.values)
+    n: Any = captured.batch_size
+    if dims and captured.batch_size != 1:
+        i, dim = next(iter(dims.items()))
+        n = values[i].shape[dim]
+    parameters = {name: values[i] for name, i in zip(names, trainable, strict=True)}
+    mode = values[trainable[0]].fake_mode
+    with mode:
+        ghosts = [_empty(d).requires_grad_() for q in options.quantities for d in q.deliveries(q.units(n), parameters)]
+        given = [_full(d) for q in options.quantities for d in q.inputs(q.units(n), parameters)]
+        for i in trainable:
+            values[i] = values[i].detach()
+    return values + ghosts + given
+
+
+def _empty(delivery: Delivery) -> Tensor:
+    """A ghost: the shape of what will be delivered, and one element of memory."""
+    return torch.empty((), dtype=delivery.dtype, device=delivery.device).expand(delivery.shape)
+
+
+def _full(delivery: Delivery) -> Tensor:
+    return torch.empty(delivery.shape, dtype=delivery.dtype, device=delivery.device)
+
+
+@dataclass
+class Transformed:
+    """A compiled graph with its ghosts."""
+
+    compiled: Callable[..., Any]
+    trainable: Sequence[int]
+    names: Sequence[str]  # of the trainable parameters
+    dims: dict[int, int]
+    uniform: Sequence[int]
+    roles: dict[int, int]
+    store: Store
+    batch_size: int
+    frozen: dict[int, str]  # parameters that were not trainable, where there may be graph breaks
+    facts: Facts
+    room: Room
+
+    def __call__(self, *args: Any) -> Any:
+        n = self.size_of(args)
+        parameters = dict(zip(self.names, [args[i] for i in self.trainable], strict=True))
+        forward = self.store.current.forward or self._own_forward(n, parameters)
+        self._check_size(n, forward.size)
+        self.room.check(forward.size)
+        names = tuple(parameters)
+        if self.frozen or names != forward.names:
+            check_frozen(self.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
+        ghosts = Ghosts.apply(self.store, forward, names, *parameters.values())  # type: ignore[no-untyped-call]
+        given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
+        if forward.first_batch is not None:
+            forward.first_batch.check(self, args, parameters, given)
+        inputs = list(args)
+        for i in self.trainable:
+            inputs[i] = args[i].detach()
+        outputs = list(self.compiled(*inputs, *ghosts, *given))
+        for i in self.uniform:
+            outputs[i] = Uniform.apply(outputs[i], ghosts[0])  # type: ignore[no-untyped-call]
+        _with_roles(outputs, self.roles)
+        if torch.is_grad_enabled():
+            self.store.began(forward, ghosts[0].grad_fn)
+            watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
+        return outputs
+
+    def _own_forward(self, n: int, parameters: dict[str, Tensor]) -> Forward:
+        """Begin a forward if torch.compile called the backend: this graph is all of it."""
+        forward = Forward(n, parameters)
+        if torch.is_grad_enabled():
+            if self.store.guard is not None:
+                self.store.guard.watch(parameters)
+            self.store.check_clear(forward, forward.enclosing, "a forward")
+        return forward
+
+    def _check_size(self, n: int, size: int) -> None:
+        """What was batched by its size at a graph break has to go on being so."""
+        if n != size:
+            raise LostLayout(
+                f"a value that held the samples before has {n} rows for {size} samples now",
+                advice="Pass in_dims= to say which inputs hold samples, and remove graph breaks between them.",
+            )
+
+    def size_of(self, args: Sequence[Any]) -> int:
+        """The number of samples in the graph's inputs."""
+        if self.batch_size == 1:
+            return 1
+        sizes = {args[i].shape[dim] for i, dim in self.dims.items()}
+        if len(sizes) != 1:
+            raise LostLayout(
+                f"values that held the same samples now have different sizes: {sorted(sizes)}",
+                advice="Pass in_dims= to say which inputs hold samples.",
+            )
+        return int(sizes.pop())

@@ -1,0 +1,104 @@
+"""The passes' context for one captured graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxgrad.capture.captured import Captured, no_samples
+from fxgrad.capture.options import Options
+from fxgrad.graph.context import Context, TrainableParameter
+from fxgrad.kernels.sizes import hint
+from fxgrad.samples.symbols import Symbols, expression
+
+UNLIKELY = 7  # the length that a size is taken to have of which nothing is known: no other size should be
+
+
+def make_context(captured: Captured, options: Options, dims: dict[int, int], *, single: bool = False) -> Context:
+    """The passes' context: their own symbols, and the inputs as fake values in them."""
+    symbols = Symbols()
+    placeholders = captured.placeholders
+    parameters = [
+        TrainableParameter(placeholders[i].name, captured.name(i), tuple(example.shape), example.dtype)
+        for i, example in ((i, captured.examples[i]) for i in captured.trainable())
+    ]
+    packed = {} if single else captured.packed()
+    inputs = {} if single and not dims else _own_inputs(captured, symbols, dims, packed, single)
+    size = captured.batch_size
+    return Context(
+        symbols,
+        inputs,
+        parameters,
+        {placeholders[i].name: dim for i, dim in dims.items()},
+        options.quantities,
+        options.loss_scale,
+        options.mixing,
+        {placeholders[i].name: captured.name(i) for i in range(len(placeholders))},
+        {
+            placeholders[i].name: None if rows is None else (placeholders[rows[0]].name, placeholders[rows[1]].name)
+            for i, rows in packed.items()
+        },
+        single=single,
+        may_mix=options.takes(mixing="allow"),
+        ways=options.ways(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
+    )
+
+
+def _own_inputs(
+    captured: Captured,
+    symbols: Symbols,
+    dims: dict[int, int],
+    packed: dict[int, tuple[int, int] | None],
+    single: bool,
+) -> dict[str, Any]:
+    """Fake inputs in which the sample dims, and they alone, carry B; of a batch of one, none do."""
+    if not dims:
+        raise no_samples()
+    batch = symbols.batch(hint=_hint(captured))
+    known: dict[Any, Any] = {}
+    for i, dim in dims.items():
+        size = 1 if single else captured.values[i].shape[dim]
+        if isinstance(size, torch.SymInt):
+            known[expression(size)] = batch
+    known |= {expression(size): batch for i, size in enumerate(captured.values) if captured.counts(i)}
+
+    def translate(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = expression(size)
+        if expr not in known:
+            likely = size.node.hint if size.node.hint is not None else UNLIKELY
+            known[expr] = symbols.new(f"T{len(known)}", likely)
+        return known[expr]
+
+    for i, rows in packed.items():
+        if rows is not None:
+            symbols.count_rows(translate(captured.values[i].shape[0]))
+    at = {} if single else dims
+    return {
+        node.name: _own_input(value, at.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
+        for i, (node, value) in enumerate(zip(captured.placeholders, captured.values, strict=True))
+    }
+
+
+def _own_input(value: Any, dim: int | None, batch: Any, translate: Any, symbols: Symbols, *, traced: bool) -> Any:
+    if isinstance(value, torch.SymInt):
+        return translate(value)
+    if not isinstance(value, Tensor):
+        return value
+    sizes = [batch if d == dim else translate(size) for d, size in enumerate(value.shape)]
+    parameter = isinstance(value, nn.Parameter) and value.requires_grad
+    with symbols.mode, torch.enable_grad():
+        order = sorted(range(len(sizes)), key=lambda d: hint(value.stride(d)), reverse=True)
+        dense = torch.empty([sizes[d] for d in order], dtype=value.dtype, device=value.device)
+        own = dense.permute([order.index(d) for d in range(len(sizes))])
+        if traced:
+            return own.requires_grad_().clone()  # no leaf: the graph may change it in place
+        return nn.Parameter(own) if parameter else own
+
+
+def _hint(captured: Captured) -> int:
+    """A number of samples that no other size is mistaken for, with the real one's divisors."""
+    return captured.batch_size * 1009

@@ -1,0 +1,291 @@
+"""One forward and backward of a graph on fake tensors: what it computes, saves, and writes on the tape."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxgrad.costs.choices import Choice
+from fxgrad.errors import OptionError
+from fxgrad.gradients.sample_grads import SampleGrads
+from fxgrad.graph.context import Context, path_to, source_line
+from fxgrad.host.dispatch import enable_python_dispatcher
+from fxgrad.host.tensors import identity
+from fxgrad.ops.families import MOVEMENT
+from fxgrad.ops.values import tensors_of
+from fxgrad.rules.strategies import Contributions, Strategy
+from fxgrad.rules.uses import Use
+from fxgrad.runtime.pullback import Virtual
+from fxgrad.runtime.tape import DenseTape, FactorTape, Tape
+from fxgrad.runtime.targets import TAPS, NewTape, TapTarget
+from fxgrad.samples.symbols import elements, expression
+from fxgrad.terms import Materialised, Term
+from fxgrad.terms.work import Way
+
+ZERO = sympy.Integer(0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one use contributed to one parameter's gradient, and what that took."""
+
+    use: Use
+    slot: int
+    term: Term | None  # None where the rule gave the gradient itself
+    flops: sympy.Expr | None  # None where it was computed behind an opaque operator
+    choice: Choice | None = None  # how it is contracted, where its gradient itself is not asked for
+
+
+@dataclass
+class Rehearsal:
+    """What a forward and a backward did, in the symbolic sizes."""
+
+    forward: sympy.Expr = ZERO  # flops, of products and convolutions alone
+    backward: sympy.Expr = ZERO
+    saved: sympy.Expr = ZERO  # bytes that the backward waits for, besides parameters and inputs
+    parts: list[Part] = field(default_factory=list)
+    chosen: dict[str, list[Choice]] = field(default_factory=dict)  # by parameter, for each use and for all together
+
+
+def rehearse(gm: fx.GraphModule, ctx: Context, size: int) -> Rehearsal:
+    """Run a graph, as TorchDynamo or as the passes made it, with the batch a symbol; nothing is computed.
+
+    Where an op's own shape rule fixes the batch, it is run again with ``size`` samples.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        return _rehearse(gm, ctx, None)
+    except OptionError:
+        raise
+    except Exception:
+        return _rehearse(gm, ctx, size)
+    finally:
+        log.disabled = before
+
+
+def _rehearse(gm: fx.GraphModule, ctx: Context, size: int | None) -> Rehearsal:
+    found = Rehearsal()
+    values = _inputs(gm, ctx, size)
+    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with ctx.symbols.mode, enable_python_dispatcher(), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _saved(found, [value for value in values if isinstance(value, Tensor)]), forward:
+            outputs = _Interpreter(gm, ctx, found, backward).run(*values)
+        reached = [y for y in tensors_of(outputs) if y.requires_grad]
+        with backward:
+            if reached:
+                torch.autograd.backward(reached, [torch.empty_like(y) for y in reached])
+    found.forward = _flops(forward)
+    found.backward += _flops(backward)
+    return found
+
+
+def _flops(counter: FlopCounterMode) -> sympy.Expr:
+    return expression(counter.get_total_flops())
+
+
+def _inputs(gm: fx.GraphModule, ctx: Context, size: int | None) -> list[Any]:
+    """Fake values for the placeholders, a ghost for each parameter among them; B as a number if ``size`` is one."""
+    batch: Any = ctx.symbols.b if size is None else size
+    with ctx.symbols.mode:
+        own = {name: value if size is None else _at(value, ctx, size) for name, value in ctx.inputs.items()}
+        values: list[Any] = []
+        added = iter([*((d, True) for d in ctx.deliveries(batch)), *((d, False) for d in ctx.given(batch))])
+        device = next(value.device for value in own.values() if isinstance(value, Tensor))
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if node.name not in own:
+                delivery, ghost = next(added)
+                empty = torch.empty((), dtype=delivery.dtype, device=device).expand(delivery.shape)
+                values.append(empty.requires_grad_(ghost))
+                continue
+            value = own[node.name]
+            fresh = isinstance(value, Tensor)
+            values.append(value.detach().requires_grad_(value.requires_grad) if fresh else value)
+    return values
+
+
+def _at(value: Any, ctx: Context, size: int) -> Any:
+    if not isinstance(value, Tensor):
+        return ctx.symbols.evaluate(value, size)
+    sizes = [ctx.symbols.evaluate(s, size) for s in value.shape]
+    return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+
+
+@contextmanager
+def _saved(found: Rehearsal, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Count the memory that is kept for the backward, each storage once."""
+    seen = {identity(tensor.untyped_storage()) for tensor in inputs}
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if identity(storage) not in seen:
+            seen.add(identity(storage))
+            kept.append(storage)
+            found.saved += expression(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph with a tape that remembers."""
+
+    def __init__(self, gm: fx.GraphModule, ctx: Context, found: Rehearsal, counter: FlopCounterMode) -> None:
+        super().__init__(gm)
+        self.ctx, self.found, self.counter = ctx, found, counter
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if isinstance(target, NewTape):
+            tape = _RememberingDenseTape if target.tape is DenseTape else _RememberingFactorTape
+            return tape(target, self.module, self.ctx, self.found, self.counter)
+        return super().call_function(target, args, dict(kwargs))
+
+
+class _Watched(SampleGrads):
+    """Says so when a quantity multiplies the gradients out."""
+
+    def dense(self) -> Tensor:
+        assert self.ways.log is not None
+        self.ways.log.append((self.name, Choice(Way.MATERIALISE, "multiplied out for what is made of it")))
+        return super().dense()
+
+
+class _RememberingTape(Tape, ABC):
+    """A tape that notes every contribution with its flops; what computing it took natively is not counted twice."""
+
+    grads = _Watched
+
+    def __init__(
+        self, target: NewTape, gm: torch.nn.Module, ctx: Context, found: Rehearsal, counter: FlopCounterMode
+    ) -> None:
+        self.log: list[tuple[str, Choice]] = []
+        ways = replace(target.ways, log=self.log)
+        super().__init__(target.quantities, target.loss_scale, target.likes, target.given, ways)
+        self.gm, self.ctx, self.found, self.counter = gm, ctx, found, counter
+        self.each: sympy.Expr | None = None  # flops of a gradient that is no term
+
+    def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
+        before = _flops(self.counter)
+        moves = strategy.use.op in MOVEMENT
+        self.each = None if strategy.name == "generic" else ZERO if moves else 2 * elements(g)
+        super().record(strategy, g, values, n)
+        self.each = None
+        self.found.backward -= _flops(self.counter) - before
+
+    def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
+        for slot, part in parts:
+            term = part if isinstance(part, Term) else None
+            moved = isinstance(part, Materialised | Virtual)  # pulled back through a function of parameters
+            flops = ZERO if moved else self.each if term is None else term.flops()
+            self.log.clear()
+            with self._placed(use):
+                super().add(use, [(slot, part)], n, scaled=scaled)
+            choice = self._choice(use.wrt[slot], moved)
+            self.found.parts.append(Part(use, slot, term, flops, choice))
+            if choice is None and term is not None and flops is not None and term.in_flop_counter():
+                self.found.backward += flops
+
+    @abstractmethod
+    def _choice(self, key: int, moved: bool) -> Choice | None:
+        """How what was just written down is kept to the end; None where gradients are all that is asked for."""
+
+    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+        self.log.clear()
+        with self._placed(None):
+            return super().results(n, like, given)
+
+    @contextmanager
+    def _placed(self, use: Use | None) -> Iterator[None]:
+        """Give the error of a strategy that does not fit the user's line, and the samples' path to it."""
+        try:
+            yield
+        except OptionError as error:
+            node = self._node(use, error)
+            if node is None or error.where:
+                raise
+            where, path = source_line(node), path_to(node, self.ctx)
+            raise OptionError(error.sentence, where=where, path=path, advice=error.advice) from None
+
+    def _node(self, use: Use | None, error: OptionError) -> fx.Node | None:
+        """The op of a use; of no use in particular, the last one of the parameter that the error names."""
+        assert isinstance(self.gm, fx.GraphModule)
+        for node in reversed(self.gm.graph.nodes):
+            if isinstance(node.target, TAPS):
+                own: Use = node.target.strategy.use
+                named = any(f"'{self.name_of(key)}'" in error.sentence for key in own.wrt.values())
+                if own is use or (use is None and named):
+                    behind = node.args[2] if isinstance(node.target, TapTarget) else node
+                    return behind if isinstance(behind, fx.Node) else node
+        return None
+
+
+class _RememberingDenseTape(_RememberingTape, DenseTape):
+    """One that multiplies out: nothing is chosen."""
+
+    def _choice(self, key: int, moved: bool) -> None:
+        return None
+
+
+class _RememberingFactorTape(_RememberingTape, FactorTape):
+    """One that keeps factors, with what was chosen for each use and for all of them together."""
+
+    def _choice(self, key: int, moved: bool) -> Choice:
+        if moved or key in self.non_isometric:
+            return Choice(Way.MATERIALISE, "pulled back through a function of parameters")
+        dense = next((quantity for quantity in self.quantities if quantity.dense), None)
+        if dense is not None:
+            return Choice(Way.MATERIALISE, f"{dense} multiplies it out")
+        return self.log[-1][1] if self.log else Choice(Way.MATERIALISE, "its rule gives the gradient itself")
+
+    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+        before = _flops(self.counter)
+        results = super().results(n, like, given)
+        self.found.backward -= _flops(self.counter) - before
+        self._settle()
+        return results
+
+    def _settle(self) -> None:
+        """What was decided at the end about each parameter's uses together, on the parts; and the flops of it."""
+        at_the_end: dict[str, dict[str, Choice]] = {}
+        for name, choice in self.log:
+            at_the_end.setdefault(name, {}).setdefault(_kind(choice), choice)
+        for i, part in enumerate(self.found.parts):
+            name = self.name_of(part.use.wrt[part.slot])
+            own, last = part.choice, at_the_end.get(name, {})
+            if own is None:
+                continue
+            if own.found is None and part.term is not None and part.term.in_flop_counter():
+                self.found.backward += part.flops or ZERO
+            if own.way is Way.MATERIALISE:
+                self._count(own)
+            else:
+                settled = last.get("") or last.get(_kind(own)) or own
+                sizes = [one.found.factors if one.found is not None else None for one in (own, settled)]
+                why = settled.why if sizes[1] in (None, sizes[0]) else f"{settled.why}, of its uses together"
+                self.found.parts[i] = replace(part, choice=replace(own, way=settled.way, why=why))
+            self.found.chosen.setdefault(name, []).append(own)
+        for choices in at_the_end.values():
+            for choice in choices.values():
+                self._count(choice)
+
+    def _count(self, choice: Choice) -> None:
+        if choice.found is not None:
+            flops = choice.work(self.ways.sums).flops
+            self.found.backward += choice.found.expression(flops, self.ctx.symbols.symbol, expression)
+
+
+def _kind(choice: Choice) -> str:
+    return choice.found.kind if choice.found is not None else ""

@@ -1,0 +1,48 @@
+"""Inductor, with one of its bugs mended.
+
+Note [Lost renames]
+~~~~~~~~~~~~~~~~~~~
+A buffer that an op writes into has another name after it, so that what reads it then is scheduled behind. Up to torch
+2.13 a loop whose sizes are computed again for a fusion forgets the new name, and may run first: the backward of a
+max_pool2d with windows that overlap adds into zeros, and the loop behind it read the zeros (PyTorch issue 185509).
+The gradients of all layers before it were zero, without a word. Renaming once more is what torch 2.14 does. Inductor's
+cache does not tell what was scheduled without it: the tag does, for the process, since backwards are compiled later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch import Tensor, fx
+
+from fxgrad.host import inductor
+from fxgrad.host.versions import at_least
+from fxgrad.kernels.compiled import ask_about_vectors
+
+
+def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's own entry point; on CPU another thread asks about vectors while the model is traced."""
+    inductor.import_compiler()
+    _keep_renames()
+    if not any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples):
+        return inductor.compile_fx(gm, examples, **kwargs)
+    vectors = ask_about_vectors()
+
+    def compile_traced(*args: Any, **kwargs: Any) -> Any:
+        vectors.result()
+        return inductor.compile_traced(*args, **kwargs)
+
+    return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
+
+
+@functools.lru_cache(maxsize=1)
+def _keep_renames() -> None:
+    """See Note [Lost renames]."""
+    if at_least("2.14"):
+        return
+    torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag} renames kept"
+    inductor.keep_renames()

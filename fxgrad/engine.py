@@ -1,0 +1,241 @@
+"""The engine: TorchDynamo traces a model with a symbolic batch size, and the engine runs the rewritten graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxgrad.capture.captured import SAMPLE_DIM, Captured
+from fxgrad.capture.checks import (
+    check_frozen_outputs,
+    check_groups,
+    check_hooks,
+    check_inputs,
+    check_parameters,
+    check_reverse_mode,
+    check_sample_weight,
+    is_ordinary,
+)
+from fxgrad.capture.distributed import check_whole
+from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
+from fxgrad.capture.dynamo_errors import (
+    fails_without_dynamo,
+    fixes_the_batch,
+    too_many_graphs,
+    translated,
+)
+from fxgrad.capture.named_parameters import NamedParameters
+from fxgrad.capture.options import Options
+from fxgrad.compile.compiler import compile_graph
+from fxgrad.errors import FxgradError
+from fxgrad.first_batch.check import FirstBatch
+from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback
+from fxgrad.host.modules import on_other_tensors
+from fxgrad.host.pytree import tree_leaves
+from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
+from fxgrad.runtime.autograd_graph import used_outside
+from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.placeholders import Unseen, watch
+from fxgrad.runtime.store import Store
+from fxgrad.samples.batch import Batch, Roles
+
+
+class StatesMoved(Exception):
+    """Raised in the backend if inputs turn out to be states of recurrent layers. See Note [States]."""
+
+
+def moves_states(error: Exception) -> bool:
+    """Decide whether a call has to be captured again, with other roles."""
+    return isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, StatesMoved)
+
+
+@dataclass
+class Engine:
+    """The runner of one model's transformed calls."""
+
+    model: nn.Module
+    options: Options
+    roles: Mapping[str, Roles]  # by the name of the called method
+    store: Store
+    first_batch: FirstBatch | None = None  # until it is checked
+    compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.named = NamedParameters(self.model)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample.
+
+        While fxgrad captures an outer model, a transformed part of it is inlined as the original. Under the user's
+        torch.compile there is a graph break here, and the part runs as it is.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            if CAPTURING.depth:
+                return self._original(method)(*args, **kwargs)
+        elif active_callback() is None:  # Dynamo is not active
+            return self._call(method, args, kwargs)
+        return self._call_undisturbed(method, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _call_undisturbed(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._call(method, args, kwargs)
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        original = self._original(method)
+        every = self.parameters() if torch.is_grad_enabled() else {}
+        parameters = every
+        if not all([p.requires_grad for p in every.values()]):
+            parameters = {name: p for name, p in every.items() if p.requires_grad}
+        if not parameters:
+            self._sample_weight(kwargs)
+            outputs = original(*args, **kwargs)
+            check_frozen_outputs(outputs, (args, kwargs))
+            return outputs
+        nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
+        leaves = tree_leaves((args, kwargs)) if nested else args
+        if not is_ordinary(parameters, leaves):
+            check_whole(self.model, parameters, leaves)
+            check_parameters(parameters)
+            check_reverse_mode([*parameters.values(), *leaves])
+            check_inputs(leaves, parameters)
+        weight = self._sample_weight(kwargs)
+        indices_of_packs: dict[int, Tensor] = {}
+        if nested:
+            args, kwargs = with_indices(args, indices_of_packs), with_indices(kwargs, indices_of_packs)
+        batch = self.roles[method].find(args, kwargs)
+        size = check_groups(self.options.quantities, batch.size)
+        check_sample_weight(weight, size)
+        forward = Forward(batch.size, parameters, weight, method)
+        if self.store.guard is not None:
+            self.store.guard.watch(every, self.model)
+            forward.view = self.store.guard.view and self.store.guard.view()
+        self.store.check_clear(forward, forward.enclosing, "a forward")
+        first = self.first_batch
+        if first is not None and first.due(batch.size, parameters):
+            forward.first_batch = first
+        run = self._on_no_samples if batch.size == 0 else self._run
+        before = self.store.enter(forward)
+        try:
+            outputs = run(method, forward, batch, args, kwargs)
+            if type(outputs) is Tensor:
+                tensors = [outputs]
+            else:
+                outputs = as_pytorch_packs(outputs, indices_of_packs)
+                tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
+            watch(tensors, self.store, forward)  # of an empty batch, and of code after a graph break
+        finally:
+            self.store.leave(forward, before)
+        if self.store.guard is None and not self.store.adds_to_grad(forward):
+            check_hooks(parameters)  # after the call, as forward may set hooks
+        if first is not None and first.passed:
+            self.first_batch = forward.first_batch = None
+        if not self.options.fullgraph:
+            forward.outside = used_outside(tensors, self.names())
+            for tensor in tensors:
+                tensor.__dict__.pop(SAMPLE_DIM, None)  # the mark was for the next graph
+        return outputs
+
+    def _sample_weight(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """Pop ``sample_weight=`` from a call's arguments if a quantity uses it."""
+        if not any(getattr(quantity, "sample_weight", False) for quantity in self.options.quantities):
+            return None
+        weight: Tensor | None = kwargs.pop("sample_weight", None)
+        return weight
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters by name."""
+        return self.named.now()
+
+    def guard(self) -> None:
+        """Guard p.grad from now on if a quantity clips."""
+        if self.store.guard is not None:
+            self.store.guard.watch(self.parameters(), self.model)
+
+    def names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def _original(self, method: str) -> Callable[..., Any]:
+        return self.model if method == "__call__" else getattr(self.model, method)
+
+    def _run(self, method: str, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
+        key = method, *forward.parameters
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            compiled = self.compiled[key] = self._compile(method)
+        try:
+            try:
+                return CapturedCall(batch, args, kwargs, self.options.fullgraph).run(compiled)
+            except Exception as error:
+                if moves_states(error):
+                    return self._run(method, forward, self.roles[method].find(args, kwargs), args, kwargs)
+                if not fixes_the_batch(error):
+                    raise
+            # PyTorch's shape rules may confuse the batch size with an equal size (`where` with two rows). Then the
+            # graph is for this size only. The passes still see a symbolic batch size.
+            return CapturedCall(batch, args, kwargs, every_size=False).run(compiled)
+        except FailOnRecompileLimitHit:
+            raise too_many_graphs(compiled, self.roles[method].names) from None
+        except Exception as error:
+            if fails_without_dynamo(error):
+                with torch.no_grad():  # let PyTorch raise its own error
+                    self._original(method)(*args, **kwargs)
+            user_error = translated(error, self.options, self.model)
+            if user_error is error:
+                raise
+            raise user_error from (None if isinstance(user_error, FxgradError) else error)
+
+    def _compile(self, method: str) -> Callable[..., Any]:
+        return torch.compile(
+            fresh_function(self._original(method)), backend=self._backend, fullgraph=self.options.fullgraph
+        )
+
+    def _backend(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        check_configured()
+        forward = self.store.current.forward
+        assert forward is not None
+        return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
+
+    def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward") -> Captured:
+        """Wrap a graph from Dynamo with the model's knowledge of its inputs."""
+        buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+        fullgraph, positional = self.options.fullgraph, self.roles[method].names
+        captured = Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
+        self._check_states(captured, self.roles[method])
+        return captured
+
+    def _check_states(self, captured: Captured, roles: Roles) -> None:
+        """Learn the states that the graph shows, and raise if their roles differ. See Note [States]."""
+        call = current_call()
+        assert call is not None
+        states = {id(captured.examples[i]) for i in captured.states()}
+        fullgraph = self.options.fullgraph  # after a graph break, earlier graphs have already run
+        news = fullgraph and roles.learn_states(call.args, call.kwargs, call.batch.size, states)
+        if news and any(call.batch.dims.get(one, 1) != 1 for one in states):
+            raise StatesMoved
+        strays = call.batch.supposed - states
+        if call.batch.disagreement is not None and any(id(example) in strays for example in captured.examples):
+            raise call.batch.disagreement
+
+    def _on_no_samples(
+        self, method: str, forward: Forward, _: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an empty batch on the original model; there is nothing to compile or to sum."""
+        stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
+        self.store.began(forward, stand_ins[0].grad_fn)
+        with on_other_tensors(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
+            return self._original(method)(*args, **kwargs)
+
+
+def _leaves(outputs: Any) -> list[Any]:
+    leaves = []
+    for leaf in tree_leaves(outputs):
+        if hasattr(leaf, "__dataclass_fields__"):
+            leaves.extend(_leaves([getattr(leaf, name) for name in leaf.__dataclass_fields__]))
+        else:
+            leaves.append(leaf)
+    return leaves

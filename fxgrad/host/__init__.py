@@ -1,0 +1,19 @@
+"""The private names of PyTorch that fxgrad needs, each under a name of our own, with why and since when.
+
+All other rooms take them from here: a release of PyTorch that moves one is met in one place. What a step reads is an
+alias of PyTorch's own object, without a call in between. A docstring says why fxgrad needs the name, since which
+release it stands there ("tested": the tests ran on these releases), and what happens without it.
+
+What we patch
+~~~~~~~~~~~~~
+Two parts of PyTorch work differently where fxgrad is imported and used:
+
+- Inductor's ``SchedulerNode.recompute_size_and_body``, for the process, from the first compilation by Inductor on and
+  before torch 2.14: it keeps the names that writes gave to a loop's inputs. `fxgrad.host.inductor.keep_renames`
+  patches; Note [Lost renames] in fxgrad/compile/inductor.py says why.
+- ``forward`` of nn.RNN, nn.LSTM and nn.GRU, while a transformed model's call is captured: Dynamo sees one operator in
+  the place of an unrolled loop. fxgrad/capture/recurrent_modules.py patches, and restores. At the first such call it
+  takes three functions of ``torch.nn.utils.rnn`` (pack_padded_sequence, pad_packed_sequence, pack_sequence) out of
+  Dynamo's table of rules, for good, and gives Dynamo polyfills: `fxgrad.host.dynamo.substitute`. In another's
+  torch.compile the polyfills break the graph, as Dynamo's own rule did.
+"""

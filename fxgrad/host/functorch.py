@@ -1,0 +1,72 @@
+"""torch.func's transforms, forward mode, and AOTAutograd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch.autograd import forward_ad as _forward_ad
+
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+"""The transform of torch.func (grad, jvp, vmap) that runs; None outside of all.
+
+Why: a transformed model computes by one reverse pass of its own, which no transform may go through.
+Since: torch 2.11 to 2.13, tested.
+Without: a transformed model inside of torch.func gives wrong gradients or an error of PyTorch's.
+"""
+
+is_batched = torch._C._functorch.is_batchedtensor
+"""Whether a tensor is vmap's stand-in for many.
+
+Why: one may be kept after its vmap, and given to a transformed model.
+Since: torch 2.11 to 2.13, tested.
+Without: such an input fails with an error of PyTorch's.
+"""
+
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is a stand-in of a transform of torch.func.
+
+Why: it has no storage that could be compared.
+Since: torch 2.11 to 2.13, tested.
+Without: models that call torch.vmap inside fail in the search for shared memory.
+"""
+
+forward_level: Callable[[], int] = partial(getattr, _forward_ad, "_current_level")
+"""How many `dual_level`s are open, less one: -1 outside of forward mode; no Python frame, as each step asks.
+
+Why: forward-mode AD does not go through a transformed model.
+Since: torch 2.11 to 2.13, tested.
+Without: dual inputs lose their tangents without a word.
+"""
+
+
+def aot_settings(**settings: Any) -> contextlib.AbstractContextManager[Any]:
+    """Set AOTAutograd's settings for one compilation.
+
+    Why: a compiled backward may write over what the user's outputs share memory with (``donated_buffer``).
+    Since: torch 2.11 to 2.13, tested.
+    Without: an output of the model may change in the backward.
+    """
+    context: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(**settings)
+    return context
+
+
+def must_be_in_backward() -> contextlib.AbstractContextManager[None]:
+    """Tell AOTAutograd's partitioner that what is traced meanwhile belongs into the backward.
+
+    Why: the partitioner moves what the forward knows into the forward, and saves it.
+    Since: torch 2.11 to 2.13, tested. An older PyTorch has no such tag, and gets an empty context.
+    Without: a Gram matrix is computed and saved in the forward: right numbers, more memory.
+    """
+    try:
+        from torch._functorch._aot_autograd.graph_capture_wrappers import (
+            set_partitioner_tag_must_be_in_backward,
+        )
+    except ImportError:
+        return contextlib.nullcontext()
+    tagged: contextlib.AbstractContextManager[None] = set_partitioner_tag_must_be_in_backward()
+    return tagged

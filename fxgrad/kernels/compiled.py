@@ -1,0 +1,138 @@
+"""Kernels in C++, compiled by Inductor's own machinery (its compiler, flags, cache), and how much they copy at once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxgrad.host.inductor import find_vectors, import_toolchain, load_library
+from fxgrad.kernels.precision import accumulating
+
+Types = Sequence[Any]  # of a function's arguments, as ctypes has them
+
+LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
+COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
+TOGETHER = 8  # outputs whose sums are in registers at once
+
+T = TypeVar("T")
+_FAILURES = (ImportError, AttributeError, TypeError, OSError, RuntimeError)  # no compiler, or another interface
+
+
+class Library:
+    """The functions of some files, one behind the other, for values of some dtypes on CPU; they return nothing.
+
+    ``computes`` is what they are for, in the user's words: without a compiler PyTorch's ops compute it.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Path],
+        functions: Mapping[str, Types],
+        dtypes: Sequence[torch.dtype] = (torch.float32,),
+        *,
+        computes: str,
+    ) -> None:
+        self._sources, self._functions, self._dtypes, self.computes = sources, functions, dtypes, computes
+        self._warned = False
+
+    def takes(self, *values: Tensor) -> bool:
+        """Whether the functions are made for such values."""
+        dtypes = {value.dtype for value in values}
+        return len(dtypes) == 1 and dtypes.issubset(self._dtypes) and values[0].device.type == "cpu"
+
+    def start(self, like: Tensor) -> None:
+        """Begin to compile, if they are made for such values, because what is traced now will call them.
+
+        In another thread, while PyTorch goes on tracing: a compiler takes seconds, and is asked about vectors first.
+        """
+        if like.device.type == "cpu" and accumulating(like.dtype) in self._dtypes:
+            _ = self._compiled
+            asked = _ASKED.get()
+            if asked is not None and self not in asked:
+                asked.append(self)
+
+    @cached_property
+    def functions(self) -> ctypes.CDLL | None:
+        """None where nothing compiles C++, or where Inductor's interface is another one: then with a warning, once."""
+        reason = self.why_off()
+        if not reason:
+            return self._compiled.result()
+        if not self._warned:  # here, in the thread of the user's call; a filter may make it an error, once
+            self._warned = True
+            warnings.warn(_OFF.format(computes=self.computes, reason=reason), RuntimeWarning, stacklevel=2)
+        return None
+
+    def why_off(self) -> str:
+        """What the compiler or PyTorch said against these functions; empty where they are compiled. This waits."""
+        try:
+            self._compiled.result()
+        except _FAILURES as error:
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return ""
+
+    @cached_property
+    def _compiled(self) -> Future[ctypes.CDLL]:
+        vectors = ask_about_vectors()
+        return _in_a_thread(lambda: self._compile(vectors))
+
+    def _compile(self, vectors: Future[None]) -> ctypes.CDLL:
+        vectors.result()
+        found = load_library("\n".join(source.read_text(encoding="utf-8") for source in self._sources))
+        for name, types in self._functions.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = list(types), None
+        return found
+
+
+_OFF = (
+    "fxgrad computes {computes} without its kernels in C++, which takes longer: {reason}. Install a C++ compiler, or "
+    "name another one in the environment variable CXX."
+)
+_ASKED: ContextVar[list[Library] | None] = ContextVar("_ASKED", default=None)
+
+
+@contextlib.contextmanager
+def libraries_asked() -> Iterator[list[Library]]:
+    """Collect the libraries whose functions are called by what is traced meanwhile, in this thread."""
+    asked: list[Library] = []
+    token = _ASKED.set(asked)
+    try:
+        yield asked
+    finally:
+        _ASKED.reset(token)
+
+
+@lru_cache(maxsize=1)
+def ask_about_vectors() -> Future[None]:
+    """Let a thread ask the compiler which vectors it knows: that takes seconds, for each who asks at the same time."""
+    return _in_a_thread(_find_vectors)
+
+
+def _find_vectors() -> None:
+    with contextlib.suppress(*_FAILURES):
+        find_vectors()
+
+
+def _in_a_thread(run: Callable[[], T]) -> Future[T]:
+    """In one of its own, with this one's settings of Inductor: those of a pool would be missing after a fork."""
+    with contextlib.suppress(ImportError):
+        import_toolchain()  # here: two threads at once may import half of it
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(copy_context().run, run)
+
+
+def parts_of(samples: int, outputs: int, nbytes: int, threads: int) -> int:
+    """How many parts of a sample's outputs are computed by themselves, for so many bytes of a sample's gradients.
+
+    More than one where there are more threads than samples, and where a thread's copy would be large.
+    """
+    return min(max(-(-threads // samples), -(-nbytes // COPIED)), -(-outputs // TOGETHER))

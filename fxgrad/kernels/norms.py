@@ -1,0 +1,136 @@
+"""Norms of per-sample gradients, and a bound on what rounding may have hidden.
+
+What measures gradients returns norms in float64, and upper bounds that hold for the gradients in exact arithmetic:
+operators as ``[2, n]``, ops of a traced graph as a pair of ``[n]``, which a compiler does not have to join. A sum of
+m products in a dtype of unit roundoff u errs by at most γ(m) Σ|products|, whatever its order (Higham, Accuracy and
+Stability of Numerical Algorithms, section 3.1); kernels add blocks of at most `CHAIN` products, and then the blocks.
+Where float32 overflows or loses a sample to underflow, that sample is computed again in float64, scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels.precision import unit
+
+CHAIN = 512  # products that a kernel adds one after another, at most
+BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
+TINY = 1e-30  # norms below this may have lost digits to underflow on the way
+SMALL = 1e-12  # likewise, where squares are summed in float32
+Norms = tuple[Tensor, Tensor]  # and their bounds, [n] each
+
+
+def gamma(m: int, dtype: torch.dtype, blocks: int = 0) -> float:
+    """The relative error of a sum of m products, at most; ``blocks``: how many there are, if more than m / CHAIN."""
+    chain = m if m <= CHAIN and blocks <= 1 else min(m, CHAIN) + max(m / CHAIN, blocks)
+    return (chain + 2) * unit(dtype)
+
+
+def in_a_row(m: int, dtype: torch.dtype) -> float:
+    """The same for products that are added up one after another, as compilers do; m is below 100,000 in float32."""
+    return 1.01 * (m + 2) * unit(dtype)
+
+
+def frobenius(rows: Tensor) -> Tensor:
+    """‖rows_n‖ in float64, ``[n]``: no finite value over- or underflows on the way."""
+    rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
+    flat = as_vectors(rows)
+    if not is_wide(rows) or flat.shape[1] == 0:
+        return sum_squares(rows).sqrt()
+    scale = flat.abs().amax(1, keepdim=True)
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
+    return (flat / safe).square().sum(1).sqrt() * safe.squeeze(1)
+
+
+def sum_squares(rows: Tensor) -> Tensor:
+    """‖rows_n‖² in float64, ``[n]``, of real values; in narrower types it cannot over- or underflow."""
+    return as_vectors(rows).double().square().sum(1)
+
+
+def is_wide(value: Tensor | torch.dtype) -> bool:
+    """Whether squares of such numbers may be too large, or too small, for float64."""
+    return (value.dtype if isinstance(value, Tensor) else value) in (torch.float64, torch.complex128)
+
+
+def quick_frobenius(rows: Tensor) -> Tensor:
+    """The same outside of a traced graph, off by γ(CHAIN) at most: squares are summed in float32, `CHAIN` at a time."""
+    if rows.dtype is not torch.float32:
+        return frobenius(rows)
+    dims = sorted(range(1, rows.dim()), key=rows.stride, reverse=True)  # as they lie in memory: nothing is copied
+    flat = as_vectors(rows.permute(0, *dims))
+    whole = flat.shape[1] // CHAIN * CHAIN
+    parts = [torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, CHAIN)), dim=2)] if whole else []
+    if whole < flat.shape[1] or not whole:
+        parts.append(torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True))
+    norms = torch.cat(parts, 1).double().square().sum(1).sqrt()
+    doubtful = ~norms.isfinite() | (norms < SMALL)
+    if bool(doubtful.any()):
+        norms[doubtful] = frobenius(rows[doubtful])
+    return norms
+
+
+def as_vectors(rows: Tensor) -> Tensor:
+    """``[n, *shape]`` as ``[n, elements]``, also of a 0-dim parameter's gradients ``[n]``."""
+    return rows.unsqueeze(-1).flatten(1)
+
+
+def root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
+    """m tensors ``[n] -> [n]``: √Σ_m norms².
+
+    ``wide``: of gradients in float64, scaled so that no finite result overflows. Of narrower types the squares fit into
+    float64. They are added one by one: joined first, each would be written to memory in a loop of its own.
+    """
+    if not wide:
+        return reduce(torch.add, [norm.square() for norm in norms]).sqrt()
+    scale = reduce(torch.maximum, norms)
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
+    return reduce(torch.add, [(norm / safe).square() for norm in norms]).sqrt() * safe
+
+
+def measured(rows: Tensor, rounding: Tensor) -> Tensor:
+    """`bounded`, outside of a traced graph: ``[2, n]``."""
+    return quickly_bounded(quick_frobenius(rows), rounding, rows.dtype)
+
+
+def quickly_bounded(norms: Tensor, rounding: Tensor, dtype: torch.dtype) -> Tensor:
+    """Norms whose squares were summed in float32, and bounds."""
+    return torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + rounding])
+
+
+def bounded(rows: Tensor, rounding: Tensor) -> Norms:
+    """Norms of gradients as they were computed, and bounds of what they were before rounding."""
+    norms = frobenius(rows)
+    return norms, norms * (1 + 1e-12) + rounding
+
+
+def slices(n: int, size: int) -> list[slice]:
+    """n samples, a few at a time, each of which needs ``size`` bytes."""
+    block = max(2, BLOCK // max(size, 1))
+    return [slice(start, start + block) for start in range(0, n, block)]
+
+
+def by_blocks(
+    g: Tensor,
+    x: Tensor,
+    slices: Sequence[slice],
+    of_rows: Callable[[slice], Tensor],
+    carefully: Callable[[int], Tensor],
+) -> Tensor:
+    """Of g's and x's samples a few at a time; those whose norm float32 could not hold, once more by themselves."""
+    parts = [of_rows(rows) for rows in slices]
+    found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
+    return again(g, x, found, ~found[1].isfinite() | (found[1] < TINY), carefully)
+
+
+def again(g: Tensor, x: Tensor, found: Tensor, doubtful: Tensor, carefully: Callable[[int], Tensor]) -> Tensor:
+    """``found`` with the doubtful samples computed by themselves, but those that have no gradient at all."""
+    if bool(doubtful.any()):
+        zero = (as_vectors(g) == 0).all(1) & as_vectors(x).isfinite().all(1)  # 0 * Inf is NaN
+        found[:, doubtful & zero] = 0
+        for row in (doubtful & ~zero).nonzero().flatten().tolist():
+            found[:, row] = carefully(row).flatten()
+    return found

@@ -1,0 +1,54 @@
+"""Half types hold too few digits to compute gradients in: everything about them is computed in float32.
+
+The products of two numbers of a half type are exact in float32; what is delivered is cast back at the very end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+FULL = dict.fromkeys(HALF, torch.float32)
+WIDE = dict.fromkeys((*HALF, torch.float32), torch.float64) | {torch.complex64: torch.complex128}
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The unit roundoff: how far a rounded number may be off, relative to itself."""
+    return torch.finfo(dtype).eps / 2
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that norms and sums are taken in: float32 for half types, the dtype itself for others."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def computable(value: Tensor) -> Tensor:
+    """Half types as float32; others as they are."""
+    return cast(value, FULL)
+
+
+def cast(value: Tensor, dtypes: Mapping[torch.dtype, torch.dtype]) -> Tensor:
+    """A value of some dtypes in others."""
+    return value.to(dtypes[value.dtype]) if value.dtype in dtypes else value
+
+
+def at_most(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights rounded towards zero: near the smallest numbers of a dtype rounding is no small matter."""
+    if torch.promote_types(weight.dtype, dtype) == dtype:
+        return weight.to(dtype)
+    rounded = weight.to(dtype)
+    larger = rounded.to(weight.dtype).abs() > weight.abs()
+    return torch.where(larger, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest accepted `relative_error`, by dtype of the parameters (the coarsest of them decides)."""
+
+
+def wide(t: Tensor) -> Tensor:
+    """Real and in double precision."""
+    t = t.detach()
+    return torch.view_as_real(t.to(torch.complex128).resolve_conj()) if t.is_complex() else t.to(torch.float64)

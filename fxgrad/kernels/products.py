@@ -1,0 +1,124 @@
+"""Sums of products over the positions of a sample, D_n = Σ_k g_nk ⊗ x_nk, with their norms, or those alone.
+
+one position    ‖D_n‖ = ‖g_n‖ ‖x_n‖
+Gram            D_n is never there (gram.py)
+rows            D_n itself, a few samples at a time: kept, or looked at and dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels import gram_kernel, product_kernel
+from fxgrad.kernels.convolutions import CACHED
+from fxgrad.kernels.gram import gram_norms
+from fxgrad.kernels.memory import ANY_LAYOUT, fresh
+from fxgrad.kernels.norms import (
+    SMALL,
+    Norms,
+    again,
+    by_blocks,
+    frobenius,
+    gamma,
+    is_wide,
+    measured,
+    quick_frobenius,
+    quickly_bounded,
+    slices,
+    sum_squares,
+)
+from fxgrad.kernels.precision import computable
+
+Norm = Callable[[Tensor], Tensor]
+
+
+def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius, dtype: torch.dtype | None = None) -> Tensor:
+    """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖.
+
+    Of sums in ``dtype``, or in g's own.
+    """
+    n, k = g.shape[:2]
+    lengths = (norm(g.flatten(0, 1)) * norm(x.flatten(0, 1))).view(n, k)
+    return 1.001 * gamma(k, dtype or g.dtype) * lengths.sum(1)
+
+
+def rank_one_norms(g: Tensor, x: Tensor) -> Norms:
+    """‖g_n ⊗ x_n‖ = ‖g_n‖ ‖x_n‖ of ``[n, o]`` and ``[n, i]``."""
+    if any(is_wide(side) or side.is_complex() for side in (g, x)):
+        norms = frobenius(g) * frobenius(x)
+    else:
+        norms = (sum_squares(g) * sum_squares(x)).sqrt()
+    return norms, norms * (1 + 1e-12)
+
+
+@torch.library.custom_op("fxgrad::product_norms", mutates_args=(), tags=ANY_LAYOUT)
+def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
+    g, x = computable(g), computable(x)
+    (n, k, o), i = g.shape, x.shape[2]
+
+    def carefully(row: int) -> Tensor:
+        return _carefully(g[row], x[row])
+
+    if gram and gram_kernel.applies(g, x):
+        return again(g, x, *gram_kernel.norms(g, x), carefully)
+    if not gram and product_kernel.applies(g, x):
+        return again(g, x, *_by_kernel(g, x, None), carefully)
+    size = (k * k * 2 if gram else o * i) * g.element_size()
+    of_rows = gram_norms if gram else _norms_of_rows
+    return by_blocks(g, x, slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)
+
+
+@product_norms.register_fake
+def _(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    (gram_kernel if gram else product_kernel).KERNELS.start(g)
+    return g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _norms_of_rows(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return measured(g.mT @ x, product_rounding(g, x, quick_frobenius, dtype))
+
+
+def _carefully(g: Tensor, x: Tensor) -> Tensor:
+    """One sample in float64; what is finite in g's dtype has a finite norm here.
+
+    The bound is for g's dtype all the same: that is what the weighted sum is multiplied out in.
+    """
+    return _norms_of_rows(g.double().unsqueeze(0), x.double().unsqueeze(0), g.dtype)
+
+
+@torch.library.custom_op("fxgrad::product_rows", mutates_args=(), tags=ANY_LAYOUT)
+def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``, with the norms and bounds."""
+    (n, k, o), i = g.shape, x.shape[2]
+    out = fresh(g, (n, o, i))
+    if product_kernel.applies(g, x):
+        found, doubtful = _by_kernel(g, x, out)
+        if bool(doubtful.any()):
+            rounding = product_rounding(g[doubtful], x[doubtful], quick_frobenius)
+            found[:, doubtful] = measured(out[doubtful], rounding)
+        return out, found
+    found = torch.empty(2, n, dtype=torch.float64, device=g.device)
+    size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if g.device.type == "cpu" else max(n, 1)
+    for start in range(0, n, size):
+        rows = slice(start, start + size)
+        torch.bmm(g[rows].mT, x[rows], out=out[rows])
+        found[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
+    return out, found
+
+
+@product_rows.register_fake
+def _(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    product_kernel.KERNELS.start(g)
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _by_kernel(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
+    squares, lengths, lost = product_kernel.rows(g, x, out)
+    norms, rounding = squares.sqrt(), 1.001 * gamma(g.shape[1], g.dtype)
+    doubtful = ~norms.isfinite() | ~lengths.isfinite() | (norms < SMALL) | (rounding * lost > 1e-4 * norms)
+    return quickly_bounded(norms, lengths * rounding, g.dtype), doubtful

@@ -1,0 +1,1 @@
+"""Recurrent layers and packed sequences as operators: the loops over time, in Python and in C++."""

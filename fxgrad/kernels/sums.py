@@ -1,0 +1,121 @@
+"""Weighted sums over samples, ``Σ_n c_n D_n``: for the price of an ordinary weight gradient.
+
+A sample of weight 0 counts for nothing, also where its gradient holds Inf or NaN (0 * NaN is NaN).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels.memory import ANY_LAYOUT
+from fxgrad.kernels.onednn import outer_products
+from fxgrad.kernels.precision import accumulating
+from fxgrad.kernels.settings import Settings
+from fxgrad.kernels.sizes import hint
+
+SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
+FEW_PRODUCTS = 8 << 20  # of a sum, up to which an operator's call costs more than a faster library gains
+FEW_FACTORS = 1 << 18  # elements of a side, up to which it costs more than one more copy of them
+
+
+def nothing(c: Tensor) -> Tensor | None:
+    """``[n]``: the samples of weight 0; None where it is seen that there are none."""
+    none = c == 0
+    return None if c.device.type == "cpu" and not bool(none.any()) else none
+
+
+def without(rows: Tensor, none: Tensor | None) -> Tensor:
+    """``rows`` with zeros for those samples."""
+    return rows if none is None else rows.masked_fill(none.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+def weighted(rows: Tensor, c: Tensor, none: Tensor | None) -> Tensor:
+    """``c_n rows_n``"""
+    return without(rows, none) * c.view(-1, *[1] * (rows.dim() - 1))
+
+
+@torch.library.custom_op("fxgrad::product_sum", mutates_args=(), tags=ANY_LAYOUT)
+def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
+    """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
+    c = c.to(g.dtype)
+    none = nothing(c)
+    if g.shape[1] == 1:
+        return outer_products(without(g.squeeze(1), none), without(x.squeeze(1), none), c, onednn)
+    if g.shape[2] <= x.shape[2]:
+        g, x = weighted(g, c, none), without(x, none)
+    else:
+        g, x = without(g, none), weighted(x, c, none)
+    if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
+        g, x = g.transpose(0, 1), x.transpose(0, 1)
+    return outer_products(g.flatten(0, 1), x.flatten(0, 1), onednn=onednn)
+
+
+@product_sum.register_fake
+def _(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
+    return g.new_empty(g.shape[2], x.shape[2])
+
+
+@torch.library.custom_op("fxgrad::window_sum", mutates_args=(), tags=ANY_LAYOUT)
+def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    """A convolution's weight gradient with every sample's part weighted."""
+    c = c.to(g.dtype)
+    none = nothing(c)
+    if g.numel() <= input.numel():
+        g, input = weighted(g, c, none), without(input, none)
+    else:
+        g, input = without(g, none), weighted(input, c, none)
+    operands = (g.flatten(0, 1), input.flatten(0, 1), g.new_empty(()).expand(tuple(kernel)), None)
+    grad: Tensor = torch.ops.aten.convolution_backward(*operands, *Settings.of(numbers), (False, True, False))[1]
+    return grad.contiguous()
+
+
+@window_sum.register_fake
+def _(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    return g.new_empty(*kernel)
+
+
+def small_sum(rows: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c[n] rows[n]`` of small rows, as ops that fuse with others."""
+    kind = accumulating(rows.dtype)
+    c = c.to(kind).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(c == 0, 0, rows.to(kind) * c).sum(0)
+
+
+def small_product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``, of few products, likewise."""
+    c = c.to(g.dtype).view(-1, 1, 1)
+    return torch.where(c == 0, 0, g * c).flatten(0, 1).t() @ torch.where(c == 0, 0, x).flatten(0, 1)
+
+
+def summed_rows(rows: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c[n] rows[n]``, by whichever of the two is faster."""
+    if math.prod(hint(size) for size in rows.shape[1:]) <= SMALL:
+        return small_sum(rows, c)
+    total: Tensor = dense_sum(rows, c)
+    return total
+
+
+@torch.library.custom_op("fxgrad::dense_sum", mutates_args=(), tags=ANY_LAYOUT)
+def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c[n] rows[n]``"""
+    kind = accumulating(rows.dtype)
+    c = c.to(kind)
+    return (c @ without(rows, nothing(c)).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
+
+
+@dense_sum.register_fake
+def _(rows: Tensor, c: Tensor) -> Tensor:
+    kind = accumulating(rows.dtype)
+    return rows.new_empty(rows.shape[1:], dtype=kind)
+
+
+def small_table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """``Σ_nk c[n] onehot(ids[n, k]) ⊗ g[n, k, d]`` as ``[classes, d]``, as ops that fuse with others."""
+    zero = (c == 0).view(-1, 1, 1)
+    g = torch.where(zero, 0, g) * c.to(g.dtype).view(-1, 1, 1)
+    out: Tensor = torch.ops.aten.embedding_dense_backward(g, ids, classes, padding_idx, False)
+    return out

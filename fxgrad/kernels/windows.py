@@ -1,0 +1,132 @@
+"""A convolution's per-sample weight gradients with their norms, or those alone: its windows are what is multiplied.
+
+By a kernel of our own or by PyTorch's, a few samples at a time (convolutions.py), or by the windows' Gram matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels import window_kernel
+from fxgrad.kernels.convolutions import blocks, conv_rows
+from fxgrad.kernels.gram import from_squares, met, pixels_of, window_gram
+from fxgrad.kernels.memory import ANY_LAYOUT, fresh
+from fxgrad.kernels.norms import (
+    CHAIN,
+    SMALL,
+    again,
+    by_blocks,
+    gamma,
+    measured,
+    quick_frobenius,
+    quickly_bounded,
+    slices,
+)
+from fxgrad.kernels.precision import computable
+from fxgrad.kernels.settings import Settings
+
+
+def window_rounding(
+    of_g: Tensor, of_input: Tensor, positions: Sequence[int], copies: int, dtype: torch.dtype
+) -> Tensor:
+    """How far a gradient's norm may be from the one in exact arithmetic: γ ‖g_n‖ ‖windows of input_n‖.
+
+    From the norms ``[n]`` of g and of the input, whose entries are in ``copies`` windows at most, and the positions
+    of a sample: its images, and their sizes in space. A kernel adds up some rows of an image, and then those sums.
+    """
+    *images, rows, columns = (1, *positions)
+    high = max(1, CHAIN // max(columns, 1))
+    blocks = math.prod(images) * -(-rows // high) * -(-columns // CHAIN)
+    return of_g * of_input * (1.001 * gamma(math.prod(positions), dtype, blocks) * math.sqrt(copies))
+
+
+@torch.library.custom_op("fxgrad::window_rows", mutates_args=(), tags=ANY_LAYOUT)
+def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A convolution's per-sample weight gradients, with their norms and bounds."""
+    out = fresh(g, (len(g), *kernel))
+    settings = Settings.of(numbers)
+
+    def look(rows: slice | Tensor) -> Tensor:
+        return _norms_of_windows(out[rows], g[rows], input[rows], settings)
+
+    if window_kernel.applies(g, input, kernel, settings):
+        found, doubtful = _by_kernel(g, input, kernel, settings, out)
+        if bool(doubtful.any()):
+            found[:, doubtful] = look(doubtful)
+        return out, found
+    found = torch.empty(2, len(g), dtype=torch.float64, device=g.device)
+    for rows in blocks(g, input, kernel):
+        conv_rows(g[rows], input[rows], kernel, settings, out[rows])
+        found[:, rows] = look(rows)
+    return out, found
+
+
+@window_rows.register_fake
+def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    window_kernel.KERNELS.start(g)
+    return g.new_empty(g.shape[0], *kernel), g.new_empty((2, g.shape[0]), dtype=torch.float64)
+
+
+def _norms_of_windows(
+    grads: Tensor, g: Tensor, input: Tensor, settings: Settings, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Norms, and bounds for gradients that are added up in ``dtype``, or in g's own."""
+    terms = _terms_of_windows(g, input, grads.shape[1:], settings)
+    return measured(grads, window_rounding(quick_frobenius(g), quick_frobenius(input), *terms, dtype or g.dtype))
+
+
+def _by_kernel(
+    g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
+    norms = window_kernel.rows(g, input, kernel, settings, out).sqrt()
+    doubtful = ~norms.isfinite().all(0) | (norms < SMALL).any(0)
+    terms = _terms_of_windows(g, input, kernel, settings)
+    return quickly_bounded(norms[0], window_rounding(norms[1], norms[2], *terms, g.dtype), g.dtype), doubtful
+
+
+def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[Sequence[int], int]:
+    """The positions that an entry of the weight's gradient adds up, and how often an entry of the input is met."""
+    met = input if settings.transposed else g
+    return (met.shape[1], *met.shape[3:]), math.prod(kernel[2:])
+
+
+@torch.library.custom_op("fxgrad::window_norms", mutates_args=(), tags=ANY_LAYOUT)
+def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
+    """The norms of a convolution's per-sample weight gradients, and their bounds."""
+    g, input = computable(g), computable(input)
+    settings, delivered = Settings.of(numbers), g.dtype
+
+    def of(g: Tensor, input: Tensor) -> Tensor:
+        grads = g.new_empty(len(g), *kernel)
+        conv_rows(g, input, kernel, settings, grads)
+        return _norms_of_windows(grads, g, input, settings, delivered)
+
+    def carefully(row: int) -> Tensor:
+        return of(g[row : row + 1].double(), input[row : row + 1].double())
+
+    if not gram and window_kernel.applies(g, input, kernel, settings):
+        found, doubtful = _by_kernel(g, input, kernel, settings, None)
+        return again(g, input, found, doubtful, carefully)
+    if not gram:
+        return by_blocks(g, input, blocks(g, input, kernel), lambda rows: of(g[rows], input[rows]), carefully)
+
+    def by_gram(rows: slice) -> Tensor:
+        by_g = pixels_of(g[rows]).mT @ pixels_of(g[rows])
+        by_x = window_gram(input[rows].flatten(0, 1), g.shape[3:], kernel[2:], settings)
+        return from_squares(*met(by_g, by_x, g.shape[2], input.shape[2] * math.prod(kernel[2:])))
+
+    pixels, windows = math.prod(input.shape[3:]), math.prod(g.shape[3:])
+    size = max(pixels * pixels, windows * windows) * g.element_size()
+    return by_blocks(g, input, slices(len(g), size), by_gram, carefully)
+
+
+@window_norms.register_fake
+def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
+    if not gram:
+        window_kernel.KERNELS.start(g)
+    return g.new_empty((2, g.shape[0]), dtype=torch.float64)

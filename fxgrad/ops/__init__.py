@@ -1,0 +1,1 @@
+"""Ops and their calls: one name for each, its family, its arguments, what it writes."""

@@ -1,0 +1,384 @@
+"""One name for an op and one form for its call, however the user's code spelled it.
+
+``x + w``, ``torch.add(x, w)``, ``x.add(w)`` and ``aten.add.Tensor(x, w)`` are all
+``Call("add", {"input": x, "other": w})``. Ops written in C++ get their argument names from ATen's
+schemas, Python functions from their signatures.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from string import ascii_letters
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fxgrad.host.ops import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    overload_of,
+    qualified_name,
+    schemas_of_name,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op's canonical name and all of its arguments, defaults included, by name."""
+
+    op: str
+    arguments: Mapping[str, Any]
+    inplace: bool = False
+    given: frozenset[str] = field(default=frozenset())  # arguments that differ from their default
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.arguments.get(name, default)
+
+    def moved(self, copies: Mapping[fx.Node, fx.Node]) -> Call:
+        """The same call in a copy of its graph."""
+        arguments = map_nodes(dict(self.arguments), copies.__getitem__)
+        return Call(self.op, arguments, self.inplace, self.given)
+
+
+def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
+    """A nest of arguments in ordinary containers, with ``fn(leaf)`` in place of every leaf of this kind."""
+    if isinstance(value, kind):
+        return fn(value)
+    if isinstance(value, slice):
+        return slice(*(map_leaves(part, kind, fn) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple):
+        return tuple(map_leaves(item, kind, fn) for item in value)
+    if isinstance(value, list):
+        return [map_leaves(item, kind, fn) for item in value]
+    if isinstance(value, dict):
+        return {key: map_leaves(item, kind, fn) for key, item in value.items()}
+    return value
+
+
+def map_nodes(value: Any, fn: Callable[[fx.Node], Any]) -> Any:
+    """A nest of arguments with ``fn(node)`` in place of every node."""
+    return map_leaves(value, fx.Node, fn)
+
+
+_OPERATORS: dict[Callable[..., Any], str] = {
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.truediv: "div",
+    operator.floordiv: "floor_divide",
+    operator.mod: "remainder",
+    operator.pow: "pow",
+    operator.matmul: "matmul",
+    operator.neg: "neg",
+    operator.pos: "positive",
+    operator.abs: "abs",
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.xor: "bitwise_xor",
+    operator.invert: "bitwise_not",
+    operator.lt: "lt",
+    operator.le: "le",
+    operator.gt: "gt",
+    operator.ge: "ge",
+    operator.eq: "eq",
+    operator.ne: "ne",
+    operator.getitem: "getitem",
+    operator.setitem: "setitem_",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+    operator.ipow: "pow_",
+    operator.imatmul: "matmul_",
+    operator.iand: "bitwise_and_",
+    operator.ior: "bitwise_or_",
+    operator.ixor: "bitwise_xor_",
+}
+
+# torch.nn.functional has its own meaning for two names of tensor methods
+_FUNCTIONS: dict[Callable[..., Any], str] = {F.unfold: "im2col", F.fold: "col2im"}
+
+_ALIASES = {
+    "absolute": "abs",
+    "arctan2": "atan2",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "true_divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "clip": "clamp",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "moveaxis": "movedim",
+    "greater": "gt",
+    "less": "lt",
+    "_softmax": "softmax",
+    "special_softmax": "softmax",
+    "_get_data_attr": "detach",  # x.data
+    "__getitem__": "getitem",
+    "__setitem__": "setitem_",
+    "__add__": "add",
+    "__radd__": "add",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "__sub__": "sub",
+    "__rsub__": "rsub",
+    "__truediv__": "div",
+    "__matmul__": "matmul",
+    "__rmatmul__": "rmatmul",
+    "__pow__": "pow",
+    "__rpow__": "rpow",
+    "linalg_matmul": "matmul",
+    "numpy_T": "T",  # how x.T and x.H are captured from torch 2.15 on
+    "matrix_H": "H",
+}
+
+_ARGUMENT_NAMES = {
+    "embedding": {"indices": "input"},
+    "embedding_bag": {"indices": "input"},
+    "rmatmul": {"arg1": "other"},
+}
+
+
+@cache
+def op_name(target: Any) -> str:
+    """The canonical name of an op; in-place spellings keep their trailing underscore.
+
+    >>> op_name(torch.nn.functional.linear), op_name(operator.iadd), op_name("view")
+    ('linear', 'add_', 'view')
+    """
+    name = _spelled(target)
+    if name in _ALIASES:
+        return _ALIASES[name]
+    if name.endswith("_") and not name.endswith("__") and name[:-1] in _ALIASES:
+        return _ALIASES[name[:-1]] + "_"
+    return name
+
+
+def _spelled(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    target = overload_of(target)
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        name = qualified_name(target)
+        namespace, _, short = name.partition("::")
+        return short if namespace == "aten" else name
+    if isinstance(target, HigherOrderOperator):
+        return f"higher_order::{target.name()}"
+    if target in _OPERATORS:
+        return _OPERATORS[target]
+    if target in _FUNCTIONS:
+        return _FUNCTIONS[target]
+    module = getattr(target, "__module__", None) or ""
+    name = str(getattr(target, "__name__", type(target).__name__))
+    of_torch = module == "torch" or module.startswith("torch.") or module == "builtins"
+    if isinstance(target, BuiltinFunctionType) or type(target).__name__ == "method_descriptor" or of_torch:
+        return name
+    return f"{module}.{getattr(target, '__qualname__', name)}"
+
+
+def bind(node: fx.Node) -> Call:
+    """The call of a node, its arguments bound to the op's own names."""
+    if isinstance(node.target, str) and node.target in ("__getitem__", "__setitem__"):
+        return _bind_structural(op_name(node.target), node.args)
+    name = op_name(node.target)
+    inplace = name.endswith("_") and not name.endswith("__")
+    op = name[:-1] if inplace else name
+    args, kwargs = node.args, dict(node.kwargs)
+    if node.target in _STRUCTURAL:
+        return _bind_structural(name, args)
+    bound = _bind_signature(node.target, args, kwargs) or _bind_schema(op, name, args, kwargs)
+    if bound is None:
+        given_names = ["input", *(f"arg{i}" for i in range(1, len(args)))]
+        bound = (dict(zip(given_names, args, strict=False)) | kwargs, {})
+    arguments, defaults = bound
+    names = {"self": "input", **_ARGUMENT_NAMES.get(op, {})}
+    arguments = {names.get(key, key): value for key, value in arguments.items()}
+    given = frozenset(key for key, value in arguments.items() if not (key in defaults and _same(value, defaults[key])))
+    return Call(op, arguments, inplace or arguments.get("inplace") is True, given)
+
+
+_STRUCTURAL = (operator.getitem, operator.setitem, getattr)
+
+
+def _bind_structural(name: str, args: Sequence[Any]) -> Call:
+    """``x[i]``, ``x[i] = v`` and ``x.T``, which no schema describes."""
+    if name == "getattr":
+        attribute = str(args[1])
+        return Call("detach" if attribute == "data" else attribute, {"input": args[0]})
+    names = ("input", "index", "value")[: len(args)]
+    op = name.removesuffix("_")
+    return Call(op, dict(zip(names, args, strict=True)), op != name, frozenset(names))
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(value, fx.Node) or isinstance(default, fx.Node):
+        return value is default
+    if isinstance(value, tuple | list) and isinstance(default, tuple | list):
+        return tuple(value) == tuple(default)
+    return (type(value) is type(default) and bool(value == default)) or (value is default)
+
+
+_Bound = tuple[dict[str, Any], dict[str, Any]]
+
+
+@cache
+def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+    if isinstance(target, str | OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return None
+    if isinstance(target, BuiltinFunctionType) or target in _OPERATORS or not callable(target):
+        return None
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+
+
+def _bind_signature(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Bound | None:
+    signature = _signature(target)
+    if signature is None:
+        return None
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    defaults = {
+        key: parameter.default
+        for key, parameter in signature.parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    arguments = dict(bound.arguments)
+    for key, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(key, {}))
+    if getattr(target, "__name__", "") == "einsum":
+        if not isinstance(args[0], str):
+            return _einsum_of_sublists(list(args)), {}
+        equation, *operands = args
+        if len(operands) == 1 and isinstance(operands[0], tuple | list):
+            operands = list(operands[0])
+        return {"equation": equation, "operands": tuple(operands)}, {}
+    return arguments, defaults
+
+
+def _einsum_of_sublists(parts: list[Any]) -> dict[str, Any]:
+    """``einsum(x, [0, 1], w, [2, 1], [0, 2])`` is ``einsum("ab,cb->ac", x, w)``."""
+
+    def letters(numbers: Sequence[Any]) -> str:
+        return "".join("..." if i is Ellipsis else ascii_letters[i] for i in numbers)
+
+    result = f"->{letters(parts.pop())}" if len(parts) % 2 else ""
+    return {"equation": ",".join(map(letters, parts[1::2])) + result, "operands": tuple(parts[::2])}
+
+
+@dataclass(frozen=True)
+class _Argument:
+    name: str
+    type: str
+    default: Any
+    required: bool
+    kwarg_only: bool
+
+
+@cache
+def _schemas(op: str) -> tuple[tuple[_Argument, ...], ...]:
+    schemas = schemas_of_name(op if "::" in op else f"aten::{op}")
+    return tuple(
+        tuple(
+            _Argument(a.name, str(a.type), a.default_value, not a.has_default_value(), a.kwarg_only)
+            for a in schema.arguments
+            if not a.is_out
+        )
+        for schema in schemas
+    )
+
+
+def _bind_schema(op: str, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Bound | None:
+    schemas = _schemas(name) + _schemas(op)
+    for strict in (True, False):
+        for schema in schemas:
+            bound = _match(schema, args, kwargs, strict)
+            if bound is not None:
+                return bound
+    return None
+
+
+def _match(schema: Sequence[_Argument], args: Sequence[Any], kwargs: dict[str, Any], strict: bool) -> _Bound | None:
+    positional = [a for a in schema if not a.kwarg_only]
+    args = _pack_varargs(positional, args)
+    if len(args) > len(positional):
+        return None
+    given = {a.name: value for a, value in zip(positional, args, strict=False)}
+    if given.keys() & kwargs.keys():
+        return None
+    names = {a.name for a in schema}
+    renamed = {"input": "self", "axis": "dim", "keepdims": "keepdim"}
+    given |= {key if key in names else renamed.get(key, key): value for key, value in kwargs.items()}
+    if not given.keys() <= names:
+        return None
+    for a in schema:
+        if a.name not in given and a.required:
+            return None
+        if strict and a.name in given and not _fits(given[a.name], a.type):
+            return None
+    defaults = {a.name: a.default for a in schema if not a.required}
+    return {a.name: given.get(a.name, a.default) for a in schema}, defaults
+
+
+def _pack_varargs(positional: Sequence[_Argument], args: Sequence[Any]) -> Sequence[Any]:
+    """``x.view(2, 3)`` is ``x.view((2, 3))``: several ints where the schema has one list of ints."""
+    last = len(positional) - 1
+    if not 0 <= last < len(args) or "List[int]" not in positional[last].type:
+        return args
+    rest = args[last:]
+    if all(_is_int(_value(arg)) for arg in rest):
+        return [*args[:last], tuple(rest)]
+    return args
+
+
+def _value(arg: Any) -> Any:
+    """A node's fake value, or the argument itself."""
+    return arg.meta.get("fake") if isinstance(arg, fx.Node) else arg
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _fits(arg: Any, type_: str) -> bool:
+    value = _value(arg)
+    if value is None:
+        return type_.startswith("Optional[") or type_ in ("NoneType",)
+    if type_.startswith("Optional["):
+        type_ = type_[len("Optional[") : -1]
+    if isinstance(value, Tensor):
+        return type_ in ("Tensor", "Any")
+    if isinstance(value, bool):
+        return type_ in ("bool", "number", "Scalar", "Any")
+    if isinstance(value, int | torch.SymInt):
+        return type_ in ("int", "number", "float", "Any", "List[int]")
+    if isinstance(value, float | torch.SymFloat | complex):
+        return type_ in ("float", "number", "complex", "Any")
+    if isinstance(value, str):
+        return type_ in ("str", "Device", "Any")
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return type_ in ("int", "Any")
+    if isinstance(value, torch.device):
+        return type_ in ("Device", "Any")
+    if isinstance(value, tuple | list):
+        if not type_.startswith("List["):
+            return type_ == "Any"
+        element = type_[len("List[") : -1]
+        return all(_fits(item, element) for item in value)
+    return True

@@ -1,0 +1,113 @@
+"""A user's autograd.Function in a captured graph: a leaf, whose own backward decides.
+
+Dynamo hands over two graphs: the forward, which also returns what it saved, and the backward. A tap inside of
+them would put PyTorch's derivative in the place of the user's (of a straight-through estimator, of a gradient
+reversal). So they stay whole: a parameter's gradient for sample n is what the two return for sample n alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.ops.calls import op_name
+
+AUTOGRAD_FUNCTION = "fxgrad.ops.user_functions.autograd_function"  # the canonical name of such an op
+
+FUNCTION, HOOK = "an autograd.Function", "a hook (register_hook)"  # what the user wrote
+
+
+class UserFunction:
+    """The call target that stands for ``autograd_function_apply(fwd, bwd, *args)``; its bodies are closed over."""
+
+    __module__ = "fxgrad.ops.user_functions"
+    __name__ = __qualname__ = "autograd_function"
+
+    def __init__(
+        self, fwd: fx.GraphModule, bwd: fx.GraphModule, settings: Mapping[str, Any], what: str = FUNCTION
+    ) -> None:
+        self.fwd, self.bwd, self.settings, self.what = fwd, bwd, dict(settings), what
+
+    @property
+    def bodies(self) -> list[fx.GraphModule]:
+        return [self.fwd, self.bwd]
+
+    def __call__(self, *args: Any) -> Any:
+        return torch.ops.higher_order.autograd_function_apply(self.fwd, self.bwd, *args, **self.settings)
+
+    def __repr__(self) -> str:
+        return "autograd_function"
+
+    def vjp(self, args: Sequence[Any], grads: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """What the user's backward returns for each argument of the forward, from the gradients of some outputs."""
+        with torch.no_grad():  # the bodies switch gradients off, and on again
+            outs, saved = fx.Interpreter(self.fwd).run(*args)
+        with torch.no_grad():
+            given = [
+                torch.zeros_like(out) if isinstance(out, Tensor) and i not in grads else grads.get(i)
+                for i, out in enumerate(outs)
+            ]
+            return list(fx.Interpreter(self.bwd).run(*given, *saved))
+
+    @cached_property
+    def linear(self) -> bool:
+        """Whether the user's backward is seen to be linear in the gradients that it gets."""
+        inputs = self.bwd.graph.find_nodes(op="placeholder")
+        saved = self.fwd.graph.output_node().args[0][1]  # type: ignore[index]
+        dependent = set(inputs[: len(inputs) - len(saved)])  # type: ignore[arg-type]
+        for node in self.bwd.graph.nodes:
+            if dependent.isdisjoint(node.all_input_nodes) or node.op == "output":
+                continue
+            if not _is_linear(node, dependent):
+                return False
+            dependent.add(node)
+        results = self.bwd.graph.output_node().all_input_nodes
+        return dependent.issuperset(results)
+
+    def text(self) -> str:
+        """The computation in words, the same in every process."""
+        return f"{self.fwd.code}{self.bwd.code}{sorted(self.settings.items())}"
+
+
+_ONE_BY_ONE = frozenset(
+    """neg clone to sum mean view reshape permute transpose expand unsqueeze squeeze flatten unflatten t T mT
+    contiguous detach getitem cat stack chunk narrow select flip view_as reshape_as""".split()
+)
+
+
+def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
+    """Whether an op is linear in its operands that depend on the gradients, as ``g * mask`` is and ``g * g`` is not."""
+    name, operands = op_name(node.target), list(node.args)
+    held = [isinstance(arg, fx.Node) and arg in dependent for arg in operands]
+    if node.kwargs.keys() & {"out", "alpha", "rounding_mode", "value"} or name.endswith("_"):
+        return False
+    if name in _ONE_BY_ONE:
+        others = [arg for arg in node.all_input_nodes if arg not in dependent and isinstance(_example(arg), Tensor)]
+        return not others
+    if name in ("add", "sub"):
+        return all(held)
+    if name in ("mul", "matmul", "mm", "bmm", "rmatmul"):
+        return sum(held) == 1
+    if name == "div":
+        return held == [True, False]
+    if name == "where":
+        return not held[0] and all(one or arg in (0, 0.0) for one, arg in zip(held[1:], operands[1:], strict=True))
+    return name == "masked_fill" and held[0] and not any(held[1:]) and operands[-1] in (0, 0.0)
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def fitted(grad: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient as autograd takes it for an input: summed where it is larger, expanded where it is smaller."""
+    if grad is None:
+        return torch.zeros_like(like)
+    if grad.shape != like.shape:
+        larger = grad.dim() > like.dim() or grad.numel() > like.numel()
+        grad = grad.sum_to_size(like.shape) if larger else grad.expand(like.shape)
+    return grad.to(like.dtype)

@@ -1,0 +1,337 @@
+"""One call of an ATen op as the proof's rules see it: its arguments, with sample ids in place of tensor values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.host.dispatch import disable_current_modes
+from fxgrad.host.ops import schema
+from fxgrad.host.pytree import tree_leaves, tree_map
+from fxgrad.proof.origins import any_samples, compact
+from fxgrad.proof.trials import Trial
+
+LARGEST = 1 << 24  # the largest tensor of ids that fxgrad materialises, in elements
+
+
+class Undecided(Exception):
+    """Raised when a rule cannot tell which samples an output depends on; the message says why."""
+
+
+@dataclass
+class Known:
+    """A value made only of sizes and constants, computed on demand."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    select: int | None = None  # the index among several outputs
+    values: dict[int, Tensor] = field(default_factory=dict)  # by the trial's batch size
+
+    def value(self, trial: Trial) -> Tensor:
+        if trial.batch not in self.values:
+            args, kwargs = tree_map(lambda arg: _concrete(arg, trial), (self.args, self.kwargs))
+            kwargs = {name: arg for name, arg in kwargs.items() if name not in ("device", "pin_memory", "layout")}
+            result = self.func(*args, **kwargs)
+            self.values[trial.batch] = result if self.select is None else result[self.select]
+        return self.values[trial.batch]
+
+    def varies(self, trial: Trial) -> bool:
+        """Decide whether the value depends on the batch size."""
+        for arg in tree_leaves((self.args, self.kwargs)):
+            if isinstance(arg, Known) and arg.varies(trial):
+                return True
+            if _has_batch(arg, trial):
+                return True
+        return False
+
+    def certain(self, trial: Trial) -> bool:
+        """Decide whether the value in this trial determines the value at every batch size.
+
+        Sums of integers and products with constants are linear in B and in the position, so every trial sees them.
+        Quotients, remainders, comparisons, bounds and rounding may change their behaviour from some sample on. That
+        happens at the product of all constants at the latest, and the trials are larger. Other ops are not certain.
+        """
+        if self.has_unknown(trial):
+            return False
+        bends, places, reach, factors = False, True, 1.0, 1.0
+        stack: list[Known] = [self] if self.varies(trial) else []
+        while stack:
+            known = stack.pop()
+            name = _name(known.func)
+            if name not in _LINEAR | _BENDING or known.value(trial).dtype in _NARROW:
+                return False
+            bent = (name in _BENDING and not _is_whole(known)) or known.value(trial).dtype not in _WHOLE
+            bends, places = bends or bent, places and (name in _PLACES or not bent)
+            leaves = tree_leaves((known.args, known.kwargs))
+            varying = [arg for arg in leaves if isinstance(arg, Known) and arg.varies(trial)]
+            if (name == "mul" and len(varying) > 1) or (name == "cumsum" and not _is_filled(known.args[0])):
+                return False
+            stack += varying
+            least = 2.0 if name in _SUMS else 1.0  # a sum over many ones is large
+            reach *= least if name in _FILLED or len(varying) > 1 else 1.0
+            for arg in leaves:
+                if isinstance(arg, Known):
+                    reach *= 1.0 if arg.varies(trial) else max(least, _reach(arg.value(trial), trial))
+                elif not linear_in_batch(arg, trial):
+                    return False
+                elif name == "mul" and isinstance(arg, int):
+                    factors *= _reach(arg, trial)
+                elif name not in _OF_FORM and not (name == "slice" and _is_no_end(arg)):
+                    bends = bends or isinstance(arg, float)
+                    reach *= max(least if type(arg) is int and arg else 1.0, _reach(arg, trial))
+        return not bends or reach * (1.0 if places else factors) < _FURTHEST
+
+    def has_unknown(self, trial: Trial) -> bool:
+        """Decide whether the value uses a number that was read from a tensor, for which the trial has a stand-in."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return any(arg.has_unknown(trial) if isinstance(arg, Known) else bool(trial.unknown(arg)) for arg in leaves)
+
+
+def _has_batch(arg: Any, trial: Trial) -> bool:
+    return isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool) and trial.symbol in arg.node.expr.free_symbols
+
+
+_FURTHEST = 64  # below the third trial's number of samples
+
+
+def _reach(arg: Any, trial: Trial) -> float:
+    """Bound the sample index up to which a number may take effect."""
+    if isinstance(arg, Tensor):
+        values = arg.detach().abs().double().flatten()
+        values = torch.cat([values, values.reciprocal()])
+        return float(values[values.isfinite()].max().clamp(min=max(1, arg.numel()))) if arg.numel() else 1.0
+    if isinstance(arg, torch.SymInt):
+        return max(1.0, abs(float(trial.without_samples(arg))))
+    if isinstance(arg, bool) or not isinstance(arg, int | float) or not arg:
+        return 1.0
+    return float(max(abs(arg), 1 / abs(arg)))
+
+
+NO_END = 1 << 62  # ATen's end of a slice without an end
+
+
+def _is_no_end(arg: Any) -> bool:
+    return isinstance(arg, int) and abs(arg) >= NO_END
+
+
+def _is_whole(known: Known) -> bool:
+    """Decide whether a call is ``x[:]``."""
+    return _name(known.func) == "slice" and known.args[2:3] in ((0,), (None,)) and known.args[3] >= NO_END
+
+
+def _is_filled(value: Any) -> bool:
+    """Decide whether a value is one repeated number, so that its running sums are linear in the position."""
+    return isinstance(value, Known) and _name(value.func) in _FILLED | {"full"}
+
+
+def _name(func: Any) -> str:
+    return str(schema(func).name).split("::")[1]
+
+
+_OF_FORM = frozenset(  # ops whose integers are only shapes and dimensions
+    """zeros ones detach clone alias view _unsafe_view unsqueeze squeeze expand transpose permute t lift_fresh_copy
+    lift_fresh zeros_like ones_like new_zeros new_ones repeat""".split()
+)
+_FILLED = frozenset("ones ones_like new_ones".split())
+_SUMS = frozenset("add sub rsub arange cumsum".split()) | _FILLED
+_PLACES = frozenset("cat stack flip index index_select gather select slice roll".split())  # ops that compare no values
+_WHOLE = (torch.int64, torch.int32)
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16)
+_BENDING = frozenset(
+    """floor_divide div remainder eq ne lt le gt ge clamp clamp_min clamp_max minimum maximum where logical_and
+    logical_or logical_not bitwise_and floor trunc ceil index index_select gather select slice cat stack flip roll
+    sort""".split()
+)
+_LINEAR = _OF_FORM | frozenset("arange full add sub mul neg rsub cumsum _to_copy scalar_tensor full_like".split())
+
+
+def _concrete(arg: Any, trial: Trial) -> Any:
+    if isinstance(arg, Known):
+        return arg.value(trial)
+    return trial.number(arg)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The facts known of one tensor: its sample ids in each trial, and its history."""
+
+    ids: tuple[Tensor, ...]
+    traced: bool = False  # a gradient flows through it
+    counted: bool = False  # its samples come only from integer and bool inputs of the model
+    known: Known | None = None
+    blame: str = ""  # the reason why it depends on several samples
+    where: Any = None  # the node of the user's graph where that happened
+    pack: int | None = None  # the packed sequence whose batch sizes or sort order it is
+    padded: Mapping[int, Any] = field(default_factory=dict)  # by dimension: the steps of the longest sample
+    least: int | None = None  # a lower bound of its integers
+    ends: int | None = None  # the packed sequence whose lengths it is
+    cast_of: Any = None  # the tensor whose integers it has, after a cast
+    renormed: Any = None  # a table: the facts of the indices of the rows renormed last, and the norm
+
+    @property
+    def alone(self) -> bool:
+        """Decide whether the tensor depends on no sample."""
+        with disable_current_modes():
+            return not any(bool(ids.any()) for ids in self.ids)
+
+
+@dataclass
+class Call:
+    """A call of an op in one trial."""
+
+    func: Any
+    arguments: Mapping[str, Any]  # by name, defaults filled in
+    outputs: Sequence[Any]
+    trial: Trial
+    place: int  # the index of the trial
+    origins: Callable[[Any], Origins]
+    clips: bool
+    packs: Sequence[Sequence[Tensor]] = ()  # for each packed sequence so far: the sample of each part
+    new_pack: list[Tensor] = field(default_factory=list)  # the same for a packed sequence that this call makes
+    followed: Collection[Any] = ()  # symbols read from data, whose samples `Follow.numbers` has
+    looked_at: set[int] = field(default_factory=set)  # `id()` of each tensor whose samples the rule asked for
+
+    @property
+    def name(self) -> str:
+        return str(schema(self.func).name).split("::")[1]
+
+    def has(self, name: str) -> bool:
+        return isinstance(self.arguments.get(name), Tensor)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        self.looked_at.add(id(tensor))
+        return self.origins(tensor).ids[self.place]
+
+    def ids(self, name: str) -> Tensor:
+        return self.of(self.arguments[name])
+
+    def shape(self, name: str) -> list[int]:
+        self._check_seen(self.arguments[name].shape)
+        return self.trial.shape(self.arguments[name].shape)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return each tensor among the arguments with the name of its argument."""
+        tensors = []
+        for name, arg in self.arguments.items():
+            if isinstance(arg, Tensor):
+                tensors.append((name, arg))
+            elif isinstance(arg, list | tuple):
+                tensors.extend((name, item) for item in arg if isinstance(item, Tensor))
+        return tensors
+
+    def get(self, name: str) -> Any:
+        """Return the number, or list of numbers, that an argument is in this trial."""
+        arg = self.arguments[name]
+        self.check_linear(arg)
+        return [self.trial.number(item) for item in arg] if isinstance(arg, list | tuple) else self.trial.number(arg)
+
+    def dims(self, name: str, rank: int) -> list[int]:
+        """Return an argument's dimensions counted from the left; all dimensions if it names none."""
+        named = self.get(name)
+        if named is None or (isinstance(named, list) and not named):
+            return list(range(rank))
+        return [dim % max(rank, 1) for dim in (named if isinstance(named, list) else [named])]
+
+    def full(self, ids: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
+        """Expand ids to the value's sizes along the dimensions ``dims``."""
+        sizes = [shape[dim] if dim in dims else size for dim, size in enumerate(ids.shape)]
+        count = 1
+        for size in sizes:
+            count *= size
+        if count > LARGEST:
+            raise Undecided("it is too large to be followed")
+        return ids.expand(sizes)
+
+    def check_linear(self, numbers: Any) -> list[Any]:
+        """Refuse numbers that are not ``a B + b``, and numbers known only at run time."""
+        raw = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
+        if not all(linear_in_batch(number, self.trial) for number in raw):
+            raise Undecided("what it does depends on the number of samples in a way that is not linear")
+        self._check_seen(raw)
+        return raw
+
+    def _symbols(self) -> set[Any]:
+        """Return the symbols in the arguments for which the trial has a stand-in."""
+        leaves = tree_leaves(dict(self.arguments))
+        numbers = [number for leaf in leaves for number in (leaf.shape if isinstance(leaf, Tensor) else [leaf])]
+        return {symbol for number in numbers for symbol in self.trial.unknown(number)}
+
+    def _check_seen(self, numbers: Sequence[Any]) -> None:
+        """Refuse numbers read from a tensor, for which the trial has only a stand-in."""
+        if any(self.trial.unknown(number) - set(self.followed) for number in numbers):
+            raise Undecided("what it does depends on a number that is known at run time")
+
+    def check_numbers(self, numbers: Any, along: str, dim: int) -> None:
+        """Refuse numbers along a dimension that may take effect only at a larger batch size."""
+        raw = self.arguments[along].shape[dim]
+        if not self.depends(raw):
+            return  # its size does not grow with the batch
+        size = self.trial.number(raw)
+        for number in self.check_linear(numbers):
+            fixed = self.trial.without_samples(number)
+            if _is_no_end(fixed) and self.name.startswith("slice"):
+                continue
+            if self.trial.last and size <= abs(fixed) and size > 1:
+                raise Undecided(f"what it does with {abs(fixed)} rows or more is not known")
+
+    def check_sizes(self) -> None:
+        """Refuse sizes that are not ``a B + b``, and sizes in which b outweighs ``a B``."""
+        outputs = [out for out in self.outputs if isinstance(out, Tensor)]
+        for tensor in (*(tensor for _, tensor in self.tensors()), *outputs):
+            for size in filter(self.depends, tensor.shape):
+                if _bends(size, self.trial):
+                    raise Undecided("its size depends on the number of samples in a way that is not linear")
+                fixed = abs(self.trial.without_samples(size))
+                if self.trial.last and self.trial.number(size) <= 2 * fixed:
+                    raise Undecided(f"what it does with {fixed} rows or more is not known")
+
+    def depends(self, size: Any) -> bool:
+        """Decide whether a size depends on the batch size."""
+        return isinstance(size, torch.SymInt) and _has_batch(size, self.trial)
+
+    def out_rank(self, i: int = 0) -> int:
+        return int(self.outputs[i].dim())
+
+    def out_shape(self, i: int = 0) -> list[int]:
+        sizes = [size for size in self.outputs[i].shape if self.trial.unknown(size)]
+        in_arguments = self._symbols() if sizes else set()  # other symbols are new, with the samples of the operands
+        self._check_seen([size for size in sizes if self.trial.unknown(size) & in_arguments])
+        return self.trial.shape(self.outputs[i].shape)
+
+    def ranked(self, ids: Tensor, i: int = 0) -> Tensor:
+        """Add leading dimensions to ids up to the rank of an output."""
+        rank = self.out_rank(i)
+        return ids.reshape([1] * (rank - ids.dim()) + list(ids.shape)) if ids.dim() < rank else ids
+
+
+def _bends(size: Any, trial: Trial) -> bool:
+    """Decide whether a size has a function of B in it, such as a quotient, a remainder or a minimum."""
+    import sympy
+
+    return any(trial.symbol in function.free_symbols for function in size.node.expr.atoms(sympy.Function))
+
+
+def linear_in_batch(number: Any, trial: Trial) -> bool:
+    """Decide whether a number is ``a B + b``, without a quotient, remainder, minimum or comparison of B."""
+    import sympy
+
+    if not isinstance(number, torch.SymInt):
+        return not _has_batch(number, trial)
+    expr = number.node.expr
+    batch = trial.symbol
+    if batch not in expr.free_symbols:
+        return True
+    return not _bends(number, trial) and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
+
+
+def settled(ids: Tensor, shape: Sequence[int], rank: int) -> Tensor:
+    """Return compact ids of the value's rank; MANY for ids that do not fit the shape."""
+    if ids.dim() != rank:
+        return any_samples(rank)
+    fits = all(size in (1, full) for size, full in zip(ids.shape, shape, strict=True))
+    return compact(ids).contiguous() if fits else any_samples(rank)

@@ -1,0 +1,49 @@
+"""Rules of ATen ops, by name: the sample ids of the outputs from those of the operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.proof.calls import Call, Undecided
+from fxgrad.proof.origins import SUM, joined
+from fxgrad.proof.rules import along, layers, lookups, movement, own, pointwise, products
+from fxgrad.proof.rules.registry import RULES, UNREAD, Rule, rule_of
+
+__all__ = ["RULES", "along", "applied", "layers", "lookups", "movement", "of", "own", "pointwise", "products"]
+
+
+def of(func: Any) -> Rule | None:
+    """Return the rule of an op; ops with ATen's tag `pointwise` share one rule."""
+    rule = rule_of(func)
+    if rule is None and torch.Tag.pointwise in func.tags and func.namespace in ("aten", "prims"):
+        return pointwise.pointwise
+    return rule
+
+
+def applied(rule: Rule, call: Call) -> list[Tensor]:
+    """Return the ids of each output by a rule.
+
+    Refuse an operand with samples that the rule did not read, and a size that is not linear in the batch size.
+    """
+    call.check_sizes()
+    result = rule(call)
+    ids_of_outputs = result if isinstance(result, list) else [result]
+    unread = UNREAD.get(rule, frozenset())
+    rest = [(name, one) for name, one in call.tensors() if name not in unread and id(one) not in call.looked_at]
+    for name, tensor in rest:
+        if bool(call.of(tensor).any()):
+            raise Undecided(f"nobody has said what the samples in its {name} do")
+    return [_held(call, ids, i) for i, ids in enumerate(ids_of_outputs)]
+
+
+def _held(call: Call, ids: Tensor, i: int) -> Tensor:
+    """Turn SUM into MANY if the output's dtype may round, wrap or truncate the sum."""
+    out = call.outputs[i]
+    if not isinstance(out, Tensor) or out.is_floating_point() or out.is_complex() or not bool((ids == SUM).any()):
+        return ids
+    summed = (tensor for _, tensor in call.tensors() if bool((call.of(tensor) == SUM).any()))
+    whole = all(torch.promote_types(tensor.dtype, out.dtype) == out.dtype for tensor in summed)
+    return ids if whole and out.dtype != torch.bool else joined(ids)

@@ -1,1 +1,0 @@
-"""Recurrent layers and packed sequences: how Dynamo sees them, and the operators they become."""

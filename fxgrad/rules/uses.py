@@ -1,0 +1,125 @@
+"""One use of parameters by one op: what a tap has to know to differentiate it, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels.precision import WIDE
+from fxgrad.ops.calls import map_leaves
+from fxgrad.samples.layouts import Layout, samples_first
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands in an op's arguments for the operand at this position."""
+
+    position: int
+
+    def __repr__(self) -> str:
+        return f"${self.position}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """``op(*args, **kwargs)`` with slots for its operands, and where the samples are in them.
+
+    ``layouts[i]`` is None for an operand that all samples share; ``wrt`` maps the slots that hold
+    parameters to their keys on the tape. ``output`` is None where the op's value is itself shared by
+    all samples (a function of parameters), and ``select`` picks one of several outputs. ``packed`` are
+    the slots of batch_sizes and sorted_indices where values are rows of packed data. Of an op with several
+    outputs, those with a gradient are in ``several``, with their layouts.
+    """
+
+    op: str
+    target: Any
+    method: bool
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    layouts: tuple[Layout | None, ...]
+    wrt: Mapping[int, int]
+    output: Layout | None
+    select: int | None = None
+    inplace: bool = False
+    packed: tuple[int, int] | None = None
+    several: tuple[tuple[int, Layout], ...] = ()
+
+    @property
+    def differentiated(self) -> dict[str, list[int]]:
+        """Argument name -> the slots in it that hold parameters."""
+        found: dict[str, list[int]] = {}
+        for name, template in self.arguments.items():
+            slots = [s.position for s in slots_of(template) if s.position in self.wrt]
+            if slots:
+                found[name] = slots
+        return found
+
+    def fill(self, template: Any, values: Sequence[Any]) -> Any:
+        """A template with the operands' values in place of its slots."""
+        return map_leaves(template, Slot, lambda slot: values[slot.position])
+
+    def rerun(self, values: Sequence[Any]) -> Any:
+        """The op's own call on these values."""
+        args, kwargs = self.fill(self.args, values), self.fill(dict(self.kwargs), values)
+        if self.inplace:
+            args = (args[0].clone(), *args[1:])
+        call: Callable[..., Any] = getattr(self.target, "alone", self.target)
+        if self.method:
+            call, args = getattr(args[0], self.target), args[1:]
+        result = call(*args, **kwargs)
+        return result if self.select is None else result[self.select]
+
+    def widened(self) -> Use:
+        """Return this use with gradients in float64; an explicit dtype, as in ``sum(dtype=)``, becomes float64."""
+        kwargs = {name: _widened(value) for name, value in self.kwargs.items()}
+        return replace(self, args=tuple(map(_widened, self.args)), kwargs=kwargs)
+
+    def by_output(self, grads: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The gradients, by the position of the output that each of them is of."""
+        positions = [i for i, _ in self.several] or [self.select or 0]
+        return dict(zip(positions, grads, strict=True))
+
+    def sample_first(self, values: Sequence[Any], n: int) -> list[Any]:
+        """The operands as a rule sees them: batched ones ``[n, .., outer*inner, ..]``, shared ones as they are."""
+        return [
+            self.first(value, layout, values, n) if isinstance(value, Tensor) and layout is not None else value
+            for value, layout in zip(values, self.layouts, strict=True)
+        ]
+
+    def first(self, value: Tensor, layout: Layout, values: Sequence[Any], n: int, *, gradient: bool = False) -> Tensor:
+        """One value ``[n, .., outer*inner, ..]``; rows of packed data are padded first (`rows_of_samples`)."""
+        if layout.rows is None:
+            return samples_first(value, layout, n)
+        assert self.packed is not None
+        batch_sizes, order = (values[slot] for slot in self.packed)
+        rows = value.movedim(layout.dim, 0)
+        padded = torch.ops.fxgrad.rows_of_samples(rows, batch_sizes, order, gradient)
+        of_samples = samples_first(padded, Layout(1, layout.outer, layout.inner), n)
+        return of_samples.flatten(1, 2).movedim(1, 1 + layout.dim)
+
+    def key(self) -> str:
+        """The computation in words, the same in every process."""
+        target = self.target if self.method else f"{getattr(self.target, '__module__', '')}.{self.op}"
+        inplace = "in place" if self.inplace else ""
+        batched = [i for i, layout in enumerate(self.layouts) if layout is not None]
+        text = getattr(self.target, "text", None)
+        if text is not None:
+            target = f"{target}{text()}"
+        outputs = f" outputs={[i for i, _ in self.several]}" if self.several else ""
+        return f"{target}{inplace}{outputs}{self.args!r}{dict(self.kwargs)!r}[{self.select}] batched={batched}"
+
+
+def slots_of(template: Any) -> list[Slot]:
+    """The slots in a template, slices included."""
+    found: list[Slot] = []
+    map_leaves(template, Slot, found.append)
+    return found
+
+
+def _widened(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value

@@ -1,0 +1,69 @@
+"""The deliveries of a forward, sorted by destination, each with its gradient placeholder.
+
+A placeholder is an input of the graph with a result's shape, such as ``[B, *p.shape]``, over one element of memory
+(stride 0). The compiled backward returns the result as its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxgrad.host.dispatch import disable_current_modes
+from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
+
+
+class Kinds(NamedTuple):
+    """The deliveries of one quantity by destination, each with its position among those of all quantities."""
+
+    grads: list[tuple[int, str]]  # added to p.grad: position, name of the parameter
+    results: list[tuple[int, Delivery]]  # for `fxgrad.result`
+    attributes: list[tuple[int, Delivery]]  # attributes of parameters
+
+
+class Asked(NamedTuple):
+    """The deliveries of a forward, or of the parameters of one of its graphs."""
+
+    by_quantity: list[Kinds]
+    every: list[Delivery]
+    ghosts: list[Tensor]  # the gradient placeholders, one for each delivery
+    attributes: frozenset[str]  # the names of the attributes that are set
+
+
+def by_place(deliveries: Sequence[Delivery], first: int) -> Kinds:
+    """Sort one quantity's deliveries; ``first`` is the position of its first one among all."""
+    kinds = Kinds([], [], [])
+    for i, delivery in enumerate(deliveries, first):
+        if delivery.place == GRAD:
+            kinds.grads.append((i, delivery.parameter or ""))
+        elif delivery.place == RESULT:
+            kinds.results.append((i, delivery))
+        else:
+            kinds.attributes.append((i, delivery))
+    return kinds
+
+
+def _placeholder(delivery: Delivery) -> Tensor:
+    strides = (0,) * len(delivery.shape)
+    return torch.empty_strided(delivery.shape, strides, dtype=delivery.dtype, device=delivery.device)
+
+
+def zeros(delivery: Delivery) -> Tensor:
+    """Return the delivery of a backward that reached nothing."""
+    return torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
+
+
+def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]) -> Asked:
+    """Ask the quantities what they deliver of n samples, and make a placeholder for each delivery."""
+    kinds: list[Kinds] = []
+    every: list[Delivery] = []
+    for quantity in quantities:
+        deliveries = quantity.deliveries(quantity.units(n), parameters)
+        kinds.append(by_place(deliveries, len(every)))
+        every += deliveries
+    with torch.inference_mode(False), disable_current_modes():  # later calls use them again
+        placeholders = [_placeholder(delivery) for delivery in every]
+    return Asked(kinds, every, placeholders, frozenset(one.place for one in every) - {GRAD, RESULT})

@@ -1,0 +1,71 @@
+"""One forward with gradients, from its call to the end of its backward.
+
+| state | entered by | fields |
+|---|---|---|
+| open | `Store.enter`, when the model is called | ``watched``: the autograd nodes that have a hook |
+| waiting | `Store.leave`, when the call returns | ``ghosts``: autograd nodes, which keep the forward alive |
+| running | `Store.begin_backward`, by the first node of a backward call | ``checked``: the id of that call |
+| delivered | `Store.deliver`, once for each graph | ``delivered``, ``sent``, ``stored``: what the call has set |
+| ended | `Store._end_backward`, after all else in the call | ``view`` is None; a retained graph goes back to running |
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fxgrad.host.autograd import current_task, will_execute
+from fxgrad.host.modules import wrapped_by_ddp
+from fxgrad.runtime.deliveries import Asked
+
+_NUMBERS = itertools.count()
+
+
+class Forward:
+    """One forward with gradients: its samples, its trainable parameters, and the ghosts its graphs left."""
+
+    def __init__(
+        self,
+        size: int,
+        parameters: Mapping[str, Tensor],
+        sample_weight: Tensor | None = None,
+        method: str = "forward",
+    ) -> None:
+        self.size, self.parameters, self.sample_weight, self.method = size, parameters, sample_weight, method
+        self.names = tuple(parameters)
+        self.number = next(_NUMBERS)
+        self.ghosts: list[Any] = []  # autograd nodes
+        self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
+        self.asked: Asked | None = None  # of all parameters
+        self.asked_by_graph: dict[tuple[str, ...], Asked] = {}  # of those that are not all
+        # Reentrant checkpointing runs a forward and a graph task of its own inside of a backward call:
+        # what it finds belongs to that call.
+        self.enclosing = current_task()
+        self.checked: int | None = None
+        self.delivered: int | None = None  # the backward call that its results came from
+        self.sent: set[str] = set()  # the parameters whose p.grad that call adds to
+        self.view: Any = None  # the transformed model: with its guard it lives as long as this graph
+        self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
+        self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
+        # What averages p.grad at the end of a backward: its own callback comes after ours.
+        self.averaged = wrapped_by_ddp() is not None
+        self.met = False  # whether it added to what another forward of the same call had set
+        self.watched: set[Any] | None = None  # the nodes that `watch` has seen; only during the model's call
+
+    def task(self) -> int:
+        """Return the id of the running backward call, which is its graph task's."""
+        return current_task() if self.enclosing == -1 else self.enclosing
+
+    def delivers(self) -> bool:
+        """Decide whether the running backward call reaches the parameters; ``autograd.grad(loss, x)`` does not."""
+        return bool(self.outside) or any(will_execute(ghost) for ghost in self.ghosts)
+
+
+class CurrentForward(threading.local):
+    """The forward of this thread; Dynamo passes nothing of it to the backend."""
+
+    forward: Forward | None = None

@@ -1,0 +1,225 @@
+"""Virtual parameters: the gradients of a function of parameters, u = f(w, ..), on their way back to w.
+
+f moves elements (w.t(), w.view(..))    a term of u is a term of w: the same factors, and the same norms
+any other f                             D_n(w) = Jᵀ D_n(u), multiplied out where each D_n(w) itself is asked for,
+                                        and in float64 for a norm; but Σ_n c_n D_n(w) = Jᵀ Σ_n c_n D_n(u):
+                                        the sum is finished at u, and pulled back once, in float64, too
+an autograd.Function, or a hook         its backward J may be no linear map: Σ_n c_n J(D_n(u))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.costs.choices import Ways
+from fxgrad.gradients.parts import summed
+from fxgrad.gradients.sample_grads import SampleGrads
+from fxgrad.kernels.norms import Norms, as_vectors, bounded, frobenius
+from fxgrad.kernels.precision import accumulating
+from fxgrad.ops.user_functions import UserFunction
+from fxgrad.rules.strategies import Contributions, Strategy, matched
+from fxgrad.runtime.pieces import Back, cut, traced
+from fxgrad.terms import Materialised, Part, Product, Term, part_of
+from fxgrad.terms.part import ChooseWay
+
+
+class Pullback:
+    """The gradients that arrived at u, and f's derivative, transposed, at the values that f saw in the forward.
+
+    What is computed for one parameter of f is there for the others, too: functions of functions of two parameters
+    would otherwise be gone through once for every path.
+    """
+
+    def __init__(self, grads: SampleGrads, back: Back, isometric: bool, linear: bool = True) -> None:
+        self.grads, self.back, self.isometric, self.linear = grads, back, isometric, linear
+        self._rows: dict[bool, dict[int, Tensor]] = {}
+        self._sums: dict[tuple[int, bool], tuple[Tensor, dict[int, Tensor]]] = {}
+        self._grouped: dict[int, Pullback] = {}
+
+    def rows(self, slot: int, wide: bool) -> Tensor:
+        """``[n, *w.shape]``; ``wide``: in float64 from u's own factors on."""
+        if wide not in self._rows:
+            rows = summed(self.grads.parts, wide)
+            self._rows[wide] = self.back(rows.reshape(rows.shape[0], *self.grads.shape))
+        return self._rows[wide][slot]
+
+    def norms(self, slot: int) -> Norms:
+        """Norms and bounds, ``[n]`` each."""
+        if self.isometric:
+            return self.grads.norms()
+        rows = self.rows(slot, True)
+        return bounded(rows, rows.new_zeros(rows.shape[0], dtype=torch.float64))
+
+    def rounding(self, slot: int) -> Tensor:
+        """How far what was multiplied out is off."""
+        if not self.isometric:
+            return frobenius(self.rows(slot, True) - self.rows(slot, False))
+        return torch.stack([part.rounding() for part in self.grads.parts]).sum(0)
+
+    def weighted(self, slot: int, c: Tensor, wide: bool) -> Tensor:
+        """``Σ_n c_n D_n(w)``, from the finished sum; of one sample it is there already, for its norm.
+
+        In float64 where norms are: what rounding adds to the sum, no norm has.
+        """
+        if not self.isometric and isinstance(self.grads.n, int) and self.grads.n == 1:
+            row = self.rows(slot, True)[0]
+            return row * c.to(row.dtype.to_real() if row.is_complex() else row.dtype)
+        if not self.linear:
+            rows = self.rows(slot, True)
+            return replace(self._of(rows), parts=[Materialised(rows)]).weighted(c, True)
+        key = id(c), wide or not self.isometric
+        if key not in self._sums:
+            total = self.grads.weighted(c, key[1])
+            found = self.back(total.unsqueeze(0))
+            self._sums[key] = c, {own: grad.squeeze(0) for own, grad in found.items()}
+        return self._sums[key][1][slot]
+
+    def _of(self, rows: Tensor) -> SampleGrads:
+        """No gradients yet, of the shape that these rows have."""
+        return replace(self.grads, shape=tuple(rows.shape[1:]), dtype=rows.dtype, like=rows, scale=1)
+
+    def dot(self, slot: int, vector: Tensor) -> Tensor:
+        """``<D_n(w), vector>``; where f moves elements, the vector is moved to u."""
+        if not self.isometric:
+            return as_vectors(self.rows(slot, False) * vector).sum(1)
+        with torch.enable_grad():
+            at = vector.new_zeros(1, *self.grads.shape)
+            moved = torch.func.vjp(lambda g: self.back(g)[slot], at)[1](vector.unsqueeze(0))[0]
+        return self.grads.dot(moved.squeeze(0))
+
+    def grouped(self, size: int) -> Pullback:
+        """The same with ``size`` consecutive samples as one."""
+        if size not in self._grouped:
+            self._grouped[size] = Pullback(self.grads.grouped(size), self.back, self.isometric, self.linear)
+        return self._grouped[size]
+
+
+@dataclass(frozen=True)
+class Virtual(Part):
+    """What reaches a parameter through a function of it: the gradients at the function's value, and the way back."""
+
+    of: Pullback
+    slot: int
+
+    is_complex = False
+    unrounded = True
+
+    @property
+    def isometric(self) -> bool:
+        return self.of.isometric
+
+    def dense(self, wide: bool = False) -> Tensor:
+        return self.of.rows(self.slot, wide)
+
+    def rounding(self) -> Tensor:
+        return self.of.rounding(self.slot)
+
+    def own_shape(self) -> tuple[int, ...]:
+        return tuple(self.dense().shape[1:])
+
+    def norms(self, way: ChooseWay) -> Norms:
+        return self.of.norms(self.slot)
+
+    def weighted(self, c: Tensor, wide: bool, onednn: bool) -> Tensor:
+        return self.of.weighted(self.slot, c, wide)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        return self.of.dot(self.slot, vector)
+
+    def grouped(self, size: int) -> Virtual:
+        return replace(self, of=self.of.grouped(size))
+
+
+def pulled_back(
+    strategy: Strategy,
+    parts: Sequence[Part],
+    values: list[Any],
+    n: int,
+    ways: Ways = Ways(),  # noqa: B008 - immutable
+) -> Contributions:
+    """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
+
+    def back(rows: Tensor) -> dict[int, Tensor]:
+        given = rows if strategy.native else rows.to(_computed_in(values, rows))
+        found: dict[int, Tensor] = {}
+        for slot, part in strategy.terms(given, matched(values, given), given.shape[0]):
+            grad = part_of(part).dense()
+            grad = grad.to(rows.dtype.to_complex() if grad.is_complex() else rows.dtype.to_real())
+            found[slot] = found[slot] + grad if slot in found else grad
+        return found
+
+    if not strategy.permutes:
+        return _through(strategy, parts, values, n, ways, back)
+    (slot,) = strategy.use.wrt
+    found: Contributions = []
+    for part in parts:
+        moved = _moved(part, values, lambda rows: back(rows)[slot])
+        if moved is None:
+            moved = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
+        found.append((slot, moved))
+    return found
+
+
+def _through(
+    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, ways: Ways, back: Back
+) -> Contributions:
+    """Through a function that does more than move one parameter's elements; pieces of products stay products."""
+    found: Contributions = []
+    others: list[Part] = []
+    for part in parts:
+        if strategy.slices and isinstance(part, Materialised):
+            rows = back(part.rows)
+            found += [(slot, Materialised(rows[slot], part.error)) for slot in strategy.use.wrt]
+            continue
+        pieces = cut(strategy, part, values, back) if strategy.slices and isinstance(part, Term) else None
+        if pieces is None:
+            others.append(part)
+        else:
+            found += list(pieces.items())
+    if others:
+        function = strategy.use.target
+        linear = not isinstance(function, UserFunction) or function.linear
+        whole = Pullback(_value(others, values, strategy, n, ways), back, False, linear)
+        found += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
+    return found
+
+
+def _computed_in(values: Sequence[Any], rows: Tensor) -> torch.dtype:
+    """What a user's own function computes in, and gives such gradients in."""
+    own = next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
+    return own.to_complex() if rows.is_complex() else own
+
+
+def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
+    """The gradients of u."""
+    like = next(values[slot] for slot in strategy.use.wrt)
+    shape, dtype = parts[0].own_shape(), accumulating(like.dtype)
+    dtype = dtype.to_complex() if any(part.is_complex for part in parts) else dtype
+    return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(ways, wishes={}))
+
+
+def _moved(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) -> Part | None:
+    """A part whose elements are moved, with the same factors; None where no term of the kind has them there.
+
+    A tensor without memory goes the same way and shows it: what stays in order is the term in another shape, and
+    of a product whose matrix is transposed the factors change places.
+    """
+    if isinstance(part, Materialised):
+        rows = back(part.rows)
+        same = rows.is_complex() == part.rows.is_complex()  # of complex rows a real parameter has the real part
+        return Materialised(rows, part.error, part.measured if same else None)
+    if not isinstance(part, Term):
+        return None
+    shape = part.own_shape()
+    _, probe = traced((1, *shape), values, back)
+    own = tuple(probe.shape[1:])
+    if probe.is_contiguous():
+        return part.in_shape(None if own == part.result_shape() else own)
+    transposed = own == shape[::-1] and probe.stride()[1:] == (1, math.prod(own[:1]))
+    return part.transposed() if transposed and isinstance(part, Product) and part.shape is None else None

@@ -1,0 +1,340 @@
+"""Store what a backward delivers: on the parameters, in p.grad, or for `fxgrad.result`.
+
+The results leave the compiled graph as gradients of placeholders (deliveries.py, placeholders.py). One autograd
+function over all parameters, outside of the compiled region, hands them to the store.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
+from fxgrad.host.autograd import autograd_engine, current_task
+from fxgrad.host.tensors import identity, is_view
+from fxgrad.quantities import GRAD, Quantity
+from fxgrad.runtime.autograd_graph import accumulates
+from fxgrad.runtime.deliveries import Asked, ask, zeros
+from fxgrad.runtime.forward import CurrentForward, Forward
+from fxgrad.runtime.grad_scaler import check_unscaled
+from fxgrad.runtime.guard import Guard, undone
+
+Accumulate = Literal["error", "append", "sum", "overwrite"]
+POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
+_TASK = "_fxgrad_task"  # on a result: the backward call that set it
+
+
+class Observer(Protocol):
+    """Follows backward calls; an optimizer that has to know what p.grad is made of."""
+
+    def began(self, forward: Forward) -> None: ...
+
+    def ended(self, forward: Forward) -> None: ...
+
+    def cleared(self, parameters: Iterable[Tensor]) -> None: ...
+
+
+class Store:
+    """Stores what a backward delivers, by the `accumulate` policy."""
+
+    def __init__(self, policy: Accumulate, quantities: Sequence[Quantity], guard: Guard | None = None) -> None:
+        if policy not in POLICIES:
+            raise OptionError(f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}")
+        self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
+        self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
+        self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+        self.current = CurrentForward()
+        self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
+        self.asked: dict[Any, Asked] = {}
+        self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
+        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
+
+    def enter(self, forward: Forward) -> Forward | None:
+        """Graphs that run from here on belong to this forward; returns the one around it, for `leave`."""
+        before = self.current.forward
+        self.current.forward = forward
+        forward.watched = set()
+        return before
+
+    def leave(self, forward: Forward, before: Forward | None) -> None:
+        forward.watched = None  # nodes hold forwards, which hold no nodes with saved tensors in turn
+        self.current.forward = before
+
+    def began(self, forward: Forward, ghost: Any) -> None:
+        """One more graph of a forward has run."""
+        forward.ghosts.append(ghost)
+        self.forwards.add(forward)
+
+    def result(self, quantity: Quantity) -> Any:
+        """What the last backward found of a quantity; see `fxgrad.result`."""
+        place = next((i for i, one in enumerate(self.quantities) if one is quantity or one == quantity), None)
+        if place is None:
+            raise OptionError(
+                f"the model is not transformed for {quantity}",
+                advice="Pass one of the quantities that fxgrad.transform was given.",
+            )
+        if place not in self.results:
+            raise OptionError(
+                f"there is no result of {quantity}: no backward has run since zero_grad(), or it leaves none",
+                advice="Call backward() on the loss of the transformed model first.",
+            )
+        found = self.results[place]
+        packed = getattr(quantity, "packed", None)
+        return packed(found) if packed is not None else found[0] if len(found) == 1 else tuple(found)
+
+    def check_clear(self, forward: Forward, task: int, what: str) -> None:
+        """Raise before anything is computed, where a result would have no place."""
+        if self.policy != "error":
+            return
+        for place in self.asked_of(forward).attributes:
+            for name, parameter in forward.parameters.items():
+                found = getattr(parameter, place, None)
+                if found is not None and (task == -1 or _task_of(found) != task):
+                    raise AlreadySet(
+                        f"{what} while {place} of '{name}' is still set from an earlier backward",
+                        advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
+                    )
+
+    def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
+        """What the quantities deliver of a forward, or of the parameters of one of its graphs."""
+        if names is None or names == forward.names:
+            asked = forward.asked
+            if asked is None:
+                asked = forward.asked = self._ask(forward.size, forward.parameters)
+            return asked
+        if names not in forward.asked_by_graph:
+            own = {name: forward.parameters[name] for name in names}
+            forward.asked_by_graph[names] = self._ask(forward.size, own)
+        return forward.asked_by_graph[names]
+
+    def cleared(self, parameters: Iterable[Tensor]) -> None:
+        """Say that zero_grad() has run."""
+        own = list(parameters)
+        for observer in self.observers:
+            observer.cleared(own)
+
+    def adds_to_grad(self, forward: Forward) -> bool:
+        """Whether a backward adds to p.grad."""
+        return any(delivery.place == GRAD for delivery in self.asked_of(forward).every)
+
+    def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
+        """The quantities' own answers; remembered, since every step asks for the same."""
+        own = parameters.values()
+        shapes, dtypes, devices = [p.shape for p in own], [p.dtype for p in own], [p.device for p in own]
+        key = n, tuple(parameters), tuple(shapes), tuple(dtypes), tuple(devices)
+        last = self.last_asked
+        if last is not None and last[0] == key:
+            return last[1]
+        asked = self.asked.get(key)
+        if asked is None:
+            if len(self.asked) >= 64:
+                self.asked.clear()
+            asked = self.asked[key] = ask(self.quantities, n, parameters)
+        self.last_asked = key, asked
+        return asked
+
+    @undone
+    def begin_backward(self, forward: Forward) -> None:
+        """Everything that would make this backward call's results wrong, before it runs."""
+        if torch.is_grad_enabled():
+            raise OptionError(
+                "create_graph=True: per-sample gradients cannot be differentiated again",
+                advice="Leave out create_graph=True.",
+            )
+        task = current_task()
+        if forward.checked == task or not forward.delivers():
+            return
+        if forward.outside:
+            names = ", ".join(forward.outside)
+            raise OutsideGraph(
+                f"trainable parameters were used outside of every transformed graph: {names}",
+                advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
+            )
+        self._check_alone(forward)
+        if self.asked_of(forward).attributes:
+            self.check_clear(forward, forward.task(), "a backward")
+            self._check_sizes(forward)
+        if self.guard is not None or self.observers:
+            check_unscaled()
+        forward.checked = task
+        forward.sent.clear()
+        forward.stored.clear()
+        forward.met = False
+        if self.observers:  # asked first: a WeakSet's iterator costs a microsecond
+            for observer in self.observers:
+                observer.began(forward)
+        self.forwards.add(forward)  # again, where an earlier backward retained the graph
+        _at_the_end(lambda: self._end_at_last(forward))
+
+    def _check_alone(self, forward: Forward) -> None:
+        """Norms of two forwards are not the norms of their sum."""
+        # A reentrant checkpoint's forward runs when another one's backward may have ended in the same call.
+        met = self.last is not None and self.last[0] == forward.task() and self.last[1] != forward.number
+        if len(self.forwards) == 1 and forward in self.forwards and not met:
+            return
+        if self.alone is None:
+            return
+        others = [
+            other
+            for other in self.forwards
+            if other is not forward and (other.delivered == forward.task() or other.delivers())
+        ]
+        if others or met:
+            raise AlreadySet(
+                f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
+                advice="Run both inputs through one call, or call backward() for each.",
+            )
+
+    def _check_sizes(self, forward: Forward) -> None:
+        """Results of one backward, or of several under "sum", are added: they need the same samples."""
+        asked = self.asked_of(forward)
+        if "grad_sample" not in asked.attributes:
+            return
+        for delivery in (one for one in asked.every if one.place == "grad_sample"):
+            found = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
+            adds = self.policy == "sum" or _task_of(found) == forward.task()
+            if isinstance(found, Tensor) and adds and len(found) != delivery.shape[0]:
+                raise AlreadySet(
+                    f"gradients of {len(found)} and of {delivery.shape[0]} samples cannot be added",
+                    advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
+                )
+
+    def _unused(self, forward: Forward) -> set[str]:
+        """The parameters that no graph uses, where an optimizer adds noise to all, and the backward is for all."""
+        used = {name for ghost in forward.ghosts for name in getattr(ghost, "names", forward.parameters)}
+        if not self.observers or not all(accumulates(forward.parameters[name]) for name in used):
+            return set()
+        return forward.parameters.keys() - used
+
+    def _end_at_last(self, forward: Forward) -> None:
+        """Behind callbacks that hooks have queued in this backward: they may change p.grad."""
+        if forward.averaged or forward.enclosing != -1:
+            self._end_backward(forward)
+        else:
+            _at_the_end(lambda: self._end_backward(forward))
+
+    @undone
+    def _end_backward(self, forward: Forward) -> None:
+        """Zeros where no gradient reached."""
+        task = forward.task()
+        self.forwards.discard(forward)
+        if self.guard is not None:
+            self.guard.check_held(task, forward.averaged)
+        for place, kinds in enumerate(self.asked_of(forward).by_quantity):
+            unsent = [name for _, name in kinds.grads if name not in forward.sent]
+            if unsent:
+                self._fill(forward, unsent)
+            if kinds.results and not self._reported(place, task):
+                self._report(place, [zeros(delivery) for _, delivery in kinds.results], task)
+            for _, delivery in kinds.attributes:
+                parameter = forward.parameters[delivery.parameter or ""]
+                if _task_of(getattr(parameter, delivery.place, None)) != task:
+                    self.put(parameter, delivery.place, zeros(delivery), forward)
+        if self.observers:
+            for observer in self.observers:
+                observer.ended(forward)
+        if self.guard is not None and forward.enclosing == -1:
+            self.guard.ended()
+        forward.view = None  # autograd's nodes and a forward hold each other
+
+    def _fill(self, forward: Forward, names: Sequence[str]) -> None:
+        """Zeros as p.grad of parameters that nothing was sent to."""
+        missed = [name for name in names if forward.parameters[name].grad is None]
+        unused = self._unused(forward) if missed else set()
+        for name in missed:
+            parameter = forward.parameters[name]
+            if accumulates(parameter) or name in unused:
+                parameter.grad = _as_kept(parameter, torch.zeros_like(parameter))
+
+    @undone
+    def deliver(
+        self, grads: Sequence[Tensor | None], forward: Forward, names: tuple[str, ...], node: Any
+    ) -> list[Tensor | None]:
+        """Store what one graph's backward returned to a node; the gradients for p.grad are left to autograd."""
+        forward.delivered = forward.task()
+        self.last = forward.delivered, forward.number
+        by_quantity = self.asked_of(forward, names).by_quantity
+        for quantity, kinds in zip(self.quantities, by_quantity, strict=True):
+            quantity.arrived([grads[i] for i, _ in kinds.results])
+        sent: dict[str, Tensor] = {}
+        for place, kinds in enumerate(by_quantity):
+            for i, name in kinds.grads:
+                grad = grads[i]
+                if grad is None:
+                    continue
+                if is_view(grad):  # views share one version, by which the guard knows them: each gets its own
+                    grad = grad.data
+                sent[name] = _as_kept(forward.parameters[name], grad)
+            for i, delivery in kinds.attributes:
+                grad = grads[i]
+                if grad is not None:
+                    self.put(forward.parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
+            results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
+            if results:
+                self._report(place, results, forward.delivered)
+        forward.sent.update(sent)
+        if self.guard is not None:
+            self.guard.deliver(forward.parameters, sent, forward.delivered, node)
+        return [sent.get(name) for name in names]
+
+    def _reported(self, place: int, task: int) -> bool:
+        return place in self.results and _task_of(self.results[place][0]) == task
+
+    def _report(self, place: int, results: list[Tensor], task: int) -> None:
+        """What belongs to the model as a whole: that of the last backward, several forwards of which add up."""
+        if self._reported(place, task):
+            results = [one + other for one, other in zip(self.results[place], results, strict=True)]
+        for result in results:
+            setattr(result, _TASK, task)
+        self.results[place] = results
+
+    def put(self, parameter: Tensor, place: str, grad: Tensor, forward: Forward) -> None:
+        """One parameter's results of one forward; several forwards of one backward add up."""
+        task = forward.task()
+        found: Any = getattr(parameter, place, None)
+        earlier: list[Tensor] = []
+        if self.policy == "append" and found is not None:
+            earlier = list(found) if isinstance(found, list) else [found]
+            found = earlier.pop() if _task_of(earlier[-1]) == task else None
+        if isinstance(found, Tensor) and (self.policy == "sum" or _task_of(found) == task):
+            forward.met = forward.met or forward.stored.get((id(parameter), place)) != identity(found)
+            grad = found + grad
+        setattr(grad, _TASK, task)
+        appended = self.policy == "append" and bool(earlier)
+        setattr(parameter, place, [*earlier, grad] if appended else grad)
+        forward.stored[id(parameter), place] = identity(grad)
+        _PLACES.add(place)
+
+
+_PLACES = {"grad_sample"}  # attributes that were ever set
+
+
+def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
+    """A gradient in the dtype of p.grad; the engine would convert it on its way past the guard."""
+    dtype = getattr(parameter, "grad_dtype", grad.dtype)
+    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    """Call this when the running backward call has done all else."""
+    autograd_engine.queue_callback(callback)
+
+
+def _task_of(found: Any) -> int | None:
+    """The backward call that set a result."""
+    return getattr(found[-1] if isinstance(found, list) else found, _TASK, None)
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Set every result on a parameter to None."""
+    for parameter in parameters:
+        for place in _PLACES & parameter.__dict__.keys():
+            setattr(parameter, place, None)
+
+
+STORES: weakref.WeakSet[Store] = weakref.WeakSet()  # of graphs that torch.compile handed over, without the model

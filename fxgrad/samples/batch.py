@@ -1,0 +1,297 @@
+"""The batch of a call: its size, and the sample dimension of each input."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from fxgrad.errors import BatchSizeError, OptionError
+
+Path = tuple[Any, ...]
+
+
+class Input(NamedTuple):
+    """One tensor among the arguments of a call."""
+
+    path: Path
+    tensor: Tensor
+    role: int  # its sample dimension, or one of the constants below
+    said: bool = True  # whether in_dims= names it
+
+
+# In place of a sample dimension:
+SHARED = -1  # all samples share the value
+LOST = -2  # a value between two graphs, with merged or mixed samples
+PACKED_DATA, PACKED_SIZES, PACKED_ORDER = -3, -4, -5  # the tensors of a PackedSequence
+
+
+def dynamic_dim(role: int) -> int | None:
+    """Return the dynamic dimension of a tensor with this role."""
+    return role if role >= 0 else None if role in (SHARED, LOST) else 0
+
+
+def counting_dim(role: int) -> int | None:
+    """Return the dimension of a tensor with this role that has one entry per sample."""
+    return role if role >= 0 else 0 if role == PACKED_ORDER else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The batch of one call: its size, and the role of each input tensor."""
+
+    size: int
+    dims: Mapping[int, int]  # id(tensor) -> dim; SHARED for an input that all samples share
+    tensors: Sequence[Tensor]  # the tensors in dims, kept alive
+    supposed: frozenset[int] = frozenset()  # `id()` of inputs that fit only as states of recurrent layers
+    disagreement: BatchSizeError | None = None  # the error to raise if they are no states
+
+    def roles(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield each input tensor with its sample dimension or SHARED."""
+        for tensor in self.tensors:
+            yield tensor, self.dims[id(tensor)]
+
+
+# Note [States]
+# ~~~~~~~~~~~~~
+# The states of recurrent layers are [layers * directions, B, hidden], even if ``batch_first=True`` puts the samples of
+# all other inputs on dimension 0. The graph shows which inputs are states (recurrent_states.py). PyTorch defines their
+# sample dimension, and the passes prove it like any other. fxgrad captures a graph again if it shows states with
+# another role. If inputs disagree about the batch size, fxgrad supposes that inputs of three dimensions which would
+# agree as states are states, until the graph confirms it.
+
+
+class Roles:
+    """The roles of a model's inputs, from which each call gets its `Batch`; roles once learned stay.
+
+    ``in_dims`` follows torch.vmap: an int or None for all inputs, or a tuple with one entry per
+    positional argument, nested like it; a dict gives keyword arguments by name.
+    """
+
+    def __init__(self, batch_size: int | None, batch_first: bool, in_dims: Any, names: Sequence[str] = ()) -> None:
+        is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+        if batch_size is not None and not (is_int and batch_size > 0):
+            raise OptionError(f"batch_size has to be a positive int or None, not {batch_size!r}")
+        _check_in_dims(in_dims)
+        self.batch_size, self.default_dim, self.in_dims = batch_size, 0 if batch_first else 1, in_dims
+        self.names = names  # of the positional arguments
+        self.shared: set[Path] = set()  # inputs without samples in an earlier call
+        self.states: set[Path] = set()  # states of recurrent layers: see Note [States]
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        """Return the batch of ``model(*args, **kwargs)``."""
+        known = self._of_tensors(args) if not kwargs else None
+        if known is not None:
+            return known
+        inputs = list(self._inputs(args, kwargs))
+        with_samples = [item for item in inputs if counting_dim(item.role) is not None]
+        sizes = list(dict.fromkeys(_size(item) for item in with_samples))
+        if self.batch_size is not None:
+            return self._explicit(inputs, self.batch_size)
+        if not with_samples:
+            raise BatchSizeError(
+                "no tensor among the inputs holds samples, so the batch size is not known",
+                advice="Pass the inputs as tensors, or name them with in_dims=.",
+            )
+        if len(sizes) > 1:
+            return self._suppose(inputs, sizes)
+        return _batch(sizes[0], inputs)
+
+    def _suppose(self, inputs: list[Input], sizes: list[int]) -> Batch:
+        """Resolve a disagreement by taking inputs of three dimensions for states. See Note [States]."""
+        error = _disagreement(inputs)
+        for size in sizes:
+            moved = [self._as_state(item, size) if _size(item) not in (size, None) else item for item in inputs]
+            if all(_size(item) in (size, None) for item in moved):
+                supposed = frozenset(id(new.tensor) for old, new in zip(inputs, moved, strict=True) if new is not old)
+                return dataclasses.replace(_batch(size, moved), supposed=supposed, disagreement=error)
+        raise error
+
+    def _as_state(self, item: Input, size: int) -> Input:
+        """Return the input with samples on dimension 1 if it may be a state of a recurrent layer."""
+        shape = item.tensor.shape
+        may_be = not item.said and self.default_dim == 0 and len(shape) == 3 and shape[1] == size
+        return item._replace(role=1) if may_be else item
+
+    def tied(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> bool:
+        """Decide whether an input fits both as samples and as a state."""
+        return any(self._as_state(item, size).role != item.role for item in self._inputs(args, kwargs))
+
+    def learn_states(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int, states: Set[int]) -> bool:
+        """Record the inputs whose `id()` is in ``states``; return whether one of them had another role before."""
+        inputs = [item for item in self._inputs(args, kwargs) if id(item.tensor) in states]
+        moved = {item.path for item in inputs if self._as_state(item, size).role != item.role}
+        self.states |= moved
+        self.shared -= moved
+        return bool(moved)
+
+    def _of_tensors(self, args: Sequence[Any]) -> Batch | None:
+        """Return the batch of plain tensors that agree, without in_dims or batch_size; the fast path of each step."""
+        dim = self.default_dim
+        if self.in_dims is not None or self.batch_size is not None or self.states:
+            return None
+        sizes: set[int] = set()
+        unique: dict[int, Tensor] = {}
+        for arg in args:
+            if type(arg) is not Tensor or arg.dim() <= dim:
+                return None
+            sizes.add(arg.shape[dim])
+            unique[id(arg)] = arg
+        if len(sizes) != 1:
+            return None
+        return Batch(sizes.pop(), dict.fromkeys(unique, dim), list(unique.values()))
+
+    def _explicit(self, inputs: list[Input], size: int) -> Batch:
+        """Return the batch of an explicit batch_size; inputs of another size are shared, in later calls too."""
+        shared = {item.path for item in inputs if _size(item) not in (size, None) or item.role == SHARED}
+        if all(item.path in shared | self.shared for item in inputs):
+            raise BatchSizeError(
+                f"no input has batch_size={size} on its sample dimension",
+                advice="Pass the batch_size of this call's inputs, or leave it out.",
+            )
+        self.shared |= shared
+        return _batch(size, [item._replace(role=SHARED) if item.path in self.shared else item for item in inputs])
+
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Input]:
+        in_dims = self.in_dims
+        for i, arg in enumerate(args):
+            name = self.names[i] if i < len(self.names) else i
+            if isinstance(in_dims, tuple | list):
+                spec = in_dims[i] if i < len(in_dims) else _DEFAULT
+            else:
+                spec = in_dims.get(i, self._named(name)) if isinstance(in_dims, dict) else self._named(name)
+            yield from self._walk((name,), arg, spec)
+        for name, arg in kwargs.items():
+            yield from self._walk((name,), arg, self._named(name))
+
+    def _named(self, name: Any) -> Any:
+        if isinstance(self.in_dims, dict):
+            return self.in_dims.get(name, _DEFAULT)
+        return self.in_dims if isinstance(self.in_dims, int) else _DEFAULT
+
+    def _walk(self, path: Path, value: Any, spec: Any) -> Iterator[Input]:
+        if isinstance(value, Tensor):
+            if spec is None or value.dim() == 0:
+                yield Input(path, value, SHARED)
+                return
+            if spec is _DEFAULT and path in self.states and value.dim() == 3:
+                yield Input(path, value, 1)
+                return
+            dim = self.default_dim if spec is _DEFAULT else spec
+            if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
+                raise BatchSizeError(
+                    f"{_show(path)} has {value.dim()} dimension(s), so no sample dimension {dim}",
+                    advice="Pass in_dims= with this input's sample dimension, or None where all samples share it.",
+                )
+            yield Input(path, value, dim % value.dim(), said=spec is not _DEFAULT)
+            return
+        if isinstance(value, PackedSequence):
+            for name, role in _PACKED:
+                yield Input((*path, name), getattr(value, name), role)
+            return
+        if isinstance(spec, tuple | list) and isinstance(value, tuple | list) and len(spec) != len(value):
+            raise OptionError(f"in_dims has {len(spec)} entries for the {len(value)} of {_show(path)}")
+        for key, item in _children(value):
+            below = spec
+            if isinstance(spec, tuple | list):
+                below = spec[key] if isinstance(key, int) else _DEFAULT
+            elif isinstance(spec, dict):
+                below = spec.get(key, _DEFAULT)
+            yield from self._walk((*path, key), item, below)
+
+
+def _check_in_dims(in_dims: Any) -> None:
+    if isinstance(in_dims, bool | float | str):
+        raise OptionError(f"in_dims holds ints, None, tuples, lists and dicts, not {in_dims!r}")
+    below = in_dims.values() if isinstance(in_dims, dict) else in_dims if isinstance(in_dims, tuple | list) else ()
+    for item in below:
+        _check_in_dims(item)
+
+
+class _Default:
+    """The marker of an input that in_dims does not name; it takes the default dimension."""
+
+
+_DEFAULT = _Default()
+
+
+_PACKED = (
+    ("data", PACKED_DATA),
+    ("batch_sizes", PACKED_SIZES),
+    ("sorted_indices", PACKED_ORDER),
+    ("unsorted_indices", PACKED_ORDER),
+)
+
+
+def _size(item: Input) -> Any:
+    """Return the number of samples of an input; None if its role does not show it."""
+    dim = counting_dim(item.role)
+    return None if dim is None else item.tensor.shape[dim]
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, tuple | list):
+        yield from enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield field.name, getattr(value, field.name)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested inputs, dataclasses included."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for _, item in _children(value) for tensor in tensors_in(item)]
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Replace each tensor in nested inputs by ``function(tensor)``."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, MutableMapping):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, function)
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {name: map_tensors(item, function) for name, item in _children(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _disagreement(inputs: list[Input]) -> BatchSizeError:
+    with_samples = [item for item in inputs if counting_dim(item.role) is not None]
+    first, other = with_samples[0], next(item for item in with_samples if _size(item) != _size(with_samples[0]))
+    return BatchSizeError(
+        f"inputs disagree about the batch size: {_show(first.path)} has {_size(first)} on dimension "
+        f"{counting_dim(first.role)}, {_show(other.path)} has {_size(other)} on dimension {counting_dim(other.role)}",
+        advice="Pass in_dims= with None for inputs that all samples share, or batch_size=.",
+    )
+
+
+def _batch(size: int, inputs: list[Input]) -> Batch:
+    dims: dict[int, int] = {}
+    for path, tensor, dim, _ in inputs:
+        if dims.setdefault(id(tensor), dim) != dim:
+            raise BatchSizeError(
+                f"{_show(path)} is passed twice, with its samples in different places",
+                advice="Pass a copy of it.",
+            )
+    unique = {id(item.tensor): item.tensor for item in inputs}
+    return Batch(size, dims, list(unique.values()))
+
+
+def _show(path: Path) -> str:
+    head, *rest = path
+    name = f"input {head}" if isinstance(head, int) else f"input {head!r}"
+    return name + "".join(f"[{key!r}]" for key in rest)

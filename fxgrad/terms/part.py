@@ -1,0 +1,194 @@
+"""What a parameter's per-sample gradients are a sum of: one part for each use, multiplied out or not."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels.norms import Norms, as_vectors, bounded, frobenius, in_a_row
+from fxgrad.kernels.precision import WIDE, cast, computable
+from fxgrad.kernels.sums import summed_rows
+from fxgrad.terms.work import Way
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Chosen = slice | Tensor  # lines of a parameter, along its first dimension
+ChooseWay = Callable[[Any], Way]  # of a `Term`
+
+
+class Part(ABC):
+    """Gradients ``D_n`` of one parameter, ``[n, *shape]``. What a method does not say otherwise, it multiplies out."""
+
+    unrounded: ClassVar[bool] = False  # whether float64 gives the exact gradients: nothing was rounded on the way
+
+    @abstractmethod
+    def dense(self, wide: bool = False) -> Tensor:
+        """The gradient of every sample, ``[n, *shape]``; ``wide``: in float64 from the start."""
+
+    @abstractmethod
+    def rounding(self) -> Tensor:
+        """``[n]``: how far ‖D_n‖, multiplied out, may be from the norm in exact arithmetic."""
+
+    @abstractmethod
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of one sample's gradient."""
+
+    @property
+    @abstractmethod
+    def is_complex(self) -> bool:
+        """Whether complex values were multiplied."""
+
+    @property
+    def isometric(self) -> bool:
+        """Whether the norms are those of the factors: no function that changes norms stands between."""
+        return True
+
+    def materialised(self) -> Materialised:
+        """The same, multiplied out."""
+        return Materialised(self.dense(), self.rounding())
+
+    def in_full_precision(self) -> Part:
+        """Half types as float32: norms and sums are computed in it, up to the cast to the parameter's dtype."""
+        return self
+
+    def norms(self, way: ChooseWay) -> Norms:
+        """Norms and bounds, ``[n]`` each; ``way`` chooses how a term is contracted."""
+        return self.materialised().norms(way)
+
+    def weighted(self, c: Tensor, wide: bool, onednn: bool) -> Tensor:
+        """``Σ_n c_n D_n``, which rounds no more than the norms take into account; ``onednn``: it is the faster one."""
+        return summed_rows(self.dense(wide), c)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """``<D_n, vector>`` of a tensor of the parameter's shape, ``[n]``."""
+        return as_vectors(self.dense() * vector).sum(1)
+
+    def squares(self) -> Tensor | None:
+        """``Σ_n D_n²``, ``[elements]``, where the factors give it at once; None where gradients have to be read."""
+        return None
+
+    def gram(self, dtype: torch.dtype) -> Tensor | None:
+        """``<D_n, D_m>``, ``[n, n]``, likewise."""
+        return None
+
+    def grouped(self, size: int) -> Part:
+        """The same with ``size`` consecutive samples as one."""
+        rows, rounding = self.dense(), self.rounding()
+        rounding = rounding + in_a_row(size, rows.dtype) * frobenius(rows)
+        total = rows.reshape(rows.shape[0] // size, size, *rows.shape[1:]).sum(1)
+        return Materialised(total, rounding.reshape(-1, size).sum(1))
+
+    def added_to(self, total: Tensor) -> Tensor:
+        """``total + D``"""
+        return total + self.dense()
+
+    def merge_key(self) -> Hashable | None:
+        """What parts have in common that `merged` makes one of; None where it makes none."""
+        return None
+
+    @classmethod
+    def merged(cls, parts: Sequence[Any]) -> Part:
+        """Parts with one key as one."""
+        raise NotImplementedError
+
+    def by_lines(self) -> Readable:
+        """The same as a part whose lines can be read."""
+        return Materialised(self.dense())
+
+
+class Readable(Part):
+    """A part that some lines can be read of, a line being an entry along the parameter's first dimension.
+
+    An operator takes tensors and numbers: `pack` makes those of a part, and `unpack` the part again.
+    """
+
+    classes: ClassVar[list[type[Readable]]] = []  # by the numbers that stand for them
+
+    def __init_subclass__(cls) -> None:
+        Readable.classes.append(cls)
+
+    @property
+    @abstractmethod
+    def lines(self) -> tuple[int, int]:
+        """How many lines there are, and the elements of one."""
+
+    @abstractmethod
+    def read(self, chosen: Chosen, width: int) -> Tensor:
+        """Some lines of ``width`` elements, ``[n, lines * width]``."""
+
+    @abstractmethod
+    def pack(self) -> tuple[list[Tensor], list[int]]:
+        """Tensors and numbers that say it all."""
+
+    @classmethod
+    @abstractmethod
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+        """The part of those."""
+
+    def touched(self) -> Tensor | None:
+        """The lines that may be other than zero; None where all may be."""
+        return None
+
+
+@dataclass(frozen=True)
+class Materialised(Readable):
+    """A part that was multiplied out, or that its rule gave so."""
+
+    rows: Tensor  # [n, *shape]
+    error: Tensor | None = None  # [n]: see `rounding`; None for what counts as exact
+    measured: Tensor | None = None  # [2, n]: norms and bounds, where the operator that made the rows looked at them
+
+    @property
+    def is_complex(self) -> bool:
+        return self.rows.is_complex()
+
+    def dense(self, wide: bool = False) -> Tensor:
+        return cast(self.rows, WIDE) if wide else self.rows
+
+    def rounding(self) -> Tensor:
+        if self.error is not None:
+            return self.error
+        return self.rows.new_zeros(self.rows.shape[0], dtype=torch.float64)
+
+    def own_shape(self) -> tuple[int, ...]:
+        return tuple(self.rows.shape[1:])
+
+    def materialised(self) -> Materialised:
+        return self
+
+    def in_full_precision(self) -> Part:
+        return replace(self, rows=computable(self.rows))
+
+    def norms(self, way: ChooseWay) -> Norms:
+        if self.measured is not None:
+            return self.measured[0], self.measured[1]
+        return bounded(self.rows, self.rounding())
+
+    def by_lines(self) -> Readable:
+        return self
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        return math.prod(self.rows.shape[1:]), 1  # or of any other width that other parts have
+
+    def read(self, chosen: Chosen, width: int) -> Tensor:
+        return self.rows.reshape(self.rows.shape[0], -1, width)[:, chosen].flatten(1)
+
+    def pack(self) -> tuple[list[Tensor], list[int]]:
+        return [self.rows], []
+
+    @classmethod
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+        return cls(tensors[0])
+
+
+def part_of(value: Part | Tensor) -> Part:
+    """A part, of a tensor that a rule gave: what is multiplied out already counts as exact."""
+    return value if isinstance(value, Part) else Materialised(value)

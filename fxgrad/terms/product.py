@@ -1,0 +1,214 @@
+"""A sum of outer products over positions, ``D_n = Σ_k g_nk ⊗ x_nk``: the weight of a linear layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sympy import Integer
+from torch import Tensor
+
+from fxgrad.kernels.dense import products
+from fxgrad.kernels.factors import Factor
+from fxgrad.kernels.norms import Norms
+from fxgrad.kernels.precision import WIDE, at_most, unit
+from fxgrad.kernels.products import product_norms, product_rounding, product_rows, rank_one_norms
+from fxgrad.kernels.sample_grams import product_gram
+from fxgrad.kernels.sizes import hint
+from fxgrad.kernels.sums import FEW_FACTORS, FEW_PRODUCTS, product_sum, small_product_sum
+from fxgrad.ops.equation import Equation
+from fxgrad.terms.base import Term, in_groups, is_one
+from fxgrad.terms.einsum import Einsum
+from fxgrad.terms.part import ChooseWay, Chosen, Materialised, Readable
+from fxgrad.terms.work import Costs, CostTable, Measures, Way, Work, e, i, k, n, o
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# The Gram matrices are symmetric: half of them is computed, and the blocks on the diagonal. The norms of what is
+# multiplied out are taken while it is in the cache, a few samples at a time.
+_SUM = Work(product=2 * n * k * o * i, memory=2 * e * n * k * (o + i), call=Integer(6))
+COSTS = CostTable(
+    "product",
+    (k, o, i),
+    {
+        Way.RANK_ONE: Costs(
+            Work(memory=e * n * (o + i)),
+            Work(product=2 * n * o * i, memory=2 * e * n * (o + i)),
+        ),
+        Way.GRAM: Costs(
+            Work(
+                kernel=n * k * (k + 16) * (o + i),
+                memory=e * n * k * (o + i),
+                cache=e * n * k * (o + i + 2 * k),
+                call=Integer(20),
+            ),
+            _SUM,
+        ),
+        Way.RECOMPUTE: Costs(
+            Work(
+                kernel=2 * n * k * o * i,
+                memory=e * n * k * (o + i),
+                cache=e * n * (k * (o + i) + o * i),
+                call=Integer(15),
+            ),
+            _SUM,
+        ),
+        Way.MATERIALISE: Costs(
+            Work(
+                kernel=2 * n * k * o * i,
+                memory=e * n * (k * (o + i) + o * i),
+                cache=e * n * (k * (o + i) + o * i),
+                call=Integer(15),
+            ),
+            Work(memory=e * n * o * i, call=Integer(2)),
+        ),
+    },
+)
+
+
+class Product(Einsum, Readable):
+    """``n...o,n...i->noi`` of two tensors. Complex ones have the norms and the costs of an einsum."""
+
+    costs = COSTS
+    unrounded = True
+
+    @classmethod
+    def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
+        return equation.is_product and super().takes(equation, factors)
+
+    @classmethod
+    def of(cls, g: Tensor, x: Tensor) -> Self:
+        """The product of g ``[n, k.., o]`` and x ``[n, k.., i]``."""
+        return cls("n...o,n...i->noi", g, x)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """g ``[n, k, o]`` and x ``[n, k, i]``."""
+        g, x = self.tensors()
+        return _positions(g), _positions(x)
+
+    def is_rank_one(self) -> bool:
+        """Whether there is one position, of real numbers."""
+        return is_one(self._sizes()[0]) and not self.is_complex
+
+    def _sizes(self) -> tuple[Any, Any, Any]:
+        """k, o, i"""
+        g, x = self.tensors()
+        return math.prod(g.shape[1:-1]), g.shape[-1], x.shape[-1]
+
+    def contracted(self) -> Tensor:
+        return products(*self.sides)
+
+    def result_shape(self) -> tuple[int, ...]:
+        return self._sizes()[1:]
+
+    def rounding(self, made: float | None = None) -> Tensor:
+        return super().rounding(made) if self.is_complex else product_rounding(*self.sides)
+
+    def materialised(self) -> Materialised:
+        if self.is_complex:
+            return self._in_wide_numbers()
+        if not self.is_rank_one():
+            return self._measured(*product_rows(*self.sides))
+        rows, measured = self.dense(), torch.stack(self._rank_one_norms())
+        return Materialised(rows, unit(rows.dtype) * measured[1], measured)
+
+    def _norms(self, way: ChooseWay) -> Norms:
+        chosen = way(self)
+        if chosen is Way.RANK_ONE:
+            return self._rank_one_norms()
+        norms, bounds = product_norms(*self.sides, chosen is Way.GRAM)
+        return norms, bounds
+
+    def _rank_one_norms(self) -> Norms:
+        g, x = self.sides
+        return rank_one_norms(g.squeeze(1), x.squeeze(1))
+
+    def weighted(self, c: Tensor, wide: bool, onednn: bool) -> Tensor:
+        term = self.cast(WIDE) if wide else self  # also of a complex one
+        return term._weighted(at_most(c, term.dtype().to_real()), onednn)
+
+    def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
+        g, x = self.sides
+        if self._is_small_sum(onednn):
+            return small_product_sum(g, x, c)
+        total: Tensor = product_sum(g, x, c, onednn)
+        return total
+
+    def _is_small_sum(self, onednn: bool) -> bool:
+        """Whether the sum over samples is left to the compiler."""
+        samples, positions, *sides = map(hint, (self.tensors()[0].shape[0], *self._sizes()))
+        factors = samples * positions
+        return factors * math.prod(sides) <= FEW_PRODUCTS or (not onednn and factors * max(sides) <= FEW_FACTORS)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        g, x = (side.to(vector.dtype) for side in self.sides)
+        return (g * (x @ vector.reshape(g.shape[2], x.shape[2]).mT)).sum((1, 2))
+
+    def squares(self) -> Tensor | None:
+        if not self.is_rank_one():
+            return None
+        g, x = (side.squeeze(1) for side in self.sides)
+        return (g.square().t() @ x.square()).flatten()
+
+    def gram(self, dtype: torch.dtype) -> Tensor | None:
+        """``<D_n, D_m> = Σ_kl (g_nk·g_ml)(x_nk·x_ml)``, where that takes fewer flops than D itself."""
+        if self.is_complex:
+            return None
+        g, x = (side.to(dtype) for side in self.sides)
+        if self.is_rank_one():
+            g, x = g.squeeze(1), x.squeeze(1)
+            return (g @ g.t()) * (x @ x.t())
+        samples, positions, fan_out, fan_in = map(hint, (g.shape[0], *self._sizes()))
+        if samples * positions**2 * (fan_out + fan_in) >= (samples + positions) * fan_out * fan_in:
+            return None
+        found: Tensor = product_gram(g, x)
+        return found
+
+    def grouped(self, size: int) -> Term:
+        return self.with_factors(*(in_groups(side, size) for side in self.sides))
+
+    def transposed(self) -> Product:
+        """The gradients of the transposed matrix."""
+        return Product.of(*reversed(self.sides))
+
+    def merge_key(self) -> Hashable | None:
+        return Product if self.shape is None else None
+
+    @classmethod
+    def merged(cls, parts: Sequence[Product]) -> Product:
+        """The positions of one behind those of another."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls.of(*(torch.cat(side, 1) for side in zip(*(part.sides for part in parts), strict=True)))
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        return self._sizes()[1:]
+
+    def read(self, chosen: Chosen, width: int) -> Tensor:
+        g, x = self.sides
+        return (g[:, :, chosen].mT @ x).flatten(1)
+
+    def pack(self) -> tuple[list[Tensor], list[int]]:
+        return list(self.sides), []
+
+    @classmethod
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+        return cls.of(*tensors)
+
+    def _measures(self) -> Measures:
+        positions, fan_out, fan_in = self._sizes()
+        ways = [way for way in COSTS.costs if way is not Way.RANK_ONE or self.is_rank_one()]
+        factors = positions * (fan_out + fan_in)
+        return Measures(COSTS, self._sizes(), tuple(ways), factors, fan_out * fan_in)
+
+
+def _positions(factor: Tensor) -> Tensor:
+    """``[n, k.., features]`` with the positions as one dimension."""
+    if factor.dim() == 3:
+        return factor
+    return factor.unsqueeze(1) if factor.dim() == 2 else factor.flatten(1, -2)

@@ -1,0 +1,187 @@
+"""Rows of a table that a sample reads, ``D_n = Σ_k onehot(ids_nk) ⊗ g_nk``: the weight of an embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from sympy import Integer
+from torch import Tensor
+
+from fxgrad.kernels.dense import scattered, scattered_onto
+from fxgrad.kernels.factors import Factor, OneHot
+from fxgrad.kernels.norms import Norms
+from fxgrad.kernels.sample_grams import table_gram
+from fxgrad.kernels.sizes import hint
+from fxgrad.kernels.sums import small_table_sum
+from fxgrad.kernels.tables import (
+    kernels_pay,
+    lines_of_table,
+    rounding_of_rows,
+    row_norms,
+    table_rows,
+    table_sum,
+)
+from fxgrad.ops.equation import Equation
+from fxgrad.samples.symbols import elements
+from fxgrad.terms.base import Term, in_groups
+from fxgrad.terms.part import ChooseWay, Chosen, Materialised, Readable
+from fxgrad.terms.work import Costs, CostTable, Measures, Way, Work, d, e, k, n, v
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# k rows are read, and v d numbers are a gradient.
+COSTS = CostTable(
+    "table",
+    (k, v, d),
+    {
+        Way.ROWS: Costs(
+            Work(cache=(3 * e * d + 600) * n * k, call=Integer(15)),  # finding an id takes as long as 600 bytes
+            Work(memory=2 * e * n * k * d + 2 * e * v * d, call=Integer(4)),
+        ),
+        Way.MATERIALISE: Costs(
+            Work(memory=e * n * v * d, cache=2 * e * n * k * d, call=Integer(6)),
+            Work(memory=e * n * v * d, call=Integer(2)),
+        ),
+    },
+)
+
+
+class Table(Term, Readable):
+    """``n...v,n...d->nvd`` of a `OneHot` and a tensor."""
+
+    costs = COSTS
+    unrounded = True
+
+    @classmethod
+    def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
+        return len(factors) == 2 and isinstance(factors[0], OneHot) and isinstance(factors[1], Tensor)
+
+    @classmethod
+    def of(cls, rows: OneHot, g: Tensor) -> Self:
+        """The gradient of a table from ids ``[n, k..]`` and g ``[n, k.., d..]``."""
+        return cls("n...v,n...d->nvd", rows, g)
+
+    @property
+    def rows(self) -> OneHot:
+        """ids ``[n, k]``"""
+        rows, _ = self._factors()
+        return replace(rows, ids=rows.ids.reshape(rows.ids.shape[0], -1))
+
+    @property
+    def g(self) -> Tensor:
+        """``[n, k, d]``"""
+        rows, g = self._factors()
+        positions, _, width = self._sizes()
+        return g.reshape(rows.ids.shape[0], positions, width)
+
+    def _factors(self) -> tuple[OneHot, Tensor]:
+        rows, g = self.factors
+        assert isinstance(rows, OneHot) and isinstance(g, Tensor)
+        return rows, g
+
+    def _sizes(self) -> tuple[Any, Any, Any]:
+        """k, v, d"""
+        rows, g = self._factors()
+        return math.prod(rows.ids.shape[1:]), rows.classes, math.prod(g.shape[rows.ids.dim() :])
+
+    def _operands(self) -> tuple[Tensor, Tensor, int, int]:
+        """What operators take: ids, g, the number of rows, and the padding's id."""
+        rows = self.rows
+        return rows.ids, self.g, rows.classes, rows.padding
+
+    def contracted(self) -> Tensor:
+        return scattered(*self._factors())
+
+    def result_shape(self) -> tuple[int, ...]:
+        return self._sizes()[1:]
+
+    def rounding(self, made: float | None = None) -> Tensor:
+        return rounding_of_rows(*self._operands())
+
+    def _materialised(self) -> Materialised:
+        operands = self._operands()
+        return self._measured(*table_rows(*operands)) if kernels_pay(operands[1]) else super()._materialised()
+
+    def added_to(self, total: Tensor) -> Tensor:
+        """A gradient that is mostly zeros is added without writing them."""
+        positions, classes, _ = self._sizes()
+        in_place = total.dtype is self.dtype() and self.own_shape() == self.result_shape()
+        few = in_place and hint(positions) < classes
+        return scattered_onto(total, self.rows, self.g) if few else super().added_to(total)
+
+    def _norms(self, way: ChooseWay) -> Norms:
+        norms, bounds = row_norms(*self._operands())
+        return norms, bounds
+
+    def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
+        ids, g, classes, padding = self._operands()
+        table_sums = table_sum if kernels_pay(g) else small_table_sum
+        total: Tensor = table_sums(ids, g, c, classes, padding)
+        return total
+
+    def dot(self, vector: Tensor) -> Tensor:
+        rows = self.rows
+        read = vector.reshape(rows.classes, -1)[rows.ids]
+        if rows.padding_idx is not None:
+            read = read.masked_fill((rows.ids == rows.padding_idx).unsqueeze(2), 0)
+        return (self.g * read).sum((1, 2))
+
+    def gram(self, dtype: torch.dtype) -> Tensor | None:
+        """As of a product, whose x is one-hot."""
+        ids, g, classes, padding = self._operands()
+        if hint(ids.shape[1]) ** 2 >= classes:
+            return None
+        found: Tensor = table_gram(ids, g.to(dtype), padding)
+        return found
+
+    def grouped(self, size: int) -> Term:
+        rows = self.rows
+        return self.with_factors(replace(rows, ids=in_groups(rows.ids, size)), in_groups(self.g, size))
+
+    def merge_key(self) -> Hashable | None:
+        rows, _ = self._factors()
+        return Table, self.lines, self.own_shape(), rows.padding_idx
+
+    @classmethod
+    def merged(cls, parts: Sequence[Table]) -> Table:
+        """The positions of one behind those of another."""
+        if len(parts) == 1:
+            return parts[0]
+        ids, g = (torch.cat(each, 1) for each in zip(*((part.rows.ids, part.g) for part in parts), strict=True))
+        return parts[0].with_factors(replace(parts[0].rows, ids=ids), g)
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        return self._sizes()[1:]
+
+    def read(self, chosen: Chosen, width: int) -> Tensor:
+        return lines_of_table(self.rows.ids, self.g, self.rows.padding, chosen)
+
+    def touched(self) -> Tensor | None:
+        return self.rows.ids
+
+    def pack(self) -> tuple[list[Tensor], list[int]]:
+        ids, g, *numbers = self._operands()
+        return [ids, g], numbers
+
+    @classmethod
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+        (ids, g), (classes, padding) = tensors, numbers
+        return cls.of(OneHot(ids, classes, padding if padding >= 0 else None), g)
+
+    def _measures(self) -> Measures:
+        positions, classes, width = self._sizes()
+        factors = positions * (width + 2)  # an id is as large as two numbers
+        return Measures(COSTS, self._sizes(), tuple(COSTS.costs), factors, classes * width)
+
+    def in_flop_counter(self) -> bool:
+        return False
+
+    def flops(self) -> sympy.Expr:
+        return elements(self._factors()[1])

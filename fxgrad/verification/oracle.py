@@ -1,0 +1,212 @@
+"""The oracle: per-sample gradients by a loop over single samples with plain autograd, and errors against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxgrad.host import pytree
+from fxgrad.kernels.precision import wide
+
+LossFn = Callable[[Any], Tensor]
+
+
+NEGLIGIBLE = 1e-3
+"""The least scale of errors, as a share of the model's largest gradient: some true gradients are exactly zero."""
+
+
+def default_loss(output: Any, sample_dim: int = 0) -> Tensor:
+    """Return L = Σ_n Σ_k sin(y_nk + φ_k), a sum over samples with the gradient cos(y_nk + φ_k).
+
+    The phase φ_k depends only on the position within one sample, not on the sample's index or the batch size. So the
+    loss of a batch is the sum of its samples' losses. `output` is any pytree, of which floating and complex tensors
+    enter. Each is `[..., B, ...]` with the samples along `sample_dim` (or the last dim, if it has fewer). Tensors
+    without dims are losses already summed over samples, and enter linearly.
+
+    >>> y = torch.randn(3, 4, dtype=torch.float64)
+    >>> torch.allclose(default_loss(y), sum(default_loss(y[i : i + 1]) for i in range(3)))
+    True
+    """
+    total: Tensor | None = None
+    for index, leaf in enumerate(pytree.tree_leaves(output)):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            continue
+        y = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        y = y.float() if y.dtype in (torch.float16, torch.bfloat16) else y
+        if leaf.dim() == 0:
+            total = _plus(total, y.sum() * (0.3 + index))
+            continue
+        y = y.movedim(min(sample_dim, leaf.dim() - 1), 0)
+        size = y.shape[1:]  # one sample
+        phase = torch.arange(size.numel(), device=y.device, dtype=y.dtype).mul(0.7).add(0.3 + index).reshape(size)
+        total = _plus(total, (y + phase).sin().sum())
+    if total is None:
+        raise TypeError("the model's output holds no floating-point tensor: pass loss_fn")
+    return total
+
+
+def _plus(total: Tensor | None, term: Tensor) -> Tensor:
+    return term if total is None else total + term.to(total.device, total.dtype)
+
+
+def per_sample_grads(
+    model: nn.Module,
+    loss_fn: LossFn,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    in_dims: Any = None,
+    batch_first: bool = True,
+    batch_size: int | None = None,
+    seed: int | None = None,
+) -> dict[str, Tensor]:
+    """Return the gradient of each sample's loss, by one forward and one backward of the plain model per sample.
+
+    G[name][n] = d loss_fn(model(x[n:n+1])) / d parameter          shape [B, *parameter.shape]
+
+    Each batched tensor of `args` and `kwargs` (pytrees) is sliced to one sample along its sample dim; other tensors are
+    shared. `in_dims` names the sample dims as in `torch.vmap`, as a pytree prefix of `args` with None for shared
+    inputs. Without it, the sample dim is dim 0 (dim 1 if not `batch_first`) of each tensor that has it. With
+    `batch_size`, tensors of another size there are shared. Trainable parameters that the loss does not reach get zeros;
+    frozen ones are omitted. B = 0 gives `[0, *shape]`. Parameters, buffers and their `.grad` are restored.
+
+    With `seed` the model may draw random numbers. For each sample, one forward of the full batch then runs under that
+    seed. The loss of the sample's slice of the output, along dim 0 (dim 1 if not `batch_first`), is differentiated.
+
+    >>> model, x = nn.Linear(3, 2), torch.randn(5, 3)
+    >>> {name: tuple(g.shape) for name, g in per_sample_grads(model, default_loss, (x,)).items()}
+    {'weight': (5, 2, 3), 'bias': (5, 2)}
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    dims = _sample_dims(leaves, args, kwargs or {}, in_dims, batch_first, batch_size)
+    size = _number_of_samples(leaves, dims)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads = {name: p.new_zeros((size, *p.shape)) for name, p in parameters.items()}
+    for n in range(size):
+        inputs = fresh(leaves) if seed is not None else fresh(take_sample(leaves, dims, n))
+        sample_args, sample_kwargs = pytree.tree_unflatten(inputs, spec)
+        with state_restored(model), torch.enable_grad():
+            if seed is not None:
+                torch.manual_seed(seed)
+            output = model(*sample_args, **sample_kwargs)
+            if seed is not None:
+                output = _take_output(output, n, 0 if batch_first else 1)
+            for name, g in grads_of(loss_fn(output), parameters).items():
+                grads[name][n] = g
+    return grads
+
+
+def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the maximum over names of  max|a - b| / max(max|b|, 1e-3 · the largest |b| over all names).
+
+    A tensor with true value zero is thus measured against the others. Raises AssertionError, naming the tensor, if
+    names, shapes, dtypes or devices differ, or if a value that is not finite in one differs in the other. Empty tensors
+    have error 0.
+
+    >>> relative_error({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
+    0.25
+    """
+    return max(relative_errors(actual, expected).values(), default=0.0)
+
+
+def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the error of each name, of which `relative_error` is the largest."""
+    missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
+    if missing or extra:
+        raise AssertionError(f"names differ: missing {missing}, unexpected {extra}")
+    smallest_scale = NEGLIGIBLE * max((largest(b) for b in expected.values()), default=0.0)
+    return {name: _error_of(name, actual[name], b, smallest_scale) for name, b in expected.items()}
+
+
+def _error_of(name: str, a: Tensor, b: Tensor, smallest_scale: float) -> float:
+    if a.shape != b.shape:
+        raise AssertionError(f"shape of '{name}': {list(a.shape)} instead of {list(b.shape)}")
+    if a.dtype != b.dtype or a.device != b.device:
+        raise AssertionError(f"'{name}' is {a.dtype} on {a.device} instead of {b.dtype} on {b.device}")
+    a, b = wide(a), wide(b)
+    finite = b.isfinite()
+    if not torch.equal(a.isfinite(), finite) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+        raise AssertionError(f"'{name}' is not finite where it should be, or the reverse")
+    difference = largest(a[finite] - b[finite])
+    scale = max(largest(b), smallest_scale)
+    return 0.0 if difference == 0 else difference / scale if scale else float("inf")
+
+
+def grads_of(loss: Tensor, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the dense d loss / d source of each source; zeros for those that the loss does not depend on."""
+    grads: Sequence[Tensor | None] = [None] * len(sources)
+    if sources and loss.requires_grad:
+        grads = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
+    pairs = zip(sources.items(), grads, strict=True)
+    return {name: torch.zeros_like(x) if g is None else g.to_dense() for (name, x), g in pairs}
+
+
+def _sample_dims(
+    leaves: list[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    in_dims: Any,
+    batch_first: bool,
+    batch_size: int | None,
+) -> list[int | None]:
+    """Return the sample dim of every leaf of (args, kwargs); None for leaves that all samples share."""
+    dim = 0 if batch_first else 1
+
+    def default(leaf: Any) -> int | None:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= dim:
+            return None
+        return dim if batch_size is None or leaf.shape[dim] == batch_size else None
+
+    if in_dims is None:
+        return [default(leaf) for leaf in leaves]
+    spec = pytree.tree_structure(tuple(args))
+    prefix = tuple(in_dims) if isinstance(in_dims, list) else in_dims
+    dims_of_args = pytree.broadcast_to_and_flatten(prefix, spec)
+    if dims_of_args is None:
+        raise ValueError(f"in_dims={in_dims!r} is not a prefix of the structure of the arguments")
+    return [*dims_of_args, *(default(leaf) for leaf in pytree.tree_leaves(dict(kwargs)))]
+
+
+def _number_of_samples(leaves: list[Any], dims: list[int | None]) -> int:
+    sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+    if len(sizes) != 1:
+        raise ValueError(f"the batched inputs must agree on one number of samples, they have {sorted(sizes)}")
+    return int(sizes.pop())
+
+
+def take_sample(leaves: list[Any], dims: list[int | None], n: int) -> list[Any]:
+    pairs = zip(leaves, dims, strict=True)
+    return [leaf if dim is None else leaf.narrow(dim, n, 1) for leaf, dim in pairs]
+
+
+def _take_output(output: Any, n: int, dim: int) -> Any:
+    return pytree.tree_map(lambda y: y.narrow(dim, n, 1) if isinstance(y, Tensor) and y.dim() > dim else y, output)
+
+
+def fresh(leaves: Sequence[Any]) -> list[Any]:
+    """Copy tensors, so that a model may change them in place; keep their requires_grad."""
+    return [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+
+
+@contextmanager
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers that a forward changes (running statistics, an embedding's max_norm)."""
+    state = [*model.parameters(), *model.buffers()]
+    before = [t.detach().clone() for t in state]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, value in zip(state, before, strict=True):
+                if not torch.equal(t, value):
+                    t.copy_(value)
+
+
+def largest(t: Tensor) -> float:
+    """Return max|t| over finite values; 0 if there are none."""
+    t = wide(t).abs()
+    return float(torch.where(t.isfinite(), t, 0.0).max()) if t.numel() else 0.0

@@ -1,0 +1,40 @@
+"""The pages under docs/ agree with the code, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fxgrad.compile import pipeline
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+
+
+def test_the_table_of_passes_is_the_pipeline() -> None:
+    (table,) = re.findall(r"<!-- passes: begin -->(.*?)<!-- passes: end -->", DESIGN, re.DOTALL)
+    names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    usual = [*pipeline.PASSES, *pipeline.LAST]
+    only_one = [run for run in [*pipeline.ONE, *pipeline.SINGLE] if run not in usual]
+    assert names == list(dict.fromkeys(run.__name__ for run in [*usual, *only_one]))
+
+
+def test_a_list_in_the_pipeline_is_the_same() -> None:
+    """Its docstring may list the passes, or refer to the table."""
+    names = [run.__name__ for run in [*pipeline.PASSES, *pipeline.LAST]]
+    first_words = re.findall(r"^\s+(\w+)", pipeline.__doc__ or "", re.MULTILINE)
+    assert [word for word in first_words if word in names] in ([], names)
+
+
+def test_the_design_is_short_enough_to_read() -> None:
+    assert len(DESIGN.splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []

@@ -1,0 +1,924 @@
+"""Private names of PyTorch: all of them in fxgrad/host, each where PyTorch has it and doing what fxgrad needs.
+
+A release of PyTorch that moves a name fails here with ``PyTorch moved ..``.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.private_names import defined, files, is_private, known_attributes, private_names
+
+ROOT = Path(__file__).parents[1]
+HOST = ROOT / "fxgrad/host"
+
+Check = Callable[[Any], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(*names: str) -> Callable[[Check], Check]:
+    """Register a test of names of one module of the room, which the test gets."""
+
+    def register(test: Check) -> Check:
+        assert not CHECKS.keys() & set(names)
+        CHECKS.update(dict.fromkeys(names, test))
+        return test
+
+    return register
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Every name of the room, ``module.name``, and its docstring."""
+    for path in sorted(HOST.glob("*.py")):
+        body = ast.parse(path.read_text()).body
+        for node, behind in zip(body, [*body[1:], ast.Pass()], strict=True):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield f"{path.stem}.{node.name}", ast.get_docstring(node) or ""
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                text = behind.value if isinstance(behind, ast.Expr) else None
+                said = text.value if isinstance(text, ast.Constant) else ""
+                yield f"{path.stem}.{ast.unparse(target)}", str(said)
+
+
+NAMES = {name: said for name, said in documented() if not is_private(name.split(".")[1])}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for the names of each check; the checks are registered below."""
+    if "names" in metafunc.fixturenames:
+        groups = {test: [name for name, one in CHECKS.items() if one is test] for test in CHECKS.values()}
+        metafunc.parametrize("names", groups.values(), ids=[" ".join(names) for names in groups.values()])
+
+
+def test_pytorch_has(names: list[str]) -> None:
+    """Each name stands where PyTorch has it, and does what its docstring says."""
+    said = "PyTorch moved or changed what " + ", ".join(f"fxgrad.host.{name}" for name in names) + " stands for"
+    try:
+        CHECKS[names[0]](importlib.import_module(f"fxgrad.host.{names[0].split('.')[0]}"))
+    except (ImportError, AttributeError, TypeError, KeyError, NameError) as error:
+        pytest.fail(f"{said}: {type(error).__name__}: {error}")
+    except AssertionError as error:
+        raise AssertionError(f"{said}: {error}") from error
+
+
+def test_every_name_has_a_test() -> None:
+    assert CHECKS.keys() == NAMES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in NAMES if not name.startswith("versions.")))
+def test_says_why_since_when_and_what_without(name: str) -> None:
+    said = NAMES[name].lower()
+    assert all(word in said for word in ("why", "since", "without")), f"the docstring of fxgrad.host.{name}"
+
+
+# Private names elsewhere
+
+
+def trees() -> dict[Path, ast.Module]:
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in files(ROOT)}
+
+
+def own_names() -> set[str]:
+    return {name for tree in trees().values() for name in defined(tree)}
+
+
+def test_private_names_live_in_their_room() -> None:
+    own, attributes = own_names(), known_attributes(ROOT)
+    found = [
+        f"{path}:{line}: {name}"
+        for path, tree in sorted(trees().items())
+        for line, name in sorted(private_names(tree, own, attributes))
+    ]
+    assert not found, "private names of PyTorch outside of fxgrad/host:\n" + "\n".join(found)
+
+
+def test_every_file_is_searched() -> None:
+    searched = {str(path) for path in trees()}
+    assert {"fxgrad/engine.py", "fxgrad/kernels/recurrent/packed.py", "passes/infer_samples.py"} <= searched
+    assert not any(path.startswith("fxgrad/host/") for path in searched)
+
+
+@pytest.fixture(scope="module")
+def ours() -> set[str]:
+    return own_names()
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("import torch._functorch.config as c", "torch._functorch.config"),
+        ("from torch._ops import OpOverload", "torch._ops.OpOverload"),
+        ("from torch.utils import _pytree as pytree", "torch.utils._pytree"),
+        ("from torch.fx._lazy_graph_module import f", "torch.fx._lazy_graph_module.f"),
+        ("import torch\ntorch._C._set_grad_enabled(True)", "torch._C._set_grad_enabled"),
+        ("from torch import nn\nnn.modules._functions", "torch.nn.modules._functions"),
+        ("x._version", "?._version"),
+        ("f(x)[0]._cdata", "?._cdata"),
+        ("self._parameters", "?._parameters"),
+        ("x._indices()", "?._indices"),  # a function of fxgrad's has this name, too
+        ("getattr(x, '_backward_hooks', None)", "?._backward_hooks"),
+        ("attrgetter('_version')", "?._version"),
+        ("x.__dict__.pop('_dynamo_dynamic_indices', None)", "?._dynamo_dynamic_indices"),
+        ("MARKS = ('_dynamo_dynamic_indices',)", "?._dynamo_dynamic_indices"),
+        ("class A(nn.Module):\n  def _call_impl(self): ...", "?._call_impl"),
+    ],
+)
+def test_a_private_name_is_found(program: str, name: str, ours: set[str]) -> None:
+    assert name in {found for _, found in private_names(ast.parse(program), ours, known_attributes(ROOT))}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import torch\ntorch.ops.aten._softmax.default",
+        "import torch\ntorch.ops.mkldnn._linear_pointwise(x)",
+        "import torch\ntorch._check(x > 0)",
+        "OPS = {'_softmax': 'softmax', '_ctc_loss': None}",
+        "from torch.fx.experimental.symbolic_shapes import guard_or_false",
+        "class A:\n  def _mine(self): ...\n  def f(self): self._compiled()",
+        "import sys\nsys._getframe()",
+        "pair._replace(first=1)",
+        "x.__dict__, x.__torch_function__",
+        "getattr(x, '_fxgrad_task', None)",
+    ],
+)
+def test_other_names_are_not(program: str, ours: set[str]) -> None:
+    assert not private_names(ast.parse(program), ours, known_attributes(ROOT))
+
+
+# versions
+
+
+@check("versions.TORCH", "versions.at_least")
+def _(host: Any) -> None:
+    from torch.torch_version import TorchVersion
+
+    assert str(host.TORCH) == torch.__version__
+    assert host.at_least("2.9") and host.at_least("2.11") and not host.at_least("99.0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "TORCH", TorchVersion("2.9.1+cpu"))
+        assert host.at_least("2.9.1") and not host.at_least("2.14")  # as text it is later
+        patch.setattr(host, "TORCH", TorchVersion("2.14.0.dev20260301"))
+        assert host.at_least("2.13") and not host.at_least("2.14")
+
+
+# pytree
+
+NEST = ({"a": 1, "b": [2, 3]}, 4)
+
+
+@check("pytree.tree_leaves", "pytree.arg_tree_leaves", "pytree.tree_map")
+def _(host: Any) -> None:
+    assert host.tree_leaves(NEST) == [1, 2, 3, 4]
+    assert host.arg_tree_leaves(1, [2], c=3) == [1, 2, 3]
+    assert host.tree_map(lambda leaf: -leaf, NEST) == ({"a": -1, "b": [-2, -3]}, -4)
+
+
+@check("pytree.tree_flatten", "pytree.tree_unflatten", "pytree.tree_structure", "pytree.TreeSpec")
+def _(host: Any) -> None:
+    leaves, spec = host.tree_flatten(NEST)
+    assert leaves == [1, 2, 3, 4] and isinstance(spec, host.TreeSpec) and spec == host.tree_structure(NEST)
+    assert host.tree_unflatten(leaves, spec) == NEST
+
+
+@check("pytree.broadcast_to_and_flatten")
+def _(host: Any) -> None:
+    spec = host.tree_structure(NEST)
+    assert host.broadcast_to_and_flatten((0, 1), spec) == [0, 0, 0, 1]
+    assert host.broadcast_to_and_flatten((0, 1, 2), spec) is None
+
+
+# ops
+
+ADD = torch.ops.aten.add
+MUL = operator.mul
+
+
+@check("ops.OpOverload", "ops.OpOverloadPacket", "ops.HigherOrderOperator")
+def _(host: Any) -> None:
+    assert isinstance(ADD.Tensor, host.OpOverload) and isinstance(ADD, host.OpOverloadPacket)
+    assert isinstance(torch.ops.higher_order.cond, host.HigherOrderOperator)
+
+
+@check("ops.set_grad_enabled", "dynamo.source_of")
+def _(_: Any) -> None:
+    from fxgrad.host.dynamo import source_of
+    from fxgrad.host.ops import set_grad_enabled
+
+    def quiet(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x * 2
+
+    graph = captured(quiet, torch.ones(3)).graph
+    assert set_grad_enabled in {node.target for node in graph.nodes}, "of no_grad in a graph"
+    source = source_of(next(iter(graph.nodes)))
+    assert source is not None, "_dynamo_source"
+    name = source.name() if callable(source.name) else source.name
+    assert name == "L['x']" and source.is_input
+    assert source_of(graph.output_node()) is None
+
+
+def captured(function: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> torch.fx.GraphModule:
+    """The graph that Dynamo makes of a function."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    torch.compile(function, backend=keep, fullgraph=True, dynamic=dynamic)(*args)
+    return graphs[0]
+
+
+@check("ops.schema", "ops.schemas", "ops.schemas_of_name", "ops.qualified_name")
+def _(host: Any) -> None:
+    assert [a.name for a in host.schema(ADD.Tensor).arguments] == ["self", "other", "alpha"]
+    assert host.schemas(ADD.Tensor) == [host.schema(ADD.Tensor)] and len(host.schemas(ADD)) == len(ADD.overloads())
+    assert host.schemas(torch.add) == []
+    assert {s.overload_name for s in host.schemas_of_name("aten::add")} >= {"Tensor", "Scalar"}
+    assert host.schemas_of_name("aten::no_such_op") == []
+    assert host.qualified_name(ADD.Tensor) == host.qualified_name(ADD) == "aten::add"
+
+
+@torch.library.custom_op("fxgrad_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@check("ops.overload_of")
+def _(host: Any) -> None:
+    assert host.overload_of(twice) is torch.ops.fxgrad_tests.twice.default
+    assert host.overload_of(ADD.Tensor) is ADD.Tensor and host.overload_of(print) is print
+
+
+@check("ops.defined_in_python")
+def _(host: Any) -> None:
+    from fxgrad.host.dispatch import enable_python_dispatcher
+
+    op, calls = torch.ops.aten.take_along_dim.default, []
+    with host.defined_in_python({op: lambda *args: calls.append(args)}), enable_python_dispatcher():
+        op(torch.zeros(2), torch.zeros(2, dtype=torch.long), 0)
+    assert len(calls) == 1, "the definition ran"
+    with enable_python_dispatcher():
+        assert op(torch.zeros(2), torch.zeros(2, dtype=torch.long), 0).shape == (2,)
+    assert len(calls) == 1, "and is gone"
+
+
+@check("ops.core_decompositions")
+def _(host: Any) -> None:
+    table = host.core_decompositions()
+    assert torch.ops.aten.addcmul.default in table and torch.ops.aten.mm.default not in table
+    table.clear()
+    assert host.core_decompositions()
+
+
+# dispatch
+
+
+@check("dispatch.TorchDispatchMode", "dispatch.disable_current_modes")
+def _(host: Any) -> None:
+    seen = []
+
+    class Mode(host.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2) * 2
+        with host.disable_current_modes():
+            torch.ones(2) + 2
+    assert torch.ops.aten.mul.Tensor in seen and ADD.Tensor not in seen
+
+
+@check("dispatch.enable_python_dispatcher")
+def _(host: Any) -> None:
+    assert not torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher")
+    with host.enable_python_dispatcher():
+        assert torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher")
+
+
+@check("dispatch.KeySet", "dispatch.autocast_keys", "dispatch.autocast_key", "dispatch.without_keys")
+def _(host: Any) -> None:
+    keys = host.autocast_keys("cpu")
+    assert isinstance(keys, host.KeySet) and host.autocast_key("cpu") == "AutocastCPU" and "AutocastCPU" in str(keys)
+    a = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ a).dtype is torch.bfloat16
+        with host.without_keys(keys):
+            assert (a @ a).dtype is torch.float32
+
+
+@torch.library.custom_op("fxgrad_tests::slope", mutates_args=())
+def slope(x: Tensor, inside: bool) -> Tensor:
+    from fxgrad.host.dispatch import with_autograd
+
+    with with_autograd() if inside else contextlib.nullcontext(), torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        y = leaf.square().sum()
+        return torch.autograd.grad(y, leaf)[0] if y.requires_grad else torch.zeros_like(x)
+
+
+@check("dispatch.with_autograd")
+def _(_: Any) -> None:
+    x = torch.tensor([3.0])
+    assert slope(x, False).item() == 0, "autograd records inside of operators: with_autograd is not needed"
+    assert slope(x, True).item() == 6
+
+
+@check("dispatch.tracer")
+def _(host: Any) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    said = []
+
+    def double(x: Tensor) -> Tensor:
+        said.append(host.tracer() is not None)
+        return x * 2
+
+    make_fx(double)(torch.ones(2))
+    assert said == [True] and host.tracer() is None
+
+
+# functorch
+
+
+@check("functorch.innermost_transform", "functorch.is_batched", "functorch.is_wrapped")
+def _(host: Any) -> None:
+    said: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        said.append((host.innermost_transform() is not None, host.is_batched(x), host.is_wrapped(x)))
+        return x.sum()
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    torch.func.grad(look)(torch.ones(3))
+    look(torch.ones(3))
+    assert said == [(True, True, True), (True, False, True), (False, False, False)]
+
+
+@check("functorch.forward_level")
+def _(host: Any) -> None:
+    from torch.autograd import forward_ad
+
+    assert host.forward_level() == -1
+    with forward_ad.dual_level():
+        assert host.forward_level() == 0
+
+
+@check("functorch.aot_settings")
+def _(host: Any) -> None:
+    from torch._functorch import config
+
+    before = config.donated_buffer
+    with host.aot_settings(donated_buffer=not before, force_non_lazy_backward_lowering=True):
+        assert config.donated_buffer is not before and config.force_non_lazy_backward_lowering
+    assert config.donated_buffer is before
+
+
+@check("functorch.must_be_in_backward")
+def _(host: Any) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def double(x: Tensor) -> Tensor:
+        with torch.fx.traceback.preserve_node_meta(), host.must_be_in_backward():
+            return x * 2
+
+    graph = make_fx(double)(torch.ones(2)).graph
+    tags = [node.meta.get("partitioner_tag") for node in graph.nodes if node.op == "call_function"]
+    assert tags == ["must_be_in_backward"]
+
+
+# fake
+
+
+@check("fake.FakeTensor", "fake.FakeTensorMode")
+def _(host: Any) -> None:
+    with host.FakeTensorMode():
+        x = torch.ones(2, 3) @ torch.ones(3, 5)
+    assert isinstance(x, host.FakeTensor) and x.shape == (2, 5)
+
+
+@check("fake.FunctionalTensor", "fake.FunctionalTensorMode", "fake.functional", "fake.settled", "fake.writes_into")
+def _(host: Any) -> None:
+    plain = torch.zeros(4)
+    with host.FunctionalTensorMode():
+        value = host.functional(plain)
+        assert isinstance(value, host.FunctionalTensor) and host.writes_into(value) == 0
+        value[:2].add_(1)  # by a view
+        assert host.writes_into(value) > 0
+        assert host.settled(value).tolist() == [1, 1, 0, 0]
+    assert plain.tolist() == [0, 0, 0, 0]
+
+
+# tensors
+
+
+@check("tensors.identity", "tensors.version", "tensors.set_versions", "tensors.is_view")
+def _(host: Any) -> None:
+    x = torch.zeros(3)
+    view = x[:2]
+    assert host.identity(x) == host.identity(x) != host.identity(view)
+    assert host.identity(x.untyped_storage()) == host.identity(view.untyped_storage())
+    assert host.is_view(view) and not host.is_view(x)
+    before = host.version(x)
+    view.add_(1)
+    assert host.version(x) == host.version(view) == before + 1
+    other = torch.zeros(1)
+    host.set_versions((x, other), (1 << 20, 7))
+    assert (host.version(x), host.version(other)) == (1 << 20, 7)
+
+
+@check("tensors.hooks_of", "tensors.attach_hooks", "tensors.post_accumulate_hooks")
+def _(host: Any) -> None:
+    x, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    assert not host.hooks_of(x) and not host.post_accumulate_hooks(x)
+    seen: list[Tensor] = []
+    handle = x.register_hook(seen.append)
+    assert list(host.hooks_of(x)) == [handle.id]
+    torch.utils.swap_tensors(x, other)  # the Python object keeps its dict of hooks, of which the tensor knows nothing
+    x.sum().backward()
+    assert list(host.hooks_of(x)) == [handle.id] and not seen
+    host.attach_hooks(x)
+    x.sum().backward()
+    assert len(seen) == 1, "hooks after swap_tensors"
+    x.register_post_accumulate_grad_hook(lambda _: None)
+    assert host.post_accumulate_hooks(x)
+
+
+# autograd
+
+
+@check(
+    "autograd.current_task", "autograd.will_execute", "autograd.autograd_engine", "autograd.BACKWARD_CODE",
+    "autograd.outputs_of_backward",
+)  # fmt: skip
+def _(host: Any) -> None:
+    import sys
+
+    x, y, said = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True), dict[str, Any]()
+    product = x * y
+    node_of_x, node_of_y = (node for node, _ in product.grad_fn.next_functions)  # type: ignore[union-attr]
+
+    def look(_: Tensor) -> None:
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code is not host.BACKWARD_CODE:
+            frame = frame.f_back
+        assert frame is not None, "BACKWARD_CODE is of no frame of a backward"
+        said["outputs"] = host.outputs_of_backward(frame.f_locals)
+        said["task"] = host.current_task()
+        said["will"] = host.will_execute(node_of_x), host.will_execute(node_of_y)
+        host.autograd_engine.queue_callback(lambda: said.update(last=x.grad is not None))
+
+    product.register_hook(look)
+    total = product.sum()
+    assert host.current_task() == -1
+    total.backward(inputs=[x])
+    assert said["outputs"][0] is total and said["task"] >= 0
+    assert said["will"] == (True, False) and said["last"]
+    assert host.current_task() == -1
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+@check("autograd.function_of", "autograd.outputs_like")
+def _(host: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    own: Any = Own.apply(x)
+    assert host.function_of(type(own.grad_fn)) is Own
+    assert [tuple(one.shape) for one in host.outputs_like(own.grad_fn)] == [(3,)]
+    assert [tuple(one.shape) for one in host.outputs_like(own.sum().grad_fn)] == [()]
+
+
+@check("autograd.saved_tensors_hooks_aside")
+def _(host: Any) -> None:
+    packed: list[str] = []
+
+    def hooks(name: str) -> Any:
+        def pack(x: Tensor) -> Tensor:
+            packed.append(name)
+            return x
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+    x = torch.ones(1, requires_grad=True)
+    with hooks("outer"), hooks("inner"):
+        with host.saved_tensors_hooks_aside():
+            x.exp()
+        assert packed == []
+        x.exp()
+        assert packed == ["inner"]
+    with hooks("outer"):
+        with host.saved_tensors_hooks_aside():
+            pass
+        x.exp()
+    assert packed == ["inner", "outer"]
+
+
+# rnn
+
+
+@check("rnn.pack_rows", "rnn.pad_rows")
+def _(host: Any) -> None:
+    x = torch.arange(6.0).view(3, 2)  # [T, B]
+    rows, sizes = host.pack_rows(x, torch.tensor([3, 1]), False)
+    assert rows.tolist() == [0, 1, 2, 4] and sizes.tolist() == [2, 1, 1]
+    padded, lengths = host.pad_rows(rows, sizes, False, -1.0, 4)
+    assert padded.tolist() == [[0, 1], [2, -1], [4, -1], [-1, -1]] and lengths.tolist() == [3, 1]
+
+
+@check("rnn.flat_weight_names")
+def _(host: Any) -> None:
+    assert host.flat_weight_names(nn.GRU(2, 3)) == ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"]
+
+
+# modules
+
+
+@check("modules.BatchNorm", "modules.NormBase")
+def _(host: Any) -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        assert issubclass(kind, host.BatchNorm)
+    assert issubclass(nn.InstanceNorm2d, host.NormBase) and issubclass(nn.BatchNorm2d, host.NormBase)
+    assert not issubclass(nn.InstanceNorm2d, host.BatchNorm) and not issubclass(nn.GroupNorm, host.NormBase)
+
+
+@check("modules.held_by", "modules.INNER")
+def _(host: Any) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 3)})
+    parameters, modules = host.held_by(model)
+    assert parameters == {} and modules == {"a": model["a"]} and modules is getattr(model, host.INNER)
+    assert list(host.held_by(model["a"])[0]) == ["weight", "bias"]
+
+
+@check("modules.wrapped_by_ddp")
+def _(host: Any) -> None:
+    assert host.wrapped_by_ddp() is None
+    with nn.parallel.DistributedDataParallel._inside_ddp_forward(object.__new__(nn.parallel.DistributedDataParallel)):
+        assert isinstance(host.wrapped_by_ddp(), nn.parallel.DistributedDataParallel)
+    assert host.wrapped_by_ddp() is None
+
+
+@check("modules.FSDP_MANAGED", "modules.FSDP_FLAT")
+def _(host: Any) -> None:
+    from torch.distributed.fsdp import _dynamo_utils, _flat_param
+
+    part = nn.Linear(2, 2)
+    _dynamo_utils._annotate_modules_for_dynamo(part, set(), True)
+    assert part.__dict__.get(host.FSDP_MANAGED), "the attribute of modules inside of FSDP"
+    source = Path(str(_flat_param.__file__)).with_name("fully_sharded_data_parallel.py").read_text()
+    assert f'FLAT_PARAM = "{host.FSDP_FLAT}"' in source
+
+
+@check("modules.has_backward_hooks", "modules.is_compiled_in_place")
+def _(host: Any) -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert not host.has_backward_hooks(one) and not host.is_compiled_in_place(one)
+    one.register_full_backward_hook(lambda *_: None)
+    other.register_full_backward_pre_hook(lambda *_: None)
+    assert host.has_backward_hooks(one) and host.has_backward_hooks(other)
+    one.compile(backend="eager")
+    assert host.is_compiled_in_place(one) and not host.is_compiled_in_place(other)
+
+
+@check("modules.refuse_replicas")
+def _(host: Any) -> None:
+    from torch.nn.parallel.replicate import replicate
+
+    class Part(nn.Module):
+        pass
+
+    host.refuse_replicas(Part, lambda: ValueError("no replicas"))
+    with pytest.raises(ValueError, match="no replicas"):
+        Part()._replicate_for_data_parallel()
+    assert "_replicate_for_data_parallel()" in inspect.getsource(replicate), "what nn.DataParallel calls"
+
+
+@check("modules.on_other_tensors")
+def _(host: Any) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    own = model.weight
+    with host.on_other_tensors(model, {"weight": torch.zeros(2, 2)}):
+        assert model(torch.ones(1, 2)).sum() == 0
+    assert model.weight is own
+
+
+@check("modules.step_pre_hooks", "modules.own_step_hooks")
+def _(host: Any) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert list(host.step_pre_hooks(optimizer)) == [handle.id]
+    step = torch.optim.Optimizer.profile_hook_step(lambda self: "stepped")
+    bare = object.__new__(torch.optim.SGD)
+    with pytest.raises(AttributeError) as caught:
+        step(bare)
+    assert str(caught.value)
+    host.own_step_hooks(bare)
+    assert not host.step_pre_hooks(bare) and step(bare) == "stepped"
+
+
+@check("modules.has_scaled")
+def _(host: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert not host.has_scaled(scaler)
+    scaler.scale(torch.ones(1))
+    assert host.has_scaled(scaler)
+
+
+# dynamo
+
+
+@check(
+    "dynamo.TorchDynamoException", "dynamo.Unsupported", "dynamo.graph_break", "dynamo.TorchRuntimeError",
+    "dynamo.UserError", "dynamo.InternalTorchDynamoError",
+)  # fmt: skip
+def _(host: Any) -> None:
+    def broken(x: Tensor) -> Tensor:
+        host.graph_break(msg="because I say so")
+        return x
+
+    with pytest.raises(host.Unsupported, match="because I say so"):
+        captured(broken, torch.ones(2))
+    with pytest.raises(host.TorchRuntimeError) as caught:
+        captured(lambda x: x @ x, torch.ones(2, 3))
+    assert str(caught.value)
+    raised = (host.Unsupported, host.TorchRuntimeError, host.UserError, host.InternalTorchDynamoError)
+    assert all(issubclass(kind, host.TorchDynamoException) for kind in raised)
+
+
+@check("dynamo.BackendCompilerFailed", "dynamo.CaptureAgain")
+def _(host: Any) -> None:
+    told = []
+
+    def backend(gm: Any, _: Any) -> Any:
+        told.append(gm)
+        if len(told) == 1:
+            raise host.CaptureAgain
+        raise ValueError("of the backend")
+
+    with pytest.raises(host.BackendCompilerFailed) as error:
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
+    assert isinstance(error.value.inner_exception, ValueError) and len(told) == 2
+
+
+@check("dynamo.FailOnRecompileLimitHit", "dynamo.failed_guards", "dynamo.recompile_limit")
+def _(host: Any) -> None:
+    def power(x: Tensor, words: str) -> Tensor:
+        return x * len(words)
+
+    compiled = torch.compile(power, backend="eager", fullgraph=True)
+    assert host.failed_guards(compiled) == []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert host.recompile_limit() == 2
+        compiled(torch.ones(1), "a")
+        compiled(torch.ones(1), "bb")
+        assert any("words" in reason for reason in host.failed_guards(compiled))
+        with pytest.raises(host.FailOnRecompileLimitHit) as caught:
+            compiled(torch.ones(1), "ccc")
+        assert str(caught.value)
+
+
+@check("dynamo.OptimizedModule", "dynamo.innermost_fn")
+def _(host: Any) -> None:
+    assert isinstance(torch.compile(nn.Linear(2, 2)), host.OptimizedModule)
+
+    def inner() -> None: ...
+
+    assert host.innermost_fn(torch.compiler.disable(inner)) is inner and host.innermost_fn(inner) is inner
+
+
+@check("dynamo.mark_dynamic", "dynamo.maybe_mark_dynamic", "dynamo.MARKS", "dynamo.MARKS_OF_SAVED")
+def _(host: Any) -> None:
+    for mark in (host.mark_dynamic, host.maybe_mark_dynamic):
+        x = torch.ones(5, 2)
+        mark(x, 0)
+        assert vars(x) and vars(x).keys() <= set(host.MARKS), sorted(vars(x))
+        product = captured(lambda x: x * 2, x).graph.find_nodes(op="call_function", target=MUL)[0]
+        shape = product.meta["example_value"].shape
+        assert isinstance(shape[0], torch.SymInt) and shape[1] == 2
+        torch._dynamo.reset()
+    assert set(host.MARKS_OF_SAVED) < set(host.MARKS)
+    x, w = torch.ones(5, 2), torch.ones(2, requires_grad=True)
+    host.mark_dynamic(x, 0)
+    torch.compile(lambda x, w: (x * w).exp(), backend="aot_eager")(x, w)
+    assert vars(x).keys() <= set(host.MARKS), sorted(vars(x))
+
+
+@check("dynamo.active_callback")
+def _(host: Any) -> None:
+    said = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def outside() -> None:
+        said.append(host.active_callback())
+
+    def function(x: Tensor) -> Tensor:
+        outside()
+        return x * 2
+
+    assert host.active_callback() is None
+    torch.compile(function, backend="eager")(torch.ones(1))
+    assert host.active_callback() is None and said == [None]
+
+
+@check("dynamo.compilation", "dynamo.compile_lock")
+def _(host: Any) -> None:
+    begun: list[bool] = []
+
+    def begin(_: Any) -> None:
+        def grab() -> None:
+            begun.append(not host.compile_lock.acquire(blocking=False))
+
+        thread = threading.Thread(target=grab)
+        thread.start()
+        thread.join()
+
+    host.compilation.register_start_callback(begin)
+    assert begin in host.compilation.start_callbacks
+    try:
+        captured(lambda x: x * 2, torch.ones(1))
+    finally:
+        host.compilation.remove_start_callback(begin)
+    assert begun == [True], "a compilation begins with its callbacks, and holds its lock"
+    with host.compile_lock, host.compile_lock:  # the same thread may take it again
+        pass
+
+
+@check("dynamo.ConstantSource")
+def _(host: Any) -> None:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    env = ShapeEnv()
+    symbol = env.create_symbol(7, host.ConstantSource("rows"), DimDynamic.DYNAMIC, None)
+    assert isinstance(env.create_symintnode(symbol, hint=7, source=host.ConstantSource("rows")), torch.SymInt)
+
+
+@check("dynamo.checkpoint_contexts")
+def _(host: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def contexts() -> Any:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    def outer(x: Tensor, context_fn: Any = None) -> Any:
+        more = {} if context_fn is None else {"context_fn": context_fn}
+        return checkpoint(torch.sin, x, use_reentrant=False, **more)
+
+    for given in (contexts, None):
+        gm = captured(lambda x, given=given: outer(x, given), torch.ones(1, requires_grad=True))
+        bodies = [part for part in gm.children() if isinstance(part, torch.fx.GraphModule)]
+        assert [host.checkpoint_contexts(body) for body in bodies] == [given], "in the meta of a checkpoint's body"
+        torch._dynamo.reset()
+
+
+@check("dynamo.recurrent_modules_allowed")
+def _(host: Any) -> None:
+    model, x = nn.GRU(2, 3), torch.ones(4, 1, 2)
+    with host.recurrent_modules_allowed():
+        captured(model, x)
+    torch._dynamo.reset()
+    with pytest.raises(host.Unsupported) as caught:
+        captured(model, x)
+    assert str(caught.value)
+
+
+@check("dynamo.sizes_apart")
+def _(host: Any) -> None:
+    def symbols() -> int:
+        torch._dynamo.reset()
+        graph = captured(lambda x, y: (x * 2, y * 2), torch.ones(5, 2), torch.ones(5, 3), dynamic=True).graph
+        sizes = [node.meta["example_value"].shape[0] for node in graph.find_nodes(op="call_function", target=MUL)]
+        return len({size.node.expr for size in sizes})
+
+    assert symbols() == 1
+    with host.sizes_apart():
+        assert torch._guards.log.disabled and symbols() == 2
+    assert symbols() == 1 and not torch._guards.log.disabled
+
+
+@check("dynamo.calls_ignored")
+def _(host: Any) -> None:
+    said = []
+
+    def tell(x: Any) -> None:
+        said.append(x)
+
+    def told(x: Tensor) -> Tensor:
+        tell(x)
+        return x * 2
+
+    with host.calls_ignored([tell]):
+        captured(told, torch.ones(1))
+    assert not said, "a call that Dynamo left out"
+
+
+@check("dynamo.substitute")
+def _(host: Any) -> None:
+    """That a rule of Dynamo's is taken away first, tests/test_packed.py sees."""
+
+    def original(x: Tensor) -> Tensor:
+        return x + int(x.sum().item() * 0 + 1)
+
+    host.substitute(original, lambda x: x * 7)
+    assert captured(lambda x: original(x), torch.ones(1)).graph.find_nodes(op="call_function", target=MUL)
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+    assert isinstance(get_torch_obj_rule_map(), dict)
+
+
+@check("dynamo.traced_in")
+def _(host: Any) -> None:
+    from fxgrad.host.fake import FakeTensorMode
+
+    mode = FakeTensorMode()
+    with host.traced_in(mode):
+        assert torch._guards.detect_fake_mode() is mode
+    assert torch._guards.detect_fake_mode() is None
+
+
+@check("dynamo.lazy_graph_module")
+def _(host: Any) -> None:
+    gm = torch.fx.symbolic_trace(lambda x: x * 2)
+    lazy = host.lazy_graph_module(gm, gm.graph, "Doubled")
+    assert lazy._needs_recompile() and lazy(torch.ones(1)).item() == 2
+    assert isinstance(lazy, torch.fx.GraphModule)
+
+
+# inductor
+
+
+@check("inductor.import_toolchain", "inductor.load_library", "inductor.find_vectors")
+def _(host: Any) -> None:
+    host.import_toolchain()
+    host.find_vectors()
+    library = host.load_library('extern "C" int fxgrad_tests_seven() { return 7; }')
+    assert library.fxgrad_tests_seven() == 7
+
+
+@check("inductor.import_compiler", "inductor.compile_fx", "inductor.compile_traced")
+def _(host: Any) -> None:
+    from fxgrad.host.functorch import aot_settings
+
+    host.import_compiler()
+    seen, x = [], torch.ones(3)
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[0])
+        return host.compile_traced(*args, **kwargs)
+
+    def backend(gm: Any, examples: Any) -> Any:
+        return host.compile_fx(gm, examples, inner_compile=inner)
+
+    with aot_settings(enable_autograd_cache=False):  # which would keep what the inner compiler made
+        assert torch.compile(lambda x: x * 2 + 1, backend=backend)(x).tolist() == [3, 3, 3]
+    assert len(seen) == 1
+
+
+@check("inductor.aot_eager")
+def _(host: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: x.square().sum(), backend=host.aot_eager())(x).backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 2, 2]
+
+
+@check("inductor.keep_renames")
+def _(host: Any) -> None:
+    """What it is for, tests/test_inductor.py sees."""
+    from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
+
+    assert {"mutation_renames", "read_writes"} <= {*dir(BaseSchedulerNode), *BaseSchedulerNode.__annotations__}
+    assert "set_read_writes" in dir(SchedulerNode) and "recompute_size_and_body" in vars(SchedulerNode)
+    done: list[Any] = []
+    node = SimpleNamespace(
+        read_writes=SimpleNamespace(rename=lambda names: ("renamed", names)),
+        mutation_renames={"a": "b"},
+        set_read_writes=done.append,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SchedulerNode, "recompute_size_and_body", lambda node, more: done.append(more))
+        host.keep_renames()
+        SchedulerNode.recompute_size_and_body(node, "sizes")  # type: ignore[arg-type]
+    assert done == ["sizes", ("renamed", {"a": "b"})]
