@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from fxgrad.errors import MixedSamples
 from fxgrad.graph.context import Context, path_to, source_line
 from fxgrad.ops.calls import Call
+from fxgrad.ops.forms import QUERIES, SHAPED_AS
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.ops.written import written_to
 from fxgrad.samples.layouts import WHOLE, Kind, Samples
@@ -44,7 +45,7 @@ def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
             sample, parameter = node.name in ctx.sample_dims, node.name in ctx.by_node
             found[node] = Kind.UNIFORM if parameter else Kind.BATCHED if sample else Kind.CONSTANT
             continue
-        kinds = [found[arg] for arg in node.all_input_nodes]
+        kinds = [found[arg] for arg in _read(node)]
         kinds += [written[memory] for memory in _memories(node) if memory in written]
         found[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
         call: Call | None = node.meta.get("call")
@@ -53,6 +54,17 @@ def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
                 memory = memory_of(base.meta["fake"])
                 written[memory] = max(written.get(memory, Kind.CONSTANT), found[node], key=_ORDER.index)
     return found
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """Return the operands whose values the node reads: a size is the same number for all values of a shape."""
+    call: Call | None = node.meta.get("call")
+    if call is None:
+        return node.all_input_nodes
+    if call.op in QUERIES:
+        return []
+    shape = call.get("other") if call.op in SHAPED_AS else None
+    return [arg for arg in node.all_input_nodes if arg is not shape or arg is call.get("input")]
 
 
 def _memories(node: fx.Node) -> list[int | None]:

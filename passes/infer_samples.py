@@ -12,14 +12,14 @@ from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.graph.context import Context, path_to, source_line, spoken
 from fxgrad.ops.calls import Call, map_nodes
 from fxgrad.ops.families import MOVEMENT, Family, family_of
-from fxgrad.ops.forms import reads_form_alone
+from fxgrad.ops.forms import SHAPED_AS, reads_form_alone
 from fxgrad.ops.user_functions import FUNCTION, HOOK, UserFunction
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.samples.control_flow import ControlFlow, Crossed
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Mixes, Op, Operand, by_shape
-from fxgrad.samples.replay import SHAPED_AS, Replay
+from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import expression
 from fxgrad.samples.tracking import PICK_ADVICE, PICKS, counts_tokens, track
 from fxgrad.samples.writes import after_write, written

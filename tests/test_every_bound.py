@@ -52,6 +52,7 @@ BETWEEN_OPS_OF_BFLOAT16 = frozenset(
         "repeat into merged rows", "repeat_interleave into merged rows", "expand into merged rows",
         "add to a mask for merged rows", "linear with low rank", "linear with halves of one weight",
         "linear and its transpose", "linear, weight also a factor", "linear called twice",
+        "embedding_bag with weights of its own",
     }
 )  # fmt: skip
 BETWEEN = {torch.float32: BETWEEN_OPS, torch.bfloat16: BETWEEN_OPS | BETWEEN_OPS_OF_BFLOAT16}

@@ -10,6 +10,7 @@ QUERIES = frozenset(
     is_inference is_conj is_neg is_same_size""".split()
 )
 
+SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that read only the shape of another tensor
 _OTHERS = {"type_as": "other", "to": "other"}
 
 

@@ -17,14 +17,13 @@ from torch import Tensor, fx
 from fxgrad.host.pytree import tree_map
 from fxgrad.ops.calls import Call, op_name
 from fxgrad.ops.families import RANDOM
+from fxgrad.ops.forms import SHAPED_AS
 from fxgrad.ops.values import memory_of
 from fxgrad.ops.written import written_to
 from fxgrad.samples.every_batch import BATCHES, Batches, EveryBatch
 from fxgrad.samples.ids import read_copies, read_layout, read_written, sample_ids
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.symbols import Symbols, expression
-
-SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that read only the shape of another tensor
 
 
 class Replay:
