@@ -137,6 +137,7 @@ PRODUCTS = [
     case("linear", F.linear, x(..., 3), w(4, 3), w(4)),
     case("linear without bias", F.linear, x(..., 3), w(4, 3)),
     case("linear to one number", F.linear, x(..., 3), w(3)),
+    case("linear to one number, with a bias", F.linear, x(..., 2, 3), w(3), w()),
     case("linear of a parameter, by the samples", lambda x, w: F.linear(w, x).T, x(3), w(4, 3)),
     case("linear twice with one weight", lambda x, w, b: F.linear(F.linear(x, w, b), w), x(..., 3), w(3, 3), w(3)),
     case("matmul", torch.matmul, x(..., 4, 3), w(3, 2)),

@@ -1,9 +1,7 @@
-"""Random programs: small models built from a seed, and what must hold for each of them.
+"""Random programs: small models, and what must hold for each of them.
 
-`generate(seed, size)` writes an nn.Module whose forward is readable Python for any batch size. The first `size` steps
-of a larger program are the smaller program's steps, so a failure is shortened by lowering the size alone.
-`check(program, backend)` compares fxgrad with the loop over single samples, the truth. The steps are those of
-`tests/steps`.
+`programs()` is a hypothesis strategy: an nn.Module whose forward is readable Python for any batch size. Its steps are
+those of `tests/steps`. `check(program, backend)` compares fxgrad with the loop over single samples, the truth.
 
 Whether a program mixes samples is known twice: each step says what it does with them, and the oracle, which knows
 nothing of fxgrad, compares the forward of the batch with those of the single samples and changes one sample.
@@ -13,13 +11,16 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import hypothesis
 import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxgrad
@@ -48,12 +49,13 @@ from tests.steps.step import Step
 from tests.steps.texts import PLACE, rows
 
 TOLERANCE = 1e-9
-LARGEST = 1e6  # a program with larger values, outputs or gradients is replaced by the next one
+LARGEST = 1e6  # a program with larger values, outputs or gradients is not drawn
 
 
 # ---------------------------------------------------------------------------- generator
 
 
+SIZES = st.integers(1, 9)  # of a program, in steps
 MANY = 13  # samples: above every number in a step that is expected to depend on how many there are
 
 
@@ -68,29 +70,67 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-@float64()
-def generate(seed: int, size: int | None = None) -> Program:
-    """The program of this seed; degenerate ones (values too large, not finite) are replaced, always the same way."""
-    for attempt in range(20):
-        rng = random.Random(f"{seed}/{attempt}")
-        drawn = rng.randint(1, 9)
-        program = write(seed, size or drawn, rng, random.Random(f"{seed}/{attempt}/end"))
-        try:
-            if program is not None and is_tame(program):
-                return program
-        except Exception:  # PyTorch itself refuses, whatever it is: instance_norm of one position
-            continue
-    raise AssertionError(f"seed {seed}: no program without degenerate values")
+@st.composite
+def programs(draw: st.DrawFn, sizes: st.SearchStrategy[int] = SIZES) -> Program:
+    """Draw a program with finite, not too large values. Hypothesis makes every choice, so it can shrink a failure."""
+    size, seed, rng = draw(sizes), draw(st.integers(0, 2**16)), draw(st.randoms(use_true_random=False))
+    try:
+        with float64():
+            program = write(seed, size, rng)
+            tame = program is not None and is_tame(program)
+    except Exception:  # PyTorch itself refuses, whatever it is: instance_norm of one position
+        tame, program = False, None
+    assume(tame)
+    assert program is not None
+    return program
 
 
-def write(seed: int, size: int, rng: random.Random, end: random.Random) -> Program | None:
-    """One attempt at a program of `size` steps; `end` is a source of its own, so that a shorter one is a prefix."""
+def for_programs(
+    check_one: Callable[[Program, int | None], None],
+    number: int,
+    count: int,
+    sizes: st.SearchStrategy[int] = SIZES,
+    phases: Sequence[Phase] = (Phase.generate, Phase.shrink),
+) -> None:
+    """Call `check_one(program, second_batch)` for the programs among `count` draws, the same ones for the same number.
+
+    Hypothesis draws two in five programs again; one that passed is not checked twice.
+    """
+    passed: set[tuple[str, int | None]] = set()
+
+    @hypothesis.seed(number)
+    @settings(
+        max_examples=count,
+        phases=phases,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(sizes), st.sampled_from((None, 7, 1, 0, 5)))
+    def each(program: Program, second_batch: int | None) -> None:
+        key = program.source, second_batch
+        if key not in passed:
+            check_one(program, second_batch)
+            passed.add(key)
+
+    each()
+
+
+def some_programs(count: int, number: int = 0) -> list[Program]:
+    """Return the programs of `count` draws."""
+    drawn: dict[str, Program] = {}
+    for_programs(lambda program, _: drawn.update({program.source: program}), number, count, phases=(Phase.generate,))
+    return list(drawn.values())
+
+
+def write(seed: int, size: int, rng: random.Random) -> Program | None:
+    """Write one attempt at a program of `size` steps; `rng` makes every choice."""
     b = Builder(rng, batch=rng.choice([2, 3, 3, 4]))
     inputs = draw_inputs(b)
     mixing_step = rng.randrange(9) if b.chance(0.7) else None
     for step in range(size):
         take_step(b, tables.TOGETHER if step == mixing_step else tables.APART)
-    b.rng = end
     outputs = finish(b)
     ending = "" if b.expected is not Expected.APART or b.chance(0.9) else mixture(b, outputs)
     return text_of(b, inputs, outputs, ending, seed, size)

@@ -86,7 +86,7 @@ class Builder:
     # ---- choices
 
     def chance(self, probability: float) -> bool:
-        return self.rng.random() < probability
+        return self.rng.randrange(100) >= 100 - round(100 * probability)  # 0, hypothesis' simplest number, is a no
 
     def small(self) -> int:
         """A size for a dim without samples: often the batch size, sometimes 1."""

@@ -23,7 +23,7 @@ TEXTS: tuple[Table, ...] = (NUMBERS, FACTORIES, INDICES, VIEWS, LOOKUPS, FUNCTIO
 STEPS: tuple[Table, ...] = (PARAMETRIC, MOVES, LOCAL, MIXING, ATTACK_STEPS, *TEXTS)
 """Steps from value to value; `LOSSES` end a program."""
 
-WEIGHTS = {"parametric": 6, "moves": 4, "local": 2, "attacks": 1}  # every other kind: 1/3
+WEIGHTS = {"parametric": 18, "moves": 12, "local": 6, "attacks": 3}  # every other kind: 1
 
 
 def of(tables: tuple[Table, ...], *expected: Expected) -> list[Table]:
@@ -33,13 +33,13 @@ def of(tables: tuple[Table, ...], *expected: Expected) -> list[Table]:
 
 
 APART = of(STEPS, Expected.APART)
+OFTEN = [table for table in APART for _ in range(WEIGHTS.get(table[0].kind, 1))]
 TOGETHER = of(STEPS, Expected.MIXES) + of(TEXTS, Expected.DEPENDS) + of((ATTACK_STEPS,), Expected.DEPENDS)
 
 
 def draw(rng: random.Random, tables: list[Table]) -> Step:
     """A step of one kind; where steps keep samples apart, layers and moves come most often."""
-    weights = [WEIGHTS.get(table[0].kind, 1 / 3) if tables is APART else 1 for table in tables]
-    return rng.choice(rng.choices(tables, weights)[0])
+    return rng.choice(rng.choice(OFTEN if tables is APART else tables))
 
 
 def losses(*expected: Expected) -> Table:
