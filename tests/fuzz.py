@@ -22,7 +22,8 @@ import torch
 from hypothesis.errors import HypothesisException
 from tqdm import tqdm
 
-from tests.programs import Outcome, Program, check, for_programs, is_known, quick_dynamo
+from tests.program_oracle import Program
+from tests.programs import Outcome, check, for_programs, is_known, quick_dynamo
 
 BLOCK = 500  # draws: some 300 programs
 RESET_EVERY = 20  # programs between two resets of Dynamo's caches
