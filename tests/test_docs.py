@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,11 @@ def test_a_list_in_the_pipeline_is_the_same() -> None:
 
 def test_the_design_is_short_enough_to_read() -> None:
     assert len(DESIGN.splitlines()) <= 250
+
+
+def test_the_pictures_of_passes_are_those_of_the_tests() -> None:
+    """`python tools/pictures.py` writes the page."""
+    assert subprocess.run([sys.executable, ROOT / "tools" / "pictures.py", "--check"]).returncode == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
