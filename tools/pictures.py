@@ -47,7 +47,8 @@ def section(name: str) -> str:
     parts += ["\n".join(text(source, node) for node in setup)] if setup else []
     parts.append(f"around({name}, {', '.join(map(ast.unparse, [model, *inputs]))})")
     program = "\n\n".join(parts)
-    return f"## {name}\n\n{ast.get_docstring(module)}\n\n```python\n{program}\n```\n\n```text\n{picture.value.rstrip()}\n```\n"
+    blocks = f"```python\n{program}\n```\n\n```text\n{picture.value.rstrip()}\n```"
+    return f"## {name}\n\n{ast.get_docstring(module)}\n\n{blocks}\n"
 
 
 def definitions(module: ast.Module, users: list[ast.AST]) -> list[ast.stmt]:
