@@ -18,6 +18,7 @@ from fxgrad.compile.memory_limit import check_limit
 from fxgrad.costs.choices import wishes_of
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
+from fxgrad.ops.facts import EXAMPLE
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.runtime.guard import guard_for
 from fxgrad.runtime.store import STORES, Accumulate, Store
@@ -130,7 +131,7 @@ def _recapture_where_static(
     batched: Sequence[tuple[Tensor, int]], placeholders: Sequence[fx.Node], examples: Sequence[Any]
 ) -> None:
     """Restart the capture if a sample dim is static. See Note [Capturing again]."""
-    values = {id(e): node.meta["example_value"] for e, node in zip(examples, placeholders, strict=True)}
+    values = {id(e): EXAMPLE.of(node) for e, node in zip(examples, placeholders, strict=True)}
     static = [tensor for tensor, dim in batched if not isinstance(values[id(tensor)].shape[dim], torch.SymInt)]
     if not static:
         return

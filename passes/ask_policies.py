@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxgrad.graph.context import Context
-from fxgrad.runtime.checkpointing import AskedTarget, Policy
+from fxgrad.runtime.checkpointing import POLICY, AskedTarget, Policy
 from fxgrad.runtime.targets import Target
 
 
@@ -16,7 +16,7 @@ def ask_policies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """
     regions: dict[Policy, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        policy = node.meta.get("policy")
+        policy = POLICY.get(node)
         if policy is not None and node.op in ("call_function", "call_method") and not isinstance(node.target, Target):
             regions.setdefault(policy, []).append(node)
     for policy, nodes in regions.items():

@@ -16,7 +16,8 @@ from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.graph.context import Context, path_to, place_beside, source_line
 from fxgrad.graph.edit import bind_again, make
 from fxgrad.graph.prologue import add_ghosts, open_tape
-from fxgrad.ops.calls import Call, map_nodes
+from fxgrad.ops.calls import CALL, Call, map_nodes
+from fxgrad.ops.facts import COPIES, FAKE, TRACED, put_facts
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.user_functions import UserFunction
 from fxgrad.ops.values import memory_of
@@ -24,14 +25,14 @@ from fxgrad.ops.written import places_of_result, written_to
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
 from fxgrad.rules.strategies import Strategy, choose, choose_own, choose_several
-from fxgrad.rules.uses import Slot, Use
+from fxgrad.rules.uses import USE, Slot, Use
 from fxgrad.runtime.targets import (
     DeriveTarget,
     OwnTapTarget,
     TapSeveralTarget,
     TapTarget,
 )
-from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 from fxgrad.samples.symbols import expression
 
 
@@ -73,7 +74,7 @@ class _Attachment:
         for node in self.ctx.trainable(self.graph):
             with self.graph.inserting_after(cursor):
                 cursor = self.graph.call_method("detach", (node,))
-            cursor.meta.update(fake=node.meta["fake"], samples=node.meta["samples"], traced=True)
+            put_facts(cursor, {FAKE: FAKE.of(node), SAMPLES: SAMPLES.of(node), TRACED: True})
             node.replace_all_uses_with(cursor, delete_user_cb=partial(is_not, cursor))
             self.replaced[node] = cursor
             natives.append(cursor)
@@ -89,14 +90,14 @@ class _Attachment:
             self.handles[key] = handle
 
     def _visit(self, node: fx.Node) -> None:
-        samples = node.meta.get("samples")
-        call: Call = node.meta["call"]
+        samples = SAMPLES.get(node)
+        call: Call = CALL.of(node)
         self._check_written(node, call)
         if call.op in OWN_BACKWARDS and isinstance(samples, list) and self._tap_own(node, samples):
             return None
         if isinstance(samples, list):
             return self._check_several(node, call, samples)
-        if not isinstance(samples, Samples) or not node.meta["traced"]:
+        if not isinstance(samples, Samples) or not TRACED.of(node):
             return None
         source, select = self._producer(node, call)
         used = [arg for arg in source.all_input_nodes if self.copied.get(arg, arg) in self.keys]
@@ -115,7 +116,7 @@ class _Attachment:
 
     def _uncovered(self, node: fx.Node) -> UncoveredParameter:
         return UncoveredParameter(
-            f"{node.meta['call'].op} brings a parameter into a value that mixes samples",
+            f"{CALL.of(node).op} brings a parameter into a value that mixes samples",
             where=source_line(node),
             path=path_to(node, self.ctx),
             advice="Add penalties on parameters outside of the model.",
@@ -124,7 +125,7 @@ class _Attachment:
     def _producer(self, node: fx.Node, call: Call) -> tuple[fx.Node, int | None]:
         """The op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
         source = node.args[0] if node.args else None
-        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(source.meta.get("samples"), list):
+        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(SAMPLES.get(source), list):
             assert isinstance(node.args[1], int)
             return source, node.args[1]
         return node, None
@@ -134,7 +135,7 @@ class _Attachment:
         result = (places_of_result(call), node.args[0]) if call.inplace else ()  # the latter stands for it by now
         places = [place for place in written_to(node, call) if place not in result]
         used = any(arg in self.keys for arg in node.all_input_nodes)
-        if used and any(place.meta["fake"].requires_grad for place in places):
+        if used and any(FAKE.of(place).requires_grad for place in places):
             raise UnsupportedOp(
                 f"{call.op}{'_' * call.inplace} writes a parameter's values into tensors that are not its result",
                 where=source_line(node),
@@ -169,7 +170,7 @@ class _Attachment:
         several = [(i, s.layout) for i, s in enumerate(samples) if s is not None and s.traced and s.layout is not None]
         use, operands = self._use(node, several[0][1], None)
         use = replace(use, several=tuple(several))
-        strategy = choose_several(use, node.meta["call"], where=source_line(node))
+        strategy = choose_several(use, CALL.of(node), where=source_line(node))
         handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
         rest = self._saved(node, operands, strategy)
         readers = [user for user in node.users if user.args[:1] == (node,)]
@@ -177,7 +178,8 @@ class _Attachment:
             tap = self.graph.call_function(TapSeveralTarget(strategy, len(handles)))
         ys = [self._output(node, i, tap) for i, _ in several]
         tap.args = (self.tape, self.n, *ys, *handles, *rest)
-        tap.meta.update(use=use, fake=tuple(y.meta["fake"] for y in ys), samples=[y.meta["samples"] for y in ys])
+        facts = {FAKE: tuple(FAKE.of(y) for y in ys), SAMPLES: [SAMPLES.of(y) for y in ys]}
+        put_facts(tap, {USE: use, **facts})
         place_beside(node, tap)
         places = {i: place for place, (i, _) in enumerate(several)}
         for reader in readers:
@@ -188,7 +190,7 @@ class _Attachment:
     def _output(self, node: fx.Node, i: int, before: fx.Node) -> fx.Node:
         with self.graph.inserting_before(before):
             y = self.graph.call_function(operator.getitem, (node, i))
-        y.meta.update({key: node.meta[key][i] for key in ("fake", "samples", "traced")})
+        put_facts(y, {fact: fact.of(node)[i] for fact in (FAKE, SAMPLES, TRACED)})
         return y
 
     def _use(self, node: fx.Node, layout: Layout | None, select: int | None) -> tuple[Use, list[Any]]:
@@ -196,7 +198,7 @@ class _Attachment:
 
         def slot(arg: fx.Node) -> Any:
             arg = self.copied.get(arg, arg)
-            fake = arg.meta["fake"]
+            fake = FAKE.of(arg)
             if isinstance(fake, torch.SymInt | torch.SymFloat | int | float) and self._one_sample(fake) is not None:
                 return self._one_sample(fake)
             if isinstance(fake, tuple | list) and not any(isinstance(item, Tensor) for item in fake):
@@ -208,7 +210,7 @@ class _Attachment:
         args = map_nodes(node.args, slot)
         kwargs = map_nodes(dict(node.kwargs), slot)
         packed = self._packed(operands, layout)
-        call: Call = node.meta["call"]
+        call: Call = CALL.of(node)
         arguments = map_nodes(dict(call.arguments), lambda arg: slot(self.replaced.get(arg, arg)))
         use = Use(
             call.op,
@@ -247,8 +249,7 @@ class _Attachment:
         if name not in self.values:
             with self.graph.inserting_after(node):
                 self.values[name] = self.graph.call_function(operator.getitem, (node, int(index)))
-            facts = {key: node.meta[key][int(index)] for key in ("fake", "samples")}
-            self.values[name].meta.update(facts)
+            put_facts(self.values[name], {fact: fact.of(node)[int(index)] for fact in (FAKE, SAMPLES)})
         return self.values[name]
 
     def _one_sample(self, size: Any) -> Any:
@@ -267,8 +268,8 @@ class _Attachment:
 
     def _layout(self, arg: fx.Node, output: Layout | None) -> Layout | None:
         """Where an operand holds the samples; constants of B's size line up with the output."""
-        samples = arg.meta.get("samples")
-        fake = arg.meta["fake"]
+        samples = SAMPLES.get(arg)
+        fake = FAKE.of(arg)
         if not isinstance(samples, Samples) or output is None:
             return None
         if samples.kind is Kind.BATCHED:
@@ -278,15 +279,15 @@ class _Attachment:
 
     def _tap(self, node: fx.Node, layout: Layout | None) -> None:
         use, operands = self._use(node, layout, None)
-        strategy = choose(use, node.meta["call"], _shapes(operands), where=source_line(node))
-        if node.meta["samples"].met and strategy.name == "generic":  # it calls the op on one sample alone
+        strategy = choose(use, CALL.of(node), _shapes(operands), where=source_line(node))
+        if SAMPLES.of(node).met and strategy.name == "generic":  # it calls the op on one sample alone
             raise self._uncovered(node)
         rest = self._saved(node, operands, strategy)
         handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
         target = TapTarget(strategy, len(handles), use.inplace)
         with self.graph.inserting_after(node):
             tap = self.graph.call_function(target, (self.tape, self.n, node, *handles, *rest))
-        tap.meta.update(fake=node.meta["fake"], samples=node.meta["samples"], use=use)
+        put_facts(tap, {FAKE: FAKE.of(node), SAMPLES: SAMPLES.of(node), USE: use})
         place_beside(node, tap)
         node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)
         self.replaced[node] = tap
@@ -302,15 +303,15 @@ class _Attachment:
         handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
         node.target, node.kwargs = OwnTapTarget(strategy, len(handles)), {}
         node.args = (self.tape, self.n, *handles, *operands)
-        node.meta["use"] = use
+        USE.put(node, use)
         return True
 
     def _writes(self) -> dict[int, int]:
         """Where each memory is last written by an op in place: storage -> position in the graph."""
         written = {}
         for node, i in self.order.items():
-            base = node.args[0] if "call" in node.meta and node.meta["call"].inplace else None
-            storage = memory_of(base.meta["fake"]) if isinstance(base, fx.Node) else None
+            base = node.args[0] if CALL.on(node) and CALL.of(node).inplace else None
+            storage = memory_of(FAKE.of(base)) if isinstance(base, fx.Node) else None
             if storage is not None:
                 written[storage] = i
         return written
@@ -327,13 +328,13 @@ class _Attachment:
         ]
 
     def _written_from(self, node: fx.Node, value: fx.Node) -> bool:
-        storage = memory_of(value.meta["fake"])
+        storage = memory_of(FAKE.of(value))
         return storage is not None and self.written.get(storage, -1) >= self.order[node]
 
     def _copy(self, value: fx.Node, before: fx.Node) -> fx.Node:
         with self.graph.inserting_before(before):
             copy = self.graph.call_method("clone", (value,))
-        copy.meta.update(fake=value.meta["fake"], samples=value.meta["samples"])
+        put_facts(copy, {FAKE: FAKE.of(value), SAMPLES: SAMPLES.of(value)})
         return copy
 
     def _see_through(self, node: fx.Node, samples: Samples) -> None:
@@ -342,21 +343,22 @@ class _Attachment:
         ``w.expand(B, 7, 3).gather(1, ids)`` is, for each sample, ``w.expand(1, 7, 3).gather(1, ids)``.
         """
         readers = [user for user in node.users if self._reads_copies(user, node)]
-        layout, fake = samples.layout, node.meta["fake"]
+        layout, fake = samples.layout, FAKE.of(node)
         if not readers or layout is None or layout.merged:
             return
-        repeats = node.meta["call"].op == "repeat"
+        repeats = CALL.of(node).op == "repeat"
         sizes = list(_flat(node.args[1:]) if repeats else fake.shape)
         sizes[layout.dim] = 1
         if not all(isinstance(size, int) for size in sizes):  # another one that changes from call to call
             return
         with self.graph.inserting_before(node):
             one = make(self.graph, self.ctx, "repeat" if repeats else "expand", (node.args[0], *sizes), beside=node)
-            if one.meta["fake"].shape[layout.dim] != 1:
+            if FAKE.of(one).shape[layout.dim] != 1:
                 return self.graph.erase_node(one)
             copies = self.graph.node_copy(node)
-        one.meta["samples"] = Samples(Kind.UNIFORM, traced=True)
-        copies.meta.update(node.meta, copies=True, traced=False, samples=Samples(Kind.BATCHED, layout))
+        SAMPLES.put(one, Samples(Kind.UNIFORM, traced=True))
+        copies.meta.update(node.meta)
+        put_facts(copies, {COPIES: True, TRACED: False, SAMPLES: Samples(Kind.BATCHED, layout)})
         self.order[one] = self.order[copies] = self.order[node]
         self._derive(one, one, None)
         self.copied[copies] = one
@@ -373,11 +375,11 @@ class _Attachment:
             self.order[own] = self.order[node]
             reader.replace_input_with(node, own)
             bind_again([own, reader])
-            self._tap(own, node.meta["samples"].layout)
+            self._tap(own, SAMPLES.of(node).layout)
 
     def _reads_copies(self, reader: fx.Node, copies: fx.Node) -> bool:
-        call: Call | None = reader.meta.get("call")
-        samples = reader.meta.get("samples")
+        call: Call | None = CALL.get(reader)
+        samples = SAMPLES.get(reader)
         if call is None or call.inplace or not isinstance(samples, Samples) or samples.kind is not Kind.BATCHED:
             return False
         if call.op in _PRODUCTS or family_of(call.op) is Family.ELEMENTWISE:
@@ -391,14 +393,14 @@ class _Attachment:
     def _derive(self, node: fx.Node, source: fx.Node, select: int | None) -> None:
         self._check_function(source)
         use, operands = self._use(source, None, select)
-        strategy = choose(use, source.meta["call"], _shapes(operands), where=source_line(node))
+        strategy = choose(use, CALL.of(source), _shapes(operands), where=source_line(node))
         rest = self._saved(source, operands, strategy)
         key = len(self.handles)
         handles = list(dict.fromkeys(self.handles[parent] for parent in use.wrt.values()))
         target = DeriveTarget(strategy, key, len(handles))
         with self.graph.inserting_after(node):
             handle = self.graph.call_function(target, (self.tape, self.n, *handles, *rest))
-        handle.meta["use"] = use
+        USE.put(handle, use)
         self.keys[node], self.handles[key] = key, handle
         if use.inplace and isinstance(node.args[0], fx.Node):
             self.keys[node.args[0]] = key
@@ -406,7 +408,7 @@ class _Attachment:
     def _check_function(self, source: fx.Node) -> None:
         """The gradients of a function's outputs come back one by one: their sum is right of a linear backward."""
         function = source.target
-        if not isinstance(function, UserFunction) or not isinstance(source.meta["fake"], tuple | list):
+        if not isinstance(function, UserFunction) or not isinstance(FAKE.of(source), tuple | list):
             return
         if len({user.args[1] for user in source.users if user.users}) > 1 and not function.linear:
             raise UnsupportedOp(
@@ -431,10 +433,10 @@ def _flat(args: Sequence[Any]) -> Sequence[Any]:
 
 def _as_slot(node: fx.Node) -> Any:
     """A tensor in an index; another value is none that a rule takes."""
-    fake = node.meta["fake"]
+    fake = FAKE.of(node)
     integers = isinstance(fake, Tensor) and not fake.dtype.is_floating_point and fake.dtype != torch.bool
     return Slot(0) if integers else ...
 
 
 def _shapes(operands: Sequence[fx.Node]) -> list[Any]:
-    return [arg.meta["fake"].shape if isinstance(arg.meta["fake"], Tensor) else None for arg in operands]
+    return [FAKE.of(arg).shape if isinstance(FAKE.of(arg), Tensor) else None for arg in operands]

@@ -8,11 +8,12 @@ from torch import Tensor, fx
 
 from fxgrad.errors import MixedSamples
 from fxgrad.graph.context import Context, path_to, source_line
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import CALL, Call
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.forms import QUERIES, SHAPED_AS
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.ops.written import written_to
-from fxgrad.samples.layouts import WHOLE, Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Samples
 
 _ORDER = (Kind.CONSTANT, Kind.UNIFORM, Kind.BATCHED)
 Kinds = dict[Any, Kind]
@@ -32,7 +33,7 @@ def count_one_sample(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             break
     for node in gm.graph.nodes:
         if node.op != "output":
-            node.meta["samples"] = _samples(node, kinds.get(node, Kind.CONSTANT))
+            SAMPLES.put(node, _samples(node, kinds.get(node, Kind.CONSTANT)))
             _check_statistics(node, ctx)
     return gm
 
@@ -48,17 +49,17 @@ def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
         kinds = [found[arg] for arg in _read(node)]
         kinds += [written[memory] for memory in _memories(node) if memory in written]
         found[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
-        call: Call | None = node.meta.get("call")
+        call: Call | None = CALL.get(node)
         for base in written_to(node, call) if call is not None else ():
             if base.name not in ctx.by_node:
-                memory = memory_of(base.meta["fake"])
+                memory = memory_of(FAKE.of(base))
                 written[memory] = max(written.get(memory, Kind.CONSTANT), found[node], key=_ORDER.index)
     return found
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
     """Return the operands whose values the node reads: a size is the same number for all values of a shape."""
-    call: Call | None = node.meta.get("call")
+    call: Call | None = CALL.get(node)
     if call is None:
         return node.all_input_nodes
     if call.op in QUERIES:
@@ -68,12 +69,12 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _memories(node: fx.Node) -> list[int | None]:
-    return [memory_of(tensor) for tensor in tensors_of(node.meta.get("fake"))]
+    return [memory_of(tensor) for tensor in tensors_of(FAKE.get(node))]
 
 
 def _samples(node: fx.Node, kind: Kind) -> Any:
     """A value's kind with the whole of it as the sample's; of parameters alone, only what has a gradient."""
-    fake, traced = node.meta["fake"], node.meta.get("traced")
+    fake, traced = FAKE.of(node), TRACED.get(node)
 
     def one(value: Any, flows: bool) -> Samples | None:
         if not isinstance(value, Tensor):
@@ -93,8 +94,8 @@ def _samples(node: fx.Node, kind: Kind) -> Any:
 
 def _check_statistics(node: fx.Node, ctx: Context) -> None:
     """Refuse statistics of the batch, which this sample would share with those that come after it."""
-    call: Call | None = node.meta.get("call")
-    if call is not None and call.op == "batch_norm" and call.get("training") is True and node.meta["traced"]:
+    call: Call | None = CALL.get(node)
+    if call is not None and call.op == "batch_norm" and call.get("training") is True and TRACED.of(node):
         raise MixedSamples(
             "batch_norm in training mode lets samples influence each other",
             where=source_line(node),

@@ -16,7 +16,8 @@ from fxgrad.host import pytree
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, core_decompositions
-from fxgrad.ops.calls import Call, bind, op_name
+from fxgrad.ops.calls import CALL, Call, bind, op_name
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.inlining import inline
 from fxgrad.ops.values import tensors_of
@@ -45,8 +46,8 @@ def decompose_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _unclassified(node: fx.Node) -> bool:
-    call: Call | None = node.meta.get("call")
-    if call is None or isinstance(node.target, HigherOrderOperator) or not tensors_of(node.meta["fake"]):
+    call: Call | None = CALL.get(node)
+    if call is None or isinstance(node.target, HigherOrderOperator) or not tensors_of(FAKE.of(node)):
         return False
     known = call.op in RULES or family_of(call.op) is not None
     return not known and not call.inplace and call.op not in ("getattr", "setitem")
@@ -59,12 +60,12 @@ _WEIGHTED = frozenset({"cross_entropy", "nll_loss"})  # their mean is one of the
 
 def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
     """Whether a loss reduces what it compares a parameter to: ``mse_loss(w, x)``, a sum over samples already."""
-    call: Call | None = node.meta.get("call")
+    call: Call | None = CALL.get(node)
     if call is None or family_of(call.op) is not Family.LOSS or call.op in _WEIGHTED or isinstance(node.target, str):
         return False
     if call.get("reduction") not in ("mean", "sum") or call.given & {"size_average", "reduce"}:
         return False
-    fakes = [(arg.meta["fake"], arg.meta["traced"]) for arg in node.all_input_nodes]
+    fakes = [(FAKE.of(arg), TRACED.of(arg)) for arg in node.all_input_nodes]
     held = [bool(ctx.symbols.batch_dims(fake.shape)) for fake, _ in fakes if isinstance(fake, Tensor)]
     shared = [t for fake, t in fakes if isinstance(fake, Tensor) and not ctx.symbols.batch_dims(fake.shape)]
     return any(held) and any(_any_traced(traced) for traced in shared)
@@ -72,7 +73,7 @@ def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
 
 def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
     """The loss of each element, and its sum or mean: a tap can stand between the two."""
-    flat, spec = pytree.tree_flatten(dict(node.meta["call"].arguments))
+    flat, spec = pytree.tree_flatten(dict(CALL.of(node).arguments))
     operands = [arg for arg in flat if isinstance(arg, fx.Node)]
 
     def loss(*values: Any) -> Any:
@@ -82,7 +83,7 @@ def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
         each = node.target(**{**arguments, "reduction": "none"})  # type: ignore[operator]
         return each.mean() if arguments["reduction"] == "mean" else each.sum()
 
-    body = _traced(loss, [arg.meta["fake"] for arg in operands], None, ctx, derives=False)
+    body = _traced(loss, [FAKE.of(arg) for arg in operands], None, ctx, derives=False)
     if body is None or any(_foreign(inner) for inner in body.graph.nodes):
         return None
     body.meta["operands"] = operands
@@ -102,7 +103,7 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
-    values = [arg.meta["fake"] for arg in operands]
+    values = [FAKE.of(arg) for arg in operands]
     for table in (None, _core_table()):
         body = _traced(call, values, table, ctx, derives=op_name(node.target) == _TORCH_FUNC)
         if body is not None and not any(_foreign(inner) or _lost(body, inner) for inner in body.graph.nodes):
@@ -145,11 +146,11 @@ def _lost(body: fx.GraphModule, node: fx.Node) -> bool:
 def _leave_facts(node: fx.Node, copy: fx.Node, inner: fx.Node) -> None:
     """What the earlier passes would have found out about a node of the body."""
     fake = inner.meta.get("val")
-    arrives = any(_any_traced(arg.meta["traced"]) for arg in copy.all_input_nodes)
-    copy.meta = {"fake": fake, "traced": _flows(fake, arrives and _any_traced(node.meta["traced"]))}
+    arrives = any(_any_traced(TRACED.of(arg)) for arg in copy.all_input_nodes)
+    copy.meta = {FAKE.key: fake, TRACED.key: _flows(fake, arrives and _any_traced(TRACED.of(node)))}
     place_beside(node, copy)
     if copy.op == "call_function":
-        copy.meta["call"] = bind(copy)
+        CALL.put(copy, bind(copy))
 
 
 def _flows(fake: Any, arrives: bool) -> Any:

@@ -10,13 +10,14 @@ from torch import Tensor, fx
 
 from fxgrad.errors import LostLayout, MixedSamples, UnknownOp
 from fxgrad.graph.context import Context, path_to, source_line, spoken
-from fxgrad.ops.calls import Call, map_nodes
+from fxgrad.ops.calls import CALL, Call, map_nodes
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import MOVEMENT, Family, family_of
 from fxgrad.ops.forms import SHAPED_AS, reads_form_alone
 from fxgrad.ops.user_functions import FUNCTION, HOOK, UserFunction
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.samples.control_flow import ControlFlow, Crossed
-from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Mixes, Op, Operand, by_shape
 from fxgrad.samples.replay import Replay
@@ -70,7 +71,7 @@ class _Inference:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.symbols = ctx.symbols
-        self.replay = Replay(ctx.symbols, lambda node: node.meta["samples"])
+        self.replay = Replay(ctx.symbols, lambda node: SAMPLES.of(node))
         self.by_memory: dict[int | None, list[fx.Node]] = {}
         self.numbers = Numbers(ctx.symbols)
         self.clips = any(quantity.guards_grad for quantity in ctx.quantities)
@@ -79,11 +80,11 @@ class _Inference:
         if node.op == "output":
             return
         self.numbers.read(node)
-        node.meta["samples"] = self.numbers.corrected(node, self._samples(node))
-        fake = node.meta["fake"]
+        SAMPLES.put(node, self.numbers.corrected(node, self._samples(node)))
+        fake = FAKE.of(node)
         if isinstance(fake, Tensor):
             self.by_memory.setdefault(memory_of(fake), []).append(node)
-        call: Call | None = node.meta.get("call")
+        call: Call | None = CALL.get(node)
         if call is None:
             return
         if call.op == "setitem":
@@ -92,12 +93,12 @@ class _Inference:
             self._mutate(base, new)
 
     def _samples(self, node: fx.Node) -> Any:
-        fake = node.meta["fake"]
+        fake = FAKE.of(node)
         if node.op == "placeholder":
             return self._input(node)
         if node.op == "get_attr":
             return Samples(Kind.CONSTANT) if isinstance(fake, Tensor) else None
-        call: Call = node.meta["call"]
+        call: Call = CALL.of(node)
         if call.op == "setitem":
             return None
         if "c10d" in call.op:
@@ -105,15 +106,15 @@ class _Inference:
         if not tensors_of(fake):
             return self.numbers.samples(call, self._operands(node, call))
         source = node.args[0] if node.args else None
-        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(source.meta["samples"], list):
+        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(SAMPLES.of(source), list):
             index = node.args[1]
             assert isinstance(index, int)
-            return source.meta["samples"][index]
+            return SAMPLES.of(source)[index]
         answers = self._call(node, call)
         return answers if isinstance(fake, tuple | list) else answers[0]
 
     def _input(self, node: fx.Node) -> Samples | None:
-        if not isinstance(node.meta["fake"], Tensor):
+        if not isinstance(FAKE.of(node), Tensor):
             return None
         if node.name in self.ctx.by_node:
             return Samples(Kind.UNIFORM, traced=True)
@@ -126,9 +127,9 @@ class _Inference:
         return Samples(Kind.CONSTANT) if dim is None else Samples(Kind.BATCHED, Layout(dim))
 
     def _call(self, node: fx.Node, call: Call) -> list[Samples | None]:
-        fake = node.meta["fake"]
+        fake = FAKE.of(node)
         outputs: Sequence[Any] = list(fake) if isinstance(fake, tuple | list) else [fake]
-        flows = node.meta["traced"] if isinstance(fake, tuple | list) else [node.meta["traced"]]
+        flows = TRACED.of(node) if isinstance(fake, tuple | list) else [TRACED.of(node)]
         family = family_of(call.op) if not _read_as_another(node, call) else None
         operands = self._decided(node, call, self._operands(node, call))
         if call.op in SHAPED_AS and _constant(call.get("input")):
@@ -165,7 +166,7 @@ class _Inference:
     def _beside(self, operands: Sequence[Operand]) -> bool:
         """Whether samples are in the memory of a value that holds none."""
         others = [node for operand in operands for node in self.by_memory.get(memory_of(operand.fake), ())]
-        return any(node.meta["samples"].kind in (Kind.BATCHED, Kind.MIXED) for node in others if node.meta["samples"])
+        return any(SAMPLES.of(node).kind in (Kind.BATCHED, Kind.MIXED) for node in others if SAMPLES.of(node))
 
     def _operands(self, node: fx.Node, call: Call) -> list[Operand]:
         """What a call reads the values of: tensors, and numbers that are made of samples."""
@@ -173,7 +174,7 @@ class _Inference:
 
         def visit(name: str, arg: Any) -> None:
             if isinstance(arg, fx.Node):
-                fake, samples = arg.meta["fake"], arg.meta["samples"]
+                fake, samples = FAKE.of(arg), SAMPLES.of(arg)
                 if isinstance(fake, Tensor):
                     found.append(Operand(name, arg, fake, samples))
                 elif isinstance(samples, Samples):
@@ -207,10 +208,10 @@ class _Inference:
 
     def _settle(self, node: fx.Node, merge: Layout) -> None:
         """Give copies their order, and the copies they were made of."""
-        (dim,) = self.symbols.batch_dims(node.meta["fake"].shape)
-        node.meta["samples"] = Samples(Kind.BATCHED, merge.at(dim), traced=True)
+        (dim,) = self.symbols.batch_dims(FAKE.of(node).shape)
+        SAMPLES.put(node, Samples(Kind.BATCHED, merge.at(dim), traced=True))
         for source in node.all_input_nodes:
-            known = source.meta["samples"]
+            known = SAMPLES.of(source)
             if _undecided(known):
                 self._settle(source, merge)
             elif _batched(known) and known.layout.at(0) != merge.at(0):  # other copies of it met another order
@@ -235,7 +236,7 @@ class _Inference:
         if self.ctx.mixing == "allow" or not any(quantity.alone for quantity in self.ctx.quantities):
             return
         for node in graph.output_node().all_input_nodes:
-            samples, fake = node.meta["samples"], node.meta["fake"]
+            samples, fake = SAMPLES.of(node), FAKE.of(node)
             if isinstance(samples, Samples) and samples.kind is Kind.MIXED and samples.traced and fake.dim():
                 raise self._met(
                     node,
@@ -247,7 +248,7 @@ class _Inference:
     def check_decided(self, graph: fx.Graph) -> None:
         """No copies are left whose order nothing decided."""
         for node in graph.nodes:
-            samples = node.meta.get("samples")
+            samples = SAMPLES.get(node)
             if _undecided(samples):
                 raise self._lost_copies(node)
 
@@ -285,7 +286,7 @@ class _Inference:
             raise self._divided(node)
         if not flow or answer.linear:
             return Samples(Kind.MIXED, traced=flow)
-        output = node.meta["fake"]
+        output = FAKE.of(node)
         if self.ctx.mixing == "allow" and isinstance(output, Tensor):
             return self._allowed(node, call, operands, output, flow)
         two = isinstance(output, Tensor) and len(self.symbols.batch_dims(output.shape)) > 1
@@ -355,7 +356,7 @@ class _Inference:
 
     def _lost_copies(self, node: fx.Node) -> LostLayout:
         return LostLayout(
-            f"{node.meta['call'].op} gives a parameter's value to the samples in an order that cannot be followed",
+            f"{CALL.of(node).op} gives a parameter's value to the samples in an order that cannot be followed",
             where=source_line(node),
             advice="Expand or repeat the parameter along a dimension of its own.",
         )
@@ -395,15 +396,15 @@ class _Inference:
         if node is not None and any(_mixed_number(arg) for arg in node.all_input_nodes):
             raise self._met(
                 node,
-                f"{node.meta['call'].op} cuts each sample to a length that all samples of the batch decide",
+                f"{CALL.of(node).op} cuts each sample to a length that all samples of the batch decide",
                 "Cut the inputs before the call, or leave the padding in and mask it.",
             )
 
     def _check_picked(self, operands: list[Operand]) -> None:
         """Name the line that takes one sample out of the batch, and not the first op that it was used in."""
         node = self._first_cut(operands, ("getitem", "select"))
-        if node is not None and len(self.symbols.batch_dims(node.meta["fake"].shape)) == 0:
-            raise self._met(node, f"{node.meta['call'].op} {PICKS}", PICK_ADVICE)
+        if node is not None and len(self.symbols.batch_dims(FAKE.of(node).shape)) == 0:
+            raise self._met(node, f"{CALL.of(node).op} {PICKS}", PICK_ADVICE)
 
     def _first_cut(self, operands: list[Operand], ops: tuple[str, ...]) -> fx.Node | None:
         """The call of one of these ops in which a batched value became mixed."""
@@ -411,9 +412,9 @@ class _Inference:
         seen = set(stack)
         while stack:
             node = stack.pop()
-            call = node.meta.get("call")
+            call = CALL.get(node)
             operand = node.args[0] if node.args else None
-            whole = isinstance(operand, fx.Node) and _batched(operand.meta["samples"])
+            whole = isinstance(operand, fx.Node) and _batched(SAMPLES.of(operand))
             if call is not None and call.op in ops and whole:
                 return node
             fresh = [arg for arg in node.all_input_nodes if arg not in seen and _mixed(arg)]
@@ -442,7 +443,7 @@ class _Inference:
         stack, seen = [node], {node}
         while stack:
             one = stack.pop()
-            samples, fake = one.meta["samples"], one.meta["fake"]
+            samples, fake = SAMPLES.of(one), FAKE.of(one)
             if isinstance(samples, Samples) and samples.kind is not Kind.CONSTANT:
                 floats = one.op == "placeholder" and fake.dtype.is_floating_point
                 if floats or (one.op != "placeholder" and self.replay.changes(one)):
@@ -477,7 +478,7 @@ class _Inference:
             found.append(None if known is None else Samples(known.kind, known.layout, flow))
         grads = self._body(function.bwd, [*((out, known) for out, known in outs), *saved])
         for arg, (_, own), (_, known) in zip(node.args, args, grads, strict=True):
-            traced = isinstance(arg, fx.Node) and arg.meta["traced"] is True
+            traced = isinstance(arg, fx.Node) and TRACED.of(arg) is True
             if not traced or own is None or own.kind is not Kind.BATCHED or known is None:
                 continue
             if known.kind in (Kind.MIXED, Kind.BATCHED) and known.layout != own.layout:
@@ -503,7 +504,7 @@ class _Inference:
     def _pairs(self, node: fx.Node, operands: list[Operand]) -> list[tuple[Any, Samples | None]]:
         """The values of a call's arguments, each with its samples."""
         samples = {operand.node: operand.samples for operand in self._promoted(operands)}
-        return [(arg.meta["fake"], samples.get(arg)) if isinstance(arg, fx.Node) else (arg, None) for arg in node.args]
+        return [(FAKE.of(arg), samples.get(arg)) if isinstance(arg, fx.Node) else (arg, None) for arg in node.args]
 
     def _body(self, gm: fx.GraphModule, inputs: Sequence[tuple[Any, Samples | None]]) -> Any:
         """What a body returns for these inputs: a nest of (fake value, samples)."""
@@ -521,7 +522,7 @@ class _Inference:
         )
         assert self.ctx.analyse is not None
         output = self.ctx.analyse(gm, ctx).graph.output_node().args[0]
-        return map_nodes(_as_lists(output), lambda value: (value.meta["fake"], value.meta.get("samples")))
+        return map_nodes(_as_lists(output), lambda value: (FAKE.of(value), SAMPLES.get(value)))
 
     def _holds_pairs(self, operand: Operand) -> bool:
         """``x @ x.T``: a product of one sample's values with another's, nothing linear."""
@@ -529,11 +530,11 @@ class _Inference:
 
     def _mutate(self, base: fx.Node, new: Samples) -> None:
         """What is written changes what earlier nodes of the same memory hold."""
-        if new == base.meta["samples"] and new.kind is not Kind.MIXED:  # other samples may have met in it
+        if new == SAMPLES.of(base) and new.kind is not Kind.MIXED:  # other samples may have met in it
             return
-        views = self.by_memory[memory_of(base.meta["fake"])]
+        views = self.by_memory[memory_of(FAKE.of(base))]
         for view, samples in after_write(views, base, new, self.replay).items():
-            view.meta["samples"] = samples
+            SAMPLES.put(view, samples)
 
     def _check_assigned(self, node: fx.Node, call: Call) -> None:
         """An assignment that lower_assignments left: nothing that matters may be in it."""
@@ -559,16 +560,16 @@ def _batched(samples: Any) -> bool:
 
 
 def _constant(arg: Any) -> bool:
-    return isinstance(arg, fx.Node) and arg.meta["samples"] == Samples(Kind.CONSTANT)
+    return isinstance(arg, fx.Node) and SAMPLES.of(arg) == Samples(Kind.CONSTANT)
 
 
 def _mixed(node: fx.Node) -> bool:
-    samples = node.meta.get("samples")
+    samples = SAMPLES.get(node)
     return isinstance(samples, Samples) and samples.kind is Kind.MIXED
 
 
 def _mixed_number(node: fx.Node) -> bool:
-    return _mixed(node) and not isinstance(node.meta["fake"], Tensor)
+    return _mixed(node) and not isinstance(FAKE.of(node), Tensor)
 
 
 def _undecided(samples: Any) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.families import RANDOM, Family, family_of
 
 _CUTS = frozenset({"chunk", "split", "tensor_split", "split_with_sizes"})
@@ -70,7 +71,7 @@ def _cut(result: fx.Node) -> fx.Node | None:
 
 def _pieces(cut: fx.Node) -> list[fx.Node] | None:
     """The pieces in their order, if each is read once, and nothing else is read of them."""
-    value = cut.meta.get("example_value")
+    value = EXAMPLE.get(cut)
     found = {user.args[1]: user for user in cut.users if op_name(user.target) == "getitem"}
     whole = isinstance(value, tuple | list) and found.keys() == set(range(len(value)))
     return [found[i] for i in range(len(found))] if whole and len(found) == len(cut.users) else None
@@ -134,7 +135,7 @@ class _Region:
 
 
 def _rank(node: fx.Node) -> int:
-    value = node.meta.get("example_value")
+    value = EXAMPLE.get(node)
     return value.dim() if isinstance(value, Tensor) else -1
 
 

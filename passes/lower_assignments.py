@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from fxgrad.graph.context import Context, without_gradients
 from fxgrad.graph.edit import bind_again, make
 from fxgrad.graph.selections import Selections
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import CALL, Call
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.values import memory_of
 
 
@@ -28,7 +29,7 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     stopped = without_gradients(gm.graph)
     selections = Selections(gm.graph, ctx)
     for node in list(gm.graph.nodes):
-        call = node.meta.get("call")
+        call = CALL.get(node)
         if call is not None and call.op != "setitem":
             selections.visit(node, call)
         if call is not None and call.op == "setitem":
@@ -38,7 +39,7 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         elif call is not None and call.inplace and call.op in _SAVED and any(map(_flows, node.args[1:])):
             _Assignment(gm.graph, node, ctx, traced, node in stopped).keep_result(call)
         elif call is not None and call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
-            traced.add(memory_of(node.args[0].meta["fake"]))
+            traced.add(memory_of(FAKE.of(node.args[0])))
     selections.erase()
     return gm
 
@@ -51,7 +52,7 @@ _SAVED = frozenset({"copysign", "float_power", "hypot", "pow"})
 
 
 def _flows(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.meta["traced"] is True
+    return isinstance(value, fx.Node) and TRACED.of(value) is True
 
 
 class _Assignment:
@@ -65,13 +66,13 @@ class _Assignment:
         """``whole``: the value that is written under a mask, for the places where the mask is off as well."""
         assert isinstance(self.base, fx.Node)
         _, index, self.value = self.node.args
-        parts = _parts(index, self.base.meta["fake"].dim())
+        parts = _parts(index, FAKE.of(self.base).dim())
         if parts is None:
             return
         basic, advanced = parts
         with self.graph.inserting_before(self.node):
             view = self._call(operator.getitem, self.base, basic)
-            empty = any(guard_or_false(size == 0) for size in view.meta["fake"].shape)
+            empty = any(guard_or_false(size == 0) for size in FAKE.of(view).shape)
             if empty or [] in advanced.values():  # nothing is written
                 self.graph.erase_node(view)
             elif not advanced:
@@ -99,7 +100,7 @@ class _Assignment:
         """``x.index_put_(indices, v)``: the values are one for each place."""
         value, indices = call.get("values"), call.get("indices")
         masks = any(_is_mask(index) for index in indices)
-        if masks or not _flows(value) or self.ctx.symbols.batch_dims(value.meta["fake"].shape):
+        if masks or not _flows(value) or self.ctx.symbols.batch_dims(FAKE.of(value).shape):
             return
         with self.graph.inserting_before(self.node):
             spread = self._spread(self.base, list(indices), value)
@@ -111,51 +112,51 @@ class _Assignment:
         return self._call("expand_as", value, self._call(torch.ops.aten.index.Tensor, view, indices))
 
     def _write(self, view: fx.Node) -> None:
-        if isinstance(self.value, fx.Node) and isinstance(self.value.meta["fake"], Tensor):
-            value = self._without_ones(self.value, view.meta["fake"].dim())
+        if isinstance(self.value, fx.Node) and isinstance(FAKE.of(self.value), Tensor):
+            value = self._without_ones(self.value, FAKE.of(view).dim())
             self._inplace("copy_", view, value)
         else:
             self._inplace("fill_", view, self.value)
 
     def _write_masked(self, view: fx.Node, dim: int, mask: fx.Node, whole: fx.Node | None) -> None:
         """``x[mask] = v``: v has no row for each place (that is refused later), so it is the same for all."""
-        after = view.meta["fake"].dim() - dim - mask.meta["fake"].dim()
-        if mask.meta["fake"].dtype != torch.bool:
+        after = FAKE.of(view).dim() - dim - FAKE.of(mask).dim()
+        if FAKE.of(mask).dtype != torch.bool:
             mask = self._call("to", mask, torch.bool)
         for _ in range(after):
             mask = self._call(torch.unsqueeze, mask, -1)
         value = self.value if whole is None else whole
-        if not (isinstance(value, fx.Node) and isinstance(value.meta["fake"], Tensor)):
+        if not (isinstance(value, fx.Node) and isinstance(FAKE.of(value), Tensor)):
             self._inplace("masked_fill_", view, mask, value)
             return
         value = value if value is whole else self._without_ones(value, after)
-        if value is not whole and value.meta["fake"].dim() > after:
+        if value is not whole and FAKE.of(value).dim() > after:
             positions = [None] * dim + [mask]
             self._inplace(torch.ops.aten.index_put_.default, view, positions, value)
             return
-        if value.meta["fake"].dtype != view.meta["fake"].dtype:
-            value = self._call("to", value, view.meta["fake"].dtype)
+        if FAKE.of(value).dtype != FAKE.of(view).dtype:
+            value = self._call("to", value, FAKE.of(view).dtype)
         chosen = self._call(torch.where, mask, value, view)
         self._inplace("copy_", view, chosen)
 
     def _write_at(self, view: fx.Node, advanced: dict[int, Any]) -> None:
-        fake = view.meta["fake"]
+        fake = FAKE.of(view)
         indices: list[fx.Node | None] = [None] * (max(advanced) + 1)
         for dim, index in advanced.items():
             given = isinstance(index, fx.Node)
             indices[dim] = index if given else self._call(torch.tensor, index, device=fake.device)
         value = self.value
-        if not (isinstance(value, fx.Node) and isinstance(value.meta["fake"], Tensor)):
+        if not (isinstance(value, fx.Node) and isinstance(FAKE.of(value), Tensor)):
             value = self._call(torch.full, (), value, dtype=fake.dtype, device=fake.device)
-        elif value.meta["fake"].dtype != fake.dtype:
+        elif FAKE.of(value).dtype != fake.dtype:
             value = self._call("to", value, fake.dtype)
-        if _flows(value) and not self.ctx.symbols.batch_dims(value.meta["fake"].shape):
+        if _flows(value) and not self.ctx.symbols.batch_dims(FAKE.of(value).shape):
             value = self._spread(view, indices, value)
         self._inplace(torch.ops.aten.index_put_.default, view, indices, value)
 
     def _without_ones(self, value: fx.Node, rank: int) -> fx.Node:
         """An assignment drops leading dimensions of size 1."""
-        shape = value.meta["fake"].shape
+        shape = FAKE.of(value).shape
         extra = 0
         while len(shape) - extra > rank and isinstance(shape[extra], int) and shape[extra] == 1:
             extra += 1
@@ -164,37 +165,37 @@ class _Assignment:
     def _inplace(self, target: Callable[..., Any] | str, view: Any, *args: Any) -> fx.Node:
         written = self._call(target, view, *args)
         if _flows(written):
-            self.traced.add(memory_of(self.base.meta["fake"]))  # type: ignore[union-attr]
+            self.traced.add(memory_of(FAKE.of(self.base)))
         return written
 
     def _call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node; a gradient arrives through written memory as well."""
         made = make(self.graph, self.ctx, target, args, kwargs, beside=self.node, inplace=target in _INPLACE)
-        fake = made.meta["fake"]
+        fake = FAKE.of(made)
         carries = isinstance(fake, Tensor) and fake.is_floating_point() and not self.stopped
-        made.meta["traced"] = carries and any(map(self._arrives, made.all_input_nodes))
+        TRACED.put(made, carries and any(map(self._arrives, made.all_input_nodes)))
         return made
 
     def _arrives(self, arg: fx.Node) -> bool:
-        return _flows(arg) or (memory_of(arg.meta["fake"]) in self.traced and not _detached(arg))
+        return _flows(arg) or (memory_of(FAKE.of(arg)) in self.traced and not _detached(arg))
 
 
 def _detached(view: fx.Node) -> bool:
     """Whether a view's memory was reached through ``detach``: what is written there, autograd does not see."""
-    memory = memory_of(view.meta["fake"])
-    while "call" in view.meta and view.meta["call"].op != "detach":
+    memory = memory_of(FAKE.of(view))
+    while CALL.on(view) and CALL.of(view).op != "detach":
         source = view.args[0] if view.args else None
-        if not isinstance(source, fx.Node) or memory_of(source.meta["fake"]) != memory:
+        if not isinstance(source, fx.Node) or memory_of(FAKE.of(source)) != memory:
             return False
         view = source
-    return "call" in view.meta
+    return CALL.on(view)
 
 
 _INPLACE = ("copy_", "fill_", "masked_fill_", torch.ops.aten.index_put_.default)
 
 
 def _is_mask(index: Any) -> bool:
-    return isinstance(index, fx.Node) and index.meta["fake"].dtype in (torch.bool, torch.uint8)
+    return isinstance(index, fx.Node) and FAKE.of(index).dtype in (torch.bool, torch.uint8)
 
 
 def _parts(index: Any, rank: int) -> tuple[tuple[Any, ...], dict[int, Any]] | None:
@@ -223,14 +224,14 @@ def _parts(index: Any, rank: int) -> tuple[tuple[Any, ...], dict[int, Any]] | No
 
 
 def _is_tensor(item: Any) -> bool:
-    return isinstance(item, fx.Node) and isinstance(item.meta["fake"], Tensor)
+    return isinstance(item, fx.Node) and isinstance(FAKE.of(item), Tensor)
 
 
 def _rank_of(item: Any) -> int:
     """How many dimensions an item of an index takes."""
     if item is None or item is Ellipsis:
         return 0
-    return int(item.meta["fake"].dim()) if _is_mask_tensor(item) else 1
+    return int(FAKE.of(item).dim()) if _is_mask_tensor(item) else 1
 
 
 def _is_mask_tensor(item: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxgrad.graph.context import Context
-from fxgrad.ops.calls import bind
+from fxgrad.ops.calls import CALL, bind
 
 
 def normalize_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -16,5 +16,5 @@ def normalize_calls(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
-            node.meta["call"] = bind(node)
+            CALL.put(node, bind(node))
     return gm

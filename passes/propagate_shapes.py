@@ -13,6 +13,7 @@ from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
 from fxgrad.graph.context import Context, source_line
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.ops.calls import bind, op_name
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.samples.symbols import expression
 
 
@@ -56,8 +57,8 @@ class _Propagate(fx.Interpreter):
             raise self._fixed(n)
         if op_name(n.target) == "fxgrad::pack":
             self.ctx.symbols.count_rows(value[0].shape[0])
-        n.meta["fake"] = value
-        n.meta["traced"] = traced(value)  # see Note [In place without gradients]
+        FAKE.put(n, value)
+        TRACED.put(n, traced(value))  # see Note [In place without gradients]
         return value
 
     def _failed(self, n: fx.Node, error: Exception) -> FxgradError:
@@ -80,11 +81,11 @@ class _Propagate(fx.Interpreter):
         """Whether a reshape divides the number of samples by a number: ``x.reshape(8, -1)``."""
         if op_name(n.target) not in ("view", "reshape"):
             return False
-        return any(_is_quotient(size, self.ctx.symbols.symbol) for size in n.meta["fake"].shape)
+        return any(_is_quotient(size, self.ctx.symbols.symbol) for size in FAKE.of(n).shape)
 
     def _shapes(self, n: fx.Node) -> str:
         """``its result is [8, 3*B // 8]``."""
-        sizes = ", ".join(str(expression(size)) for size in n.meta["fake"].shape)
+        sizes = ", ".join(str(expression(size)) for size in FAKE.of(n).shape)
         return f"its result is [{sizes.replace(str(self.ctx.symbols.symbol), 'B')}]"
 
     def _unrolls(self, n: fx.Node) -> bool:
@@ -95,7 +96,7 @@ class _Propagate(fx.Interpreter):
         source, dim = call.get("input"), call.get("dim", 0)
         if not isinstance(source, fx.Node) or not isinstance(dim, int):
             return False
-        shape = source.meta["fake"].shape
+        shape = FAKE.of(source).shape
         sizes = call.get("split_size", call.get("split_size_or_sections", 1))
         return isinstance(sizes, int) and self.ctx.symbols.holds_batch(shape[dim])
 

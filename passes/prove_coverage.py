@@ -6,8 +6,9 @@ from torch import Tensor, fx
 
 from fxgrad.errors import UncoveredParameter
 from fxgrad.graph.context import Context, source_line
+from fxgrad.ops.facts import COPIES, FAKE, TRACED
 from fxgrad.runtime.targets import TAPS, CollectTarget, DeriveTarget, TapSeveralTarget, TapTarget
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 
 
 def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -23,7 +24,7 @@ def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         for user in node.users:
             if user.op == "output" or isinstance(user.target, (*TAPS, DeriveTarget, CollectTarget)):
                 continue
-            if user.meta.get("copies"):
+            if COPIES.get(user):
                 frontier.append(user)
                 continue
             if not _carries_gradient(user):
@@ -47,18 +48,18 @@ def _native(parameter: fx.Node) -> fx.Node:
 
 
 def _carries_gradient(node: fx.Node) -> bool:
-    traced = node.meta.get("traced")
+    traced = TRACED.get(node)
     return any(traced) if isinstance(traced, list) else bool(traced)
 
 
 def _is_uniform(node: fx.Node) -> bool:
-    samples = node.meta.get("samples")
+    samples = SAMPLES.get(node)
     several = samples if isinstance(samples, list) else [samples]
     return all(s.kind is not Kind.BATCHED and s.kind is not Kind.MIXED for s in several if isinstance(s, Samples))
 
 
 def _derived(node: fx.Node) -> bool:
-    several = not isinstance(node.meta["fake"], Tensor)  # their getitems are walked to, and derived
+    several = not isinstance(FAKE.of(node), Tensor)  # their getitems are walked to, and derived
     return several or isinstance(node.next.target, DeriveTarget)
 
 

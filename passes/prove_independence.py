@@ -9,6 +9,7 @@ from fxgrad.errors import MixedSamples
 from fxgrad.graph.context import Context, path_to, source_line
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.fake import FunctionalTensorMode
+from fxgrad.ops.calls import CALL
 from fxgrad.ops.families import believed
 from fxgrad.proof.following import MEET, Follow, watched
 from fxgrad.proof.sharing import Written
@@ -26,7 +27,7 @@ def prove_independence(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """
     if ctx.single or not ctx.sample_dims:
         return gm
-    ops = {node.meta["call"].op for node in gm.graph.nodes if "call" in node.meta}
+    ops = {CALL.of(node).op for node in gm.graph.nodes if CALL.on(node)}
     ctx.notes += [f"your word for it: {op} treats samples alone" for op in sorted(filter(believed, ops))]
     try:
         try:
@@ -51,7 +52,7 @@ def _walk(gm: fx.GraphModule, ctx: Context, *, share: bool) -> None:
 
 def _refusal(met: Met, ctx: Context) -> MixedSamples:
     node = met.origins.where if isinstance(met.origins.where, fx.Node) else met.node
-    sentence, call = met.origins.blame or met.what, node.meta.get("call")
+    sentence, call = met.origins.blame or met.what, CALL.get(node)
     if sentence.endswith(MEET) and call is not None:
         sentence = call.op + MEET
     return MixedSamples(sentence, where=source_line(node), path=path_to(node, ctx), advice=_advice(met, ctx))

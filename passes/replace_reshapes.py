@@ -7,6 +7,7 @@ from torch import fx
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, source_line
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE
 
 _RESHAPES = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _MAY_BE_ITSELF = frozenset("contiguous to float double half bfloat16 type type_as cpu cuda requires_grad_".split())
@@ -39,7 +40,7 @@ def replace_reshapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _refuse(node: fx.Node, other: fx.Node) -> None:
     """Where a gradient arrives: constants may change as they like."""
-    if getattr(node.meta.get("example_value"), "requires_grad", True):
+    if getattr(EXAMPLE.get(node), "requires_grad", True):
         raise UnsupportedOp(
             f"{op_name(node.target)} changes the shape of a tensor that {op_name(other.target)} may give back as it is",
             where=source_line(node),

@@ -9,9 +9,10 @@ from torch import fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import bind_again, make
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import CALL, Call
+from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.families import draws
-from fxgrad.samples.layouts import WHOLE, Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Layout, Samples
 
 # What multiplies its input by noise of its own
 _DROPOUTS = frozenset("dropout feature_dropout dropout1d dropout2d dropout3d".split())
@@ -26,23 +27,23 @@ def separate_draws(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     The numbers drawn, and their order, stay the same. Other draws are refused where they meet a parameter.
     """
     for node in list(gm.graph.nodes):
-        call: Call | None = node.meta.get("call")
-        if call is None or call.inplace or not draws(call) or not isinstance(node.meta["samples"], Samples):
+        call: Call | None = CALL.get(node)
+        if call is None or call.inplace or not draws(call) or not isinstance(SAMPLES.of(node), Samples):
             continue
-        samples: Samples = node.meta["samples"]
+        samples: Samples = SAMPLES.of(node)
         if call.op in _DROPOUTS and samples.kind is Kind.UNIFORM:
             _take_noise(node, ctx)
         elif call.op == "scaled_dot_product_attention" and samples.layout is not None:
             for operand in node.all_input_nodes:
-                if operand.meta["samples"].kind is Kind.UNIFORM:
+                if SAMPLES.of(operand).kind is Kind.UNIFORM:
                     _hand_out(node, operand, samples.layout, ctx)
     return gm
 
 
 def _take_noise(node: fx.Node, ctx: Context) -> None:
     """``dropout(w)`` -> ``w * dropout(ones_like(w))``"""
-    source, graph = node.meta["call"].arguments["input"], node.graph
-    samples, constant = node.meta["samples"], Samples(Kind.CONSTANT)
+    source, graph = CALL.of(node).arguments["input"], node.graph
+    samples, constant = SAMPLES.of(node), Samples(Kind.CONSTANT)
     with graph.inserting_before(node):
         ones = make(graph, ctx, torch.ones_like, (source,), beside=node)
     with graph.inserting_after(node):
@@ -50,8 +51,8 @@ def _take_noise(node: fx.Node, ctx: Context) -> None:
     node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
     node.replace_input_with(source, ones)
     for new, known in ((ones, constant), (node, constant), (product, samples)):
-        new.meta.update(samples=known, traced=known.traced)
-    node.meta["fake"] = node.meta["fake"].detach()
+        put_facts(new, {SAMPLES: known, TRACED: known.traced})
+    FAKE.put(node, FAKE.of(node).detach())
     bind_again([node, product, *product.users])
 
 
@@ -59,8 +60,8 @@ def _hand_out_whole(node: fx.Node, operand: fx.Node, ctx: Context) -> None:
     """The same for a batch of one."""
     with node.graph.inserting_before(node):
         copy = make(node.graph, ctx, "clone", (operand,), beside=node)
-    traced = operand.meta["traced"]
-    copy.meta.update(samples=Samples(Kind.BATCHED, WHOLE, traced=traced), traced=traced)
+    traced = TRACED.of(operand)
+    put_facts(copy, {SAMPLES: Samples(Kind.BATCHED, WHOLE, traced=traced), TRACED: traced})
     node.replace_input_with(operand, copy)
     bind_again([node])
 
@@ -69,19 +70,20 @@ def _hand_out(node: fx.Node, operand: fx.Node, layout: Layout, ctx: Context) -> 
     """Give every sample a copy of its own of what all share, before the op that draws."""
     if layout is WHOLE:
         return _hand_out_whole(node, operand, ctx)
-    place = layout.dim - node.meta["fake"].dim()  # dims line up from the right
-    batched = next(n for n in node.all_input_nodes if n.meta["samples"].kind is Kind.BATCHED)
-    graph, fake = node.graph, operand.meta["fake"]
+    place = layout.dim - FAKE.of(node).dim()  # dims line up from the right
+    batched = next(n for n in node.all_input_nodes if SAMPLES.of(n).kind is Kind.BATCHED)
+    graph, fake = node.graph, FAKE.of(operand)
     with graph.inserting_before(node):
-        held = batched.meta["samples"].layout.dim
+        held = SAMPLES.of(batched).layout.dim
         size = make(graph, ctx, torch.ops.aten.sym_size.int, (batched, held), beside=node)
         sizes: list[Any] = [-1] * max(fake.dim(), -place)
         sizes[place] = size
         for dim in range(len(sizes) - fake.dim()):
             sizes[dim] = size if dim == len(sizes) + place else 1
         copies = make(graph, ctx, "expand", (operand, *sizes), beside=node)
-    size.meta["samples"] = None
-    traced = operand.meta["traced"]
-    copies.meta.update(samples=Samples(Kind.BATCHED, layout.at(len(sizes) + place), traced=traced), traced=traced)
+    SAMPLES.put(size, None)
+    traced = TRACED.of(operand)
+    known = Samples(Kind.BATCHED, layout.at(len(sizes) + place), traced=traced)
+    put_facts(copies, {SAMPLES: known, TRACED: traced})
     node.replace_input_with(operand, copies)
     bind_again([node])

@@ -11,8 +11,10 @@ from torch import Tensor, fx
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line
 from fxgrad.graph.edit import bind_again, make
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.values import memory_of
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 
 
 def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -30,11 +32,11 @@ def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             memory = memories.get(_storage(arg))
             if memory is not None:
                 _read(node, arg, memory.now(arg, before=node))
-        if node.op == "output" or not isinstance(node.meta["fake"], Tensor):
+        if node.op == "output" or not isinstance(FAKE.of(node), Tensor):
             continue
         memory = memories.setdefault(_storage(node), _Memory(node, gm, ctx))
         memory.see(node)
-        if "call" in node.meta and node.meta["call"].inplace:
+        if CALL.on(node) and CALL.of(node).inplace:
             memory.write(node)
     return gm
 
@@ -47,7 +49,7 @@ def _read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
 
 
 def _storage(node: fx.Node) -> int | None:
-    return memory_of(node.meta["fake"])
+    return memory_of(FAKE.of(node))
 
 
 class _Memory:
@@ -62,9 +64,9 @@ class _Memory:
 
     def see(self, node: fx.Node) -> None:
         source = node.args[0] if node.args else None
-        piece = node.meta["call"].op == "getitem" if "call" in node.meta else False
+        piece = CALL.of(node).op == "getitem" if CALL.on(node) else False
         made = node
-        if piece and isinstance(source, fx.Node) and not isinstance(source.meta["fake"], Tensor):
+        if piece and isinstance(source, fx.Node) and not isinstance(FAKE.of(source), Tensor):
             made = source  # one of several views, all made at once
         self.seen[node] = sum(write < made for write in self.writes)
 
@@ -85,23 +87,23 @@ class _Memory:
         view = node.args[0]
         assert isinstance(view, fx.Node)
         shared = not any(map(self._holds_samples, self.seen))
-        if not node.meta["traced"] and self.writes:
+        if not TRACED.of(node) and self.writes:
             raise UnsupportedOp(
-                f"{node.meta['call'].op}_ writes without gradients into a function of parameters, after one with them",
+                f"{CALL.of(node).op}_ writes without gradients into a function of parameters, after one with them",
                 where=source_line(node),
                 advice="Use the op that returns a new tensor.",
             )
-        if not node.meta["traced"] or not shared or (view is self.current and self._alone(view, node)):
+        if not TRACED.of(node) or not shared or (view is self.current and self._alone(view, node)):
             return
         if self.root.op in ("placeholder", "get_attr"):  # what is written to it has to stay there
             raise UnsupportedOp(
-                f"{node.meta['call'].op}_ writes a function of parameters into an input of the model",
+                f"{CALL.of(node).op}_ writes a function of parameters into an input of the model",
                 where=source_line(node),
                 advice="Use the op that returns a new tensor.",
             )
         if any(isinstance(size, torch.SymInt) for size in (*_sizes(view), *_sizes(self.root))):
             raise UnsupportedOp(
-                f"{node.meta['call'].op}_ writes into a function of parameters whose size changes",
+                f"{CALL.of(node).op}_ writes into a function of parameters whose size changes",
                 where=source_line(node),
                 advice="Use the op that returns a new tensor.",
             )
@@ -118,9 +120,9 @@ class _Memory:
         self.seen[node] = len(self.writes)
 
     def _holds_samples(self, node: fx.Node) -> bool:
-        samples = node.meta.get("samples")  # of a batch of one, whose sizes say nothing
+        samples = SAMPLES.get(node)  # of a batch of one, whose sizes say nothing
         batched = isinstance(samples, Samples) and samples.kind is Kind.BATCHED
-        return batched or bool(self.ctx.symbols.batch_dims(node.meta["fake"].shape))
+        return batched or bool(self.ctx.symbols.batch_dims(FAKE.of(node).shape))
 
     def _alone(self, view: fx.Node, node: fx.Node) -> bool:
         """Whether nothing reads this memory again but through the op's own result."""
@@ -136,11 +138,11 @@ class _Memory:
         extent = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
         memory = torch.zeros(extent, dtype=torch.long)
         memory.as_strided(shape, stride, offset).copy_(whole.view(shape))
-        places = memory.as_strided(*_place(view)).clone().to(self.root.meta["fake"].device)
+        places = memory.as_strided(*_place(view)).clone().to(FAKE.of(self.root).device)
         name = f"places_{len(self.writes)}_{view.name}"
         self.gm.register_buffer(name, places)
         node = self.gm.graph.get_attr(name)
-        node.meta = {"fake": self.ctx.symbols.mode.from_tensor(places), "traced": False}
+        put_facts(node, {FAKE: self.ctx.symbols.mode.from_tensor(places), TRACED: False})
         place_beside(like, node)
         return node
 
@@ -152,7 +154,7 @@ def _sizes(node: fx.Node) -> tuple[Any, ...]:
 
 def _place(view: fx.Node) -> tuple[Any, Any, Any]:
     """Where a view is in its memory."""
-    fake = view.meta["fake"]
+    fake = FAKE.of(view)
     return tuple(fake.shape), tuple(fake.stride()), fake.storage_offset()
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import bind_again, make
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.samples.symbols import expression
 
 _REGROUPS = frozenset("view unflatten unsqueeze squeeze".split())
@@ -34,8 +36,8 @@ def simplify_views(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _is_view(node: fx.Node) -> bool:
-    call = node.meta.get("call")
-    return call is not None and call.op in _VIEWS and isinstance(node.meta["fake"], Tensor)
+    call = CALL.get(node)
+    return call is not None and call.op in _VIEWS and isinstance(FAKE.of(node), Tensor)
 
 
 def _goes_on(node: fx.Node) -> bool:
@@ -55,9 +57,9 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
     source, last = chain[0].args[0], chain[-1]
     assert isinstance(source, fx.Node)
     try:
-        if any(expression(size) == 1 for size in source.meta["fake"].shape):
+        if any(expression(size) == 1 for size in FAKE.of(source).shape):
             raise _NoAtoms
-        atoms = _Atoms(source.meta["fake"].shape)
+        atoms = _Atoms(FAKE.of(source).shape)
         dims = atoms.source
         for node in chain:
             dims = atoms.after(node, dims)
@@ -78,8 +80,8 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
     for method, args in views:
         with graph.inserting_before(last):
             value = make(graph, ctx, method, (value, *args), beside=last)
-        value.meta["traced"] = last.meta["traced"]
-    if tuple(map(expression, value.meta["fake"].shape)) != tuple(map(expression, last.meta["fake"].shape)):
+        TRACED.put(value, TRACED.of(last))
+    if tuple(map(expression, FAKE.of(value).shape)) != tuple(map(expression, FAKE.of(last).shape)):
         raise AssertionError(f"{last.name}: a simplified view has another shape")
     last.replace_all_uses_with(value)
     bind_again(value.users)
@@ -126,10 +128,10 @@ class _Atoms:
 
     def after(self, node: fx.Node, dims: list[list[int]]) -> list[list[int]]:
         """The atoms of each dimension behind one view."""
-        call = node.meta["call"]
+        call = CALL.of(node)
         rank = len(dims)
         if call.op in _REGROUPS:
-            return self._regroup(dims, [expression(size) for size in node.meta["fake"].shape])
+            return self._regroup(dims, [expression(size) for size in FAKE.of(node).shape])
         if call.op == "permute":
             return [dims[dim % rank] for dim in call.arguments["dims"]]
         first, second = (0, 1) if call.op == "t" else (call.arguments["dim0"] % rank, call.arguments["dim1"] % rank)

@@ -11,6 +11,7 @@ from torch import fx
 
 from fxgrad.graph.context import Context, place_beside
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE
 
 _PREFIX = "_foreach_"
 _ALIKE = frozenset(
@@ -64,11 +65,11 @@ def _write(graph: fx.Graph, node: fx.Node) -> None:
     name = op_name(node.target).removeprefix(_PREFIX)
     with graph.inserting_before(node):
         results = [_single(graph, name, args, kwargs) for args, kwargs in _calls(node, name)]
-    examples = node.meta.get("example_value")
+    examples = EXAMPLE.get(node)
     for i, result in enumerate(results):
         place_beside(node, result)
         if isinstance(examples, Sequence):
-            result.meta["example_value"] = examples[i]
+            EXAMPLE.put(result, examples[i])
     for user in list(node.users):
         index = user.args[1]
         assert isinstance(index, int)

@@ -12,6 +12,8 @@ from torch import Tensor, fx
 from fxgrad.graph.context import Context, source_line
 from fxgrad.graph.edit import bind_again, make
 from fxgrad.host.pytree import tree_map
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.samples.every_batch import BATCHES
 from fxgrad.samples.symbols import expression
 
@@ -46,17 +48,17 @@ def split_lookups(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _index(node: fx.Node, ctx: Context) -> fx.Node | None:
     """The index tensor of ``flat[index]`` along dimension 0, which both hold merged samples."""
-    call = node.meta.get("call")
+    call = CALL.get(node)
     if call is None or call.op not in ("getitem", "index_select", "index"):
         return None
-    if call.op == "index_select" and call.get("dim") not in (0, -node.args[0].meta["fake"].dim()):  # type: ignore[union-attr]
+    if call.op == "index_select" and call.get("dim") not in (0, -FAKE.of(node.args[0]).dim()):
         return None
     given = call.get("index", call.get("indices"))
     index = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
     source = call.get("input")
     if not isinstance(index, fx.Node) or not isinstance(source, fx.Node):
         return None
-    fakes = source.meta["fake"], index.meta["fake"]
+    fakes = FAKE.of(source), FAKE.of(index)
     integers = all(isinstance(fake, Tensor) for fake in fakes) and fakes[1].dtype in (torch.int32, torch.int64)
     if not integers or _rows(source, ctx) in (None, 1) or _rows(index, ctx) is None:
         return None
@@ -65,7 +67,7 @@ def _index(node: fx.Node, ctx: Context) -> fx.Node | None:
 
 def _rows(node: fx.Node, ctx: Context) -> sympy.Expr | None:
     """How many rows of dimension 0 a sample has: T of ``[B * T, ..]``; None where B is in no such place."""
-    fake = node.meta["fake"]
+    fake = FAKE.of(node)
     if fake.dim() == 0 or ctx.symbols.batch_dims(fake.shape) != [0]:
         return None
     rows = sympy.simplify(expression(fake.shape[0]) / ctx.symbols.symbol)
@@ -83,7 +85,7 @@ def _starts_at_own_rows(index: fx.Node, node: fx.Node, ctx: Context) -> bool:
 
 
 def _fits(index: fx.Node, source: fx.Node, ctx: Context, batch: int, data: int) -> bool:
-    rows = ctx.symbols.evaluate(source.meta["fake"].shape[0], batch) // batch
+    rows = ctx.symbols.evaluate(FAKE.of(source).shape[0], batch) // batch
     places = _Evaluation(ctx, batch, data).value(index)
     if places.shape[0] % batch:
         return False
@@ -99,7 +101,7 @@ class _Evaluation:
         self.ctx, self.batch, self.data = ctx, batch, data
 
     def value(self, node: fx.Node) -> Any:
-        fake, call = node.meta["fake"], node.meta.get("call")
+        fake, call = FAKE.of(node), CALL.get(node)
         if not isinstance(fake, Tensor):
             return tree_map(lambda size: self.ctx.symbols.evaluate(size, self.batch), fake)
         if call is None or call.op not in _FOLLOWED or call.inplace or not _integers(node):
@@ -113,7 +115,7 @@ class _Evaluation:
 
 def _integers(node: fx.Node) -> bool:
     """Whether integers are made of integers, tensors and sizes, and of no list of tensors."""
-    fakes = [one.meta["fake"] for one in (node, *node.all_input_nodes)]
+    fakes = [FAKE.of(one) for one in (node, *node.all_input_nodes)]
     return all(
         fake.dtype in (torch.int32, torch.int64) if isinstance(fake, Tensor) else isinstance(fake, int | torch.SymInt)
         for fake in fakes
@@ -124,7 +126,7 @@ def _split(graph: fx.Graph, node: fx.Node, index: fx.Node, ctx: Context) -> None
     """Write the lookup with the rows of each sample apart."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    device = index.meta["fake"].device
+    device = FAKE.of(index).device
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return make(graph, ctx, target, args, kwargs, beside=node)
@@ -134,11 +136,11 @@ def _split(graph: fx.Graph, node: fx.Node, index: fx.Node, ctx: Context) -> None
         n = _size(graph, ctx, node)
         places = call("unflatten", index, 0, (n, -1)) if several else index
         rows = call("unflatten", source, 0, (n, -1))
-        length = rows.meta["fake"].shape[1]
+        length = FAKE.of(rows).shape[1]
         if isinstance(length, torch.SymInt):
             length = call(torch.ops.aten.sym_size.int, rows, 1)
         samples = call(torch.arange, n, device=device)
-        for _ in range(places.meta["fake"].dim() - 1):
+        for _ in range(FAKE.of(places).dim() - 1):
             samples = call(torch.unsqueeze, samples, -1)
         own = call(torch.sub, places, call(torch.mul, samples, length))
         inside = call(torch.logical_and, call(torch.ge, own, 0), call(torch.lt, own, length))
@@ -147,7 +149,7 @@ def _split(graph: fx.Graph, node: fx.Node, index: fx.Node, ctx: Context) -> None
         found = call(operator.getitem, rows, (samples, own))
         if several:
             found = call(torch.flatten, found, 0, 1)
-    found.meta["traced"] = node.meta["traced"]
+    TRACED.put(found, TRACED.of(node))
     node.replace_all_uses_with(found)
     bind_again(found.users)
     graph.erase_node(node)

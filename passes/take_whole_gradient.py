@@ -7,6 +7,7 @@ from torch import fx
 from fxgrad.graph.context import Context, without_gradients
 from fxgrad.graph.prologue import add_ghosts, open_tape
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.runtime.targets import SingleTarget
 
@@ -91,7 +92,7 @@ def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:
 
 
 def _memory(node: fx.Node) -> int | None:
-    return next(map(memory_of, tensors_of(node.meta.get("example_value"))), None)
+    return next(map(memory_of, tensors_of(EXAMPLE.get(node))), None)
 
 
 def _writes(node: fx.Node, parameter: fx.Node) -> bool:

@@ -10,6 +10,8 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import bind_again, make
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import RANDOM, Family, family_of
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.samples.symbols import expression
@@ -43,10 +45,10 @@ def unsort_routing(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _sorts(node: fx.Node, ctx: Context) -> bool:
     """Whether it sorts whole numbers, one for each row of a dimension that holds samples."""
-    call = node.meta.get("call")
+    call = CALL.get(node)
     if call is None or call.op not in ("sort", "argsort") or not isinstance(call.get("input"), fx.Node):
         return False
-    fake = call.get("input").meta["fake"]
+    fake = FAKE.of(call.get("input"))
     rows = fake.dim() == 1 and not fake.is_floating_point() and bool(ctx.symbols.batch_dims(fake.shape))
     return rows and not call.get("descending", False) and call.get("dim", -1) in (0, -1)
 
@@ -60,11 +62,11 @@ class _Routing:
 
     def __init__(self, graph: fx.Graph, node: fx.Node, ctx: Context) -> None:
         self.graph, self.node, self.ctx = graph, node, ctx
-        self.ids: fx.Node = node.meta["call"].get("input")
-        self.size = expression(self.ids.meta["fake"].shape[0])
+        self.ids: fx.Node = CALL.of(node).get("input")
+        self.size = expression(FAKE.of(self.ids).shape[0])
         self.kinds: dict[fx.Node, str] = {}
         self.returned = False  # whether rows were seen to go back
-        if node.meta["call"].op == "argsort":
+        if CALL.of(node).op == "argsort":
             self.kinds[node] = "order"
 
     def understood(self) -> bool:
@@ -74,7 +76,7 @@ class _Routing:
             if not following or node is self.node:
                 continue
             reached = [arg for arg in node.all_input_nodes if arg in self.kinds or arg is self.node]
-            if not reached or (node.op != "output" and not tensors_of(node.meta["fake"])):  # sizes are sizes
+            if not reached or (node.op != "output" and not tensors_of(FAKE.of(node))):  # sizes are sizes
                 continue
             kind = None if node.op == "output" else self._kind(node)
             if kind is None:
@@ -85,14 +87,14 @@ class _Routing:
 
     def _kind(self, node: fx.Node) -> str | None:
         """What a value is that the order reaches; "" for one in the samples' own order, None for none of these."""
-        call = node.meta["call"]
+        call = CALL.of(node)
         kinds = {arg: self.kinds[arg] for arg in node.all_input_nodes if arg in self.kinds}
         found = set(kinds.values())
         if call.op == "getitem" and node.args[0] is self.node and self.node not in self.kinds:
             return "order" if node.args[1] == 1 else "ids"
         family = family_of(call.op)
         first: Any = node.args[0] if node.args else None
-        if call.inplace and isinstance(first, fx.Node) and memory_of(first.meta["fake"]) in self._replaced():
+        if call.inplace and isinstance(first, fx.Node) and memory_of(FAKE.of(first)) in self._replaced():
             return None
         if family is Family.FACTORY:
             return ""
@@ -105,12 +107,12 @@ class _Routing:
             return "inverse"
         if found == {"order"} and call.op in ("floor_divide", "div") and call.get("other") == 1:
             return "order" if call.op == "floor_divide" or call.get("rounding_mode") == "floor" else "rows"
-        if found == {"ids"} and call.op in _CASTS and node.meta["fake"].dtype in _EXACT:
+        if found == {"ids"} and call.op in _CASTS and FAKE.of(node).dtype in _EXACT:
             return "ids"
         if found == {"ids"} and call.op in ("histc", "bincount"):
             return "sizes" if self._counts(call) else None
         if found == {"sizes"}:
-            exact = (call.op in _CASTS or call.op == "cumsum") and node.meta["fake"].dtype in _EXACT
+            exact = (call.op in _CASTS or call.op == "cumsum") and FAKE.of(node).dtype in _EXACT
             return "sizes" if exact else None
         if call.op in _GROUPED:
             return "rows" if self._grouped(call) else None
@@ -121,7 +123,7 @@ class _Routing:
     def _replaced(self) -> set[int | None]:
         """The memory of what has another node in its place afterwards."""
         replaced = ("ids", "order", "inverse")
-        return {memory_of(node.meta["fake"]) for node, kind in self.kinds.items() if kind in replaced}
+        return {memory_of(FAKE.of(node)) for node, kind in self.kinds.items() if kind in replaced}
 
     def _counts(self, call: Any) -> bool:
         if call.op == "bincount":
@@ -134,11 +136,11 @@ class _Routing:
         weight, offsets = self._argument(call, "weight", "mat_b", "mat2"), self._argument(call, "offs")
         if rows is None or weight is None or offsets is None or weight in self.kinds:
             return False
-        groups, ends = weight.meta["fake"].shape[0], offsets.meta["fake"].shape
+        groups, ends = FAKE.of(weight).shape[0], FAKE.of(offsets).shape
         plain = all(call.get(name) is None for name in ("bias", "out_dtype"))
-        sums = [n for n in _way(offsets) if self.kinds.get(n) == "sizes" and n.meta["call"].op == "cumsum"]
+        sums = [n for n in _way(offsets) if self.kinds.get(n) == "sizes" and CALL.of(n).op == "cumsum"]
         summed = self.kinds.get(offsets) == "sizes" and len(sums) == 1
-        fits = weight.meta["fake"].dim() == 3 and (len(ends) == 1 and expression(ends[0]) == groups)
+        fits = FAKE.of(weight).dim() == 3 and (len(ends) == 1 and expression(ends[0]) == groups)
         return self.kinds.get(rows) == "rows" and plain and summed and fits
 
     def _argument(self, call: Any, *names: str) -> fx.Node | None:
@@ -147,13 +149,13 @@ class _Routing:
     def _indexed(self, node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
         args: tuple[Any, ...] = node.args
         source = args[0]
-        if node.meta["call"].op == "index_select":
+        if CALL.of(node).op == "index_select":
             if args[1] != 0:
                 return None
             index = args[2]
         else:
             index = args[1]
-        several = isinstance(source, fx.Node) and not isinstance(source.meta["fake"], Tensor)
+        several = isinstance(source, fx.Node) and not isinstance(FAKE.of(source), Tensor)
         if several:  # one of the pieces that rows were cut into
             return self.kinds.get(source)
         items = list(index) if isinstance(index, tuple | list) else [index]
@@ -174,24 +176,24 @@ class _Routing:
 
     def _places(self, index: Any) -> bool:
         """Whether it names a place for each row."""
-        return self.kinds.get(index) in _BY_ROW and index.meta["fake"].dtype in _INDEX
+        return self.kinds.get(index) in _BY_ROW and FAKE.of(index).dtype in _INDEX
 
     def _wide(self, source: Any, index: Sequence[Any]) -> bool:
         """Whether an index that begins with ... leaves dimension 0 alone."""
         used = sum(item is not None and item is not Ellipsis for item in index)
-        return Ellipsis not in index or used < source.meta["fake"].dim()
+        return Ellipsis not in index or used < FAKE.of(source).dim()
 
     def _inverted(self, node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
         """``inverse[order] = arange(S)``"""
         args: tuple[Any, ...] = node.args
         view, indices, values = args[:3]
-        counts = isinstance(values, fx.Node) and values.meta["call"].op == "arange"
+        counts = isinstance(values, fx.Node) and CALL.of(values).op == "arange"
         if not counts or [kinds.get(index) for index in indices if index is not None] != ["order"]:
             return None
-        if expression(values.meta["fake"].shape[0]) != self.size or not _starts_at_zero(values):
+        if expression(FAKE.of(values).shape[0]) != self.size or not _starts_at_zero(values):
             return None
         self.kinds[view] = "inverse"
-        if view.meta["call"].op == "getitem" and isinstance(view.args[0], fx.Node):
+        if CALL.of(view).op == "getitem" and isinstance(view.args[0], fx.Node):
             self.kinds[view.args[0]] = "inverse"
         return "inverse"
 
@@ -206,7 +208,7 @@ class _Routing:
         if base in kinds or set(kinds) != {index, values} or kinds.get(values) not in _BY_ROW:
             return None
         lined_up = (base, values, index) if call.op == "scatter_add" else (base, values)
-        ranks = {arg.meta["fake"].dim() for arg in lined_up}
+        ranks = {FAKE.of(arg).dim() for arg in lined_up}
         first = len(ranks) == 1 and call.get("dim", 0) in (0, -max(ranks))
         if not (first and self._places(index) and (adds or kinds[index] == "order")):
             return None
@@ -214,8 +216,8 @@ class _Routing:
         return ""
 
     def _row_by_row(self, node: fx.Node, call: Any, family: Family | None, kinds: dict[fx.Node, str]) -> bool:
-        outputs = tensors_of(node.meta["fake"])
-        rank = max(arg.meta["fake"].dim() if isinstance(arg.meta["fake"], Tensor) else 0 for arg in kinds)
+        outputs = tensors_of(FAKE.of(node))
+        rank = max(FAKE.of(arg).dim() if isinstance(FAKE.of(arg), Tensor) else 0 for arg in kinds)
         if any(out.dim() == 0 or expression(out.shape[0]) != self.size for out in outputs):
             return False
         if family is Family.ELEMENTWISE:
@@ -226,7 +228,7 @@ class _Routing:
         if call.op in ("expand", "expand_as", "broadcast_to", "repeat"):
             return kinds.get(call.get("input")) is not None and outputs[0].dim() == rank
         if call.op in ("view", "reshape", "view_as", "reshape_as"):
-            same = outputs[0].dtype == call.get("input").meta["fake"].dtype
+            same = outputs[0].dtype == FAKE.of(call.get("input")).dtype
             return kinds.get(call.get("input")) is not None and same
         if call.op in ("unsqueeze", "chunk", "split", "softmax", "sum", "mean"):
             dim = call.get("dim", 0)
@@ -239,7 +241,7 @@ class _Routing:
 
     def _lines_up(self, arg: fx.Node, kinds: dict[fx.Node, str], rank: int) -> bool:
         """Rows on the output's dimension 0, or the same for all rows."""
-        fake = arg.meta["fake"]
+        fake = FAKE.of(arg)
         if not isinstance(fake, Tensor):
             return True
         if arg in kinds:
@@ -249,14 +251,14 @@ class _Routing:
     def rewrite(self) -> None:
         with self.graph.inserting_before(self.node):
             count = make(self.graph, self.ctx, torch.ops.aten.sym_size.int, (self.ids, 0), beside=self.node)
-            where = {"device": self.ids.meta["fake"].device}
+            where = {"device": FAKE.of(self.ids).device}
             order = make(self.graph, self.ctx, torch.arange, (count,), where, beside=self.node)
         for node, kind in list(self.kinds.items()):
-            if node.meta["call"].op in _GROUPED:
+            if CALL.of(node).op in _GROUPED:
                 self._regroup(node)
             elif kind in ("order", "inverse"):
                 node.replace_all_uses_with(order, delete_user_cb=self._reads)
-            elif kind == "ids" and node.meta["call"].op in ("getitem", "index", "index_select"):
+            elif kind == "ids" and CALL.of(node).op in ("getitem", "index", "index_select"):
                 node.replace_all_uses_with(self.ids)
         for node in reversed(list(dict.fromkeys([self.node, *self.kinds]))):
             if not node.users and self.kinds.get(node) != "rows":  # rows may be written to through a view
@@ -268,7 +270,7 @@ class _Routing:
         return self.kinds.get(user) not in ("order", "inverse")
 
     def _regroup(self, node: fx.Node) -> None:
-        call = node.meta["call"]
+        call = CALL.of(node)
         rows, weight = self._argument(call, "input", "mat_a", "self"), self._argument(call, "weight", "mat_b", "mat2")
         with self.graph.inserting_before(node):
             target = torch.ops.fxgrad.grouped_rows.default
@@ -283,9 +285,9 @@ def _way(node: fx.Node) -> list[fx.Node]:
     found = [node]
     while found[-1].op in ("call_function", "call_method") and found[-1].all_input_nodes:
         found.append(found[-1].all_input_nodes[0])
-    return [node for node in found if "call" in node.meta]
+    return [node for node in found if CALL.on(node)]
 
 
 def _starts_at_zero(arange: fx.Node) -> bool:
-    call = arange.meta["call"]
+    call = CALL.of(arange)
     return call.get("start", 0) in (0, None) and call.get("step", 1) in (1, None)

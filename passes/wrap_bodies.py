@@ -11,6 +11,7 @@ from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.user_functions import HOOK, UserFunction
 from fxgrad.ops.values import memory_of
 from fxgrad.samples.control_flow import CONTROL_FLOW, Cond
@@ -69,7 +70,7 @@ def _refuse_writes(forward: fx.Graph, where: str) -> None:
 
 
 def _memory(node: object) -> int | None:
-    return memory_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
+    return memory_of(EXAMPLE.get(node)) if isinstance(node, fx.Node) else None
 
 
 def _wrap_hook(gm: fx.GraphModule, node: fx.Node) -> None:
@@ -111,7 +112,7 @@ def _hook_behind(gm: fx.GraphModule, node: fx.Node, value: fx.Node, hook: fx.Gra
         out = gm.graph.call_function(operator.getitem, (outs, 0))
     for made in (outs, out):
         place_beside(node, made)
-    out.meta["example_value"] = value.meta.get("example_value")
+    EXAMPLE.put(out, EXAMPLE.get(value))
     for reader in readers:
         reader.replace_input_with(value, out)
 

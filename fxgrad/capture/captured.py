@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxgrad.errors import BatchSizeError, LostLayout, OutsideGraph
 from fxgrad.graph.context import source_line
 from fxgrad.host.dynamo import source_of
+from fxgrad.ops.facts import EXAMPLE
 from fxgrad.samples.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, counting_dim
 from fxgrad.samples.recurrent_states import inputs_as_states
 
@@ -46,7 +47,7 @@ class Captured:
 
     def __post_init__(self) -> None:
         self.placeholders = self.gm.graph.find_nodes(op="placeholder")
-        self.values = [node.meta["example_value"] for node in self.placeholders]
+        self.values = [EXAMPLE.of(node) for node in self.placeholders]
 
     def trainable(self) -> list[int]:
         """The positions of trainable parameters among the inputs, in the model's own order, as far as it is known."""

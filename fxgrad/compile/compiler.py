@@ -32,6 +32,7 @@ from fxgrad.graph.context import Context
 from fxgrad.host.dynamo import innermost_fn
 from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.quantities import Delivery
@@ -134,7 +135,7 @@ def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
 
 def _memories(node: fx.Node) -> list[int | None]:
     """The memory of a node's tensors."""
-    return [memory_of(tensor) for tensor in tensors_of(node.meta.get("fake"))]
+    return [memory_of(tensor) for tensor in tensors_of(FAKE.get(node))]
 
 
 def _own_saved_tensors() -> Any:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxgrad.kernels.precision import TOLERANCE
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.ops.written import written_to
-from fxgrad.samples.layouts import Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Layout, Samples
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,13 @@ def facts_of(gm: fx.GraphModule, packed: Mapping[int, tuple[int, int] | None]) -
     nodes = list(gm.graph.nodes)
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
-    known = [node.meta.get("samples") if isinstance(node, fx.Node) else None for node in outputs]
+    known = [SAMPLES.get(node) if isinstance(node, fx.Node) else None for node in outputs]
     batched = {i: one.layout for i, one in enumerate(known) if isinstance(one, Samples) and one.layout is not None}
     memories = {
-        memory_of(place.meta["fake"])
-        for node in nodes
-        if "call" in node.meta
-        for place in written_to(node, node.meta["call"])
+        memory_of(FAKE.of(place)) for node in nodes if CALL.on(node) for place in written_to(node, CALL.of(node))
     }
     inputs = enumerate(node for node in nodes if node.op == "placeholder")
-    written = [i for i, node in inputs if memory_of(node.meta.get("fake")) in memories - {None}]
-    dtypes = {value.dtype for node in nodes for value in tensors_of(node.meta.get("fake"))}
+    written = [i for i, node in inputs if memory_of(FAKE.get(node)) in memories - {None}]
+    dtypes = {value.dtype for node in nodes for value in tensors_of(FAKE.get(node))}
     tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     return Facts(packed, batched, frozenset(written), tolerance)

@@ -10,9 +10,10 @@ from torch import Tensor, fx
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.errors import UniformOutput
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE, TRACED
 from fxgrad.ops.values import memory_of
 from fxgrad.samples.batch import LOST, SHARED
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 
 
 def uniform_outputs(gm: fx.GraphModule) -> list[int]:
@@ -21,8 +22,8 @@ def uniform_outputs(gm: fx.GraphModule) -> list[int]:
     assert isinstance(outputs, tuple | list)
     found = []
     for i, node in enumerate(outputs):
-        samples = node.meta.get("samples") if isinstance(node, fx.Node) else None
-        if isinstance(samples, Samples) and samples.kind is Kind.UNIFORM and node.meta.get("traced", True):
+        samples = SAMPLES.get(node) if isinstance(node, fx.Node) else None
+        if isinstance(samples, Samples) and samples.kind is Kind.UNIFORM and TRACED.get(node, True):
             found.append(i)
     return found
 
@@ -54,7 +55,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 def _memory(node: fx.Node) -> int | None:
     """A value's memory as Dynamo saw it; None inside torch.func, whose wrappers have none."""
     try:
-        return memory_of(node.meta.get("example_value"))
+        return memory_of(EXAMPLE.get(node))
     except NotImplementedError:
         return None
 
@@ -65,7 +66,7 @@ def output_roles(gm: fx.GraphModule) -> dict[int, int]:
     assert isinstance(outputs, tuple | list)
     roles = {}
     for i, node in enumerate(outputs):
-        samples = node.meta.get("samples") if isinstance(node, fx.Node) else None
+        samples = SAMPLES.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(samples, Samples):
             continue
         if samples.kind is Kind.BATCHED and samples.layout is not None and not samples.layout.merged:

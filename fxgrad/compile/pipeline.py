@@ -37,6 +37,7 @@ from fxgrad.errors import LostLayout
 from fxgrad.graph.context import Context
 from fxgrad.graph.spec import check_spec
 from fxgrad.host.dynamo import lazy_graph_module, traced_in
+from fxgrad.ops.calls import CALL
 from fxgrad.passes.ask_policies import ask_policies
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.count_one_sample import count_one_sample
@@ -160,6 +161,6 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     output = gm.graph.output_node()
     graph.output(result).meta = dict(output.meta)
     for copy in copies.values():
-        if "call" in copy.meta:
-            copy.meta["call"] = copy.meta["call"].moved(copies)
+        if CALL.on(copy):
+            CALL.put(copy, CALL.of(copy).moved(copies))
     return lazy_graph_module(gm, graph, type(gm).__name__)

@@ -31,6 +31,7 @@ from fxgrad.graph.context import Context
 from fxgrad.graph.printing import dtype_name
 from fxgrad.kernels.compiled import libraries_asked
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import tensors_of
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
@@ -287,6 +288,6 @@ class _Explainer:
 
     def type_of(self, node: fx.Node) -> str:
         """Format a value's dtype and shape: ``f32[B, 4]``."""
-        values = tensors_of(node.meta.get("fake"))
+        values = tensors_of(FAKE.get(node))
         shapes = [dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in values]
         return ", ".join(shapes)

@@ -14,6 +14,7 @@ from fxgrad.graph.context import Context, source_line
 from fxgrad.graph.printing import dtype_name
 from fxgrad.host.modules import INNER
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import tensors_of
 from fxgrad.rules.uses import Use
 from fxgrad.runtime.targets import (
@@ -24,7 +25,7 @@ from fxgrad.runtime.targets import (
     TapSeveralTarget,
     TapTarget,
 )
-from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 
 
 class TapNode:
@@ -76,7 +77,7 @@ class GraphValues:
             return _behind(node)
         if isinstance(source, fx.Node):
             of_parameter = node.target == "detach" and source.name in self.ctx.by_node
-            of_several = not isinstance(source.meta.get("fake"), Tensor) and op_name(node.target) == "getitem"
+            of_several = not isinstance(FAKE.get(source), Tensor) and op_name(node.target) == "getitem"
             return source if of_parameter or of_several else None
         return None
 
@@ -86,12 +87,12 @@ class GraphValues:
         machinery = isinstance(node.target, DeriveTarget | CollectTarget | NewTape)
         if machinery or node.name in self.ctx.by_node or self._constant(node):
             return False
-        return bool(tensors_of(node.meta.get("fake")))
+        return bool(tensors_of(FAKE.get(node)))
 
     def _constant(self, node: fx.Node) -> bool:
         """Decide whether a node is an input shared by all samples, and no trainable parameter."""
-        is_input = node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("fake"), Tensor)
-        samples = node.meta.get("samples")
+        is_input = node.op in ("placeholder", "get_attr") and isinstance(FAKE.get(node), Tensor)
+        samples = SAMPLES.get(node)
         return is_input and isinstance(samples, Samples) and samples.kind is Kind.CONSTANT
 
     def _value(self, node: fx.Node) -> Value:
@@ -99,9 +100,9 @@ class GraphValues:
         parameters = [self.ctx.by_node[arg.name].name for arg in operands if arg.name in self.ctx.by_node]
         constants = [self.ctx.names.get(arg.name, arg.name) for arg in operands if self._constant(arg)]
         drawn = [arg.name for arg in operands if self._drawn(arg)]
-        tensor = next(iter(tensors_of(node.meta.get("fake"))), None)
+        tensor = next(iter(tensors_of(FAKE.get(node))), None)
         source = drawn_from[0] if node.op == "output" and (drawn_from := node.all_input_nodes) else node
-        samples = _first(source.meta.get("samples"))
+        samples = _first(SAMPLES.get(source))
         layout = samples.layout if samples else None
         symbols = self.ctx.symbols
         return Value(

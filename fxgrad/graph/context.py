@@ -1,4 +1,4 @@
-"""What the passes share: the facts they leave on nodes, and the context they run in."""
+"""What the passes share: the context they run in, and where in the user's model a node stands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -14,23 +14,14 @@ from torch import Tensor, fx
 from fxgrad.costs.choices import Ways
 from fxgrad.host.modules import INNER
 from fxgrad.host.ops import set_grad_enabled
+from fxgrad.ops.calls import CALL
 from fxgrad.ops.user_functions import FUNCTION, HOOK
 from fxgrad.quantities import Delivery, GradSample, Quantity
+from fxgrad.runtime.checkpointing import POLICY
+from fxgrad.samples.layouts import SAMPLES
 from fxgrad.samples.symbols import Symbols
 
 Mixing = Literal["error", "allow"]
-
-
-class Facts(TypedDict, total=False):
-    """The keys of ``node.meta`` that fxgrad's passes write, and nothing else."""
-
-    fake: Any  # propagate_shapes: the node's value as fake tensors in which B is a symbol
-    traced: Any  # propagate_shapes: whether a trainable parameter's gradient flows into it
-    call: Any  # normalize_calls: fxgrad.ops.calls.Call
-    samples: Any  # infer_samples: fxgrad.samples.layouts.Samples, or a list of them for several outputs
-    policy: Any  # inline_regions: the fxgrad.runtime.checkpointing.Policy of a selective checkpoint around the node
-    copies: bool  # attach_taps: copies of a parameter for all samples, what reads them being a use of the one
-    use: Any  # attach_taps: fxgrad.rules.uses.Use, on the nodes that stand behind an op with parameters
 
 
 @dataclass(frozen=True)
@@ -135,7 +126,7 @@ def path_to(node: fx.Node, ctx: Context) -> str:
     steps: list[str] = []
     current: fx.Node | None = node
     while current is not None and len(steps) < 12:
-        call = current.meta.get("call")
+        call = CALL.get(current)
         name = ctx.names.get(current.name, current.name) if call is None else spoken(current, call.op)
         steps.append(name)
         current = next(_carriers(current), None)
@@ -152,7 +143,7 @@ def _carriers(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that hold samples, those first in which samples already met."""
     for wanted in ("mixed", "batched"):
         for operand in node.all_input_nodes:
-            samples = operand.meta.get("samples")
+            samples = SAMPLES.get(operand)
             kinds = [s for s in samples if s] if isinstance(samples, list) else [samples] if samples else []
             if any(s.kind.value == wanted for s in kinds):
                 yield operand
@@ -163,7 +154,7 @@ def place_beside(node: fx.Node, new: fx.Node) -> None:
     new.meta.update({key: node.meta[key] for key in _OF_A_PLACE if key in node.meta})
 
 
-OF_A_CHECKPOINT = frozenset({"recompute", "ac_graph_id", "policy"})
+OF_A_CHECKPOINT = frozenset({"recompute", "ac_graph_id", POLICY.key})
 _OF_A_PLACE = ("stack_trace", "nn_module_stack", *OF_A_CHECKPOINT)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context, place_beside
 from fxgrad.host.dispatch import enable_python_dispatcher
-from fxgrad.ops.calls import bind, map_nodes
+from fxgrad.ops.calls import CALL, bind, map_nodes
+from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.values import tensors_of
 
 
@@ -30,20 +31,20 @@ def make(
     """
     method, given = isinstance(target, str), kwargs or {}
     node = graph.create_node("call_method" if method else "call_function", target, tuple(args), given)
-    values = map_nodes(list(args), lambda arg: arg.meta["fake"])
+    values = map_nodes(list(args), lambda arg: FAKE.of(arg))
     call = getattr(torch.Tensor, target) if isinstance(target, str) else target
     with torch.no_grad(), ctx.symbols.mode, enable_python_dispatcher():
         fake = values[0] if inplace else call(*values, **given)
     carries = any(tensor.is_floating_point() for tensor in tensors_of(fake))
-    arrives = any(arg.meta["traced"] is True for arg in node.all_input_nodes)
-    node.meta = {"fake": fake, "traced": isinstance(fake, Tensor) and carries and arrives}
+    arrives = any(TRACED.of(arg) is True for arg in node.all_input_nodes)
+    put_facts(node, {FAKE: fake, TRACED: isinstance(fake, Tensor) and carries and arrives})
     place_beside(beside, node)
-    node.meta["call"] = bind(node)
+    CALL.put(node, bind(node))
     return node
 
 
 def bind_again(nodes: Iterable[fx.Node]) -> None:
     """Let the calls of nodes name the operands that the nodes have by now."""
     for node in nodes:
-        if "call" in node.meta:
-            node.meta["call"] = bind(node)
+        if CALL.on(node):
+            CALL.put(node, bind(node))

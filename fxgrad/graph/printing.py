@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE, FAKE
 from fxgrad.runtime.targets import (
     CollectTarget,
     DeriveTarget,
@@ -31,7 +32,7 @@ from fxgrad.runtime.targets import (
     TapTarget,
     Target,
 )
-from fxgrad.samples.layouts import Samples
+from fxgrad.samples.layouts import SAMPLES, Samples
 
 _DTYPES = {
     torch.float64: "f64",
@@ -88,17 +89,17 @@ class _Printer:
         if label is not None:
             ghosts.append(f"  {self._name(node, label)}")
             return
-        fake = node.meta.get("fake", node.meta.get("example_value"))
+        fake = FAKE.get(node, EXAMPLE.get(node))
         if isinstance(fake, torch.SymInt):
             self.names[node] = self.ctx.symbols.show(fake)
             return
         name = self._name(node, self.ctx.names.get(node.name, node.name))
         trainable = node.name in self.ctx.by_node
-        remark = "trainable" if trainable else str(node.meta.get("samples") or "")
+        remark = "trainable" if trainable else str(SAMPLES.get(node) or "")
         inputs.append(_columns(f"  {name}: {self._type(fake)}", remark))
 
     def _call(self, node: fx.Node, body: list[str]) -> None:
-        fake = node.meta.get("fake", node.meta.get("example_value"))
+        fake = FAKE.get(node, EXAMPLE.get(node))
         source = node.args[0] if node.args else None
         if op_name(node.target) == "detach" and isinstance(source, fx.Node) and source.name in self.ctx.by_node:
             self.names[node] = f"{self.names[source]}.detach()"
@@ -129,7 +130,7 @@ class _Printer:
         if isinstance(target, DeriveTarget):
             return target.__name__, "derived", target.strategy.name
         name = op_name(target).split("::")[-1].split(".")[-1] if not isinstance(target, Target) else target.__name__
-        remark = f"{self._type(node.meta.get('fake'))} {_samples(node.meta.get('samples'))}".strip()
+        remark = f"{self._type(FAKE.get(node))} {_samples(SAMPLES.get(node))}".strip()
         return name, target.__name__ if isinstance(target, SingleTarget) else name.rstrip("_"), remark
 
     def _type(self, fake: Any) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import make
-from fxgrad.ops.calls import Call, map_nodes, op_name
+from fxgrad.ops.calls import CALL, Call, map_nodes, op_name
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import MOVEMENT, RANDOM, Family, family_of
 from fxgrad.ops.values import memory_of
 from fxgrad.ops.written import written_to
@@ -39,9 +40,9 @@ class Selections:
         self.graph, self.ctx = graph, ctx
         self.known: dict[fx.Node, Selection] = {}
         self.places = {node: place for place, node in enumerate(graph.nodes)}
-        calls = [(node, node.meta["call"]) for node in graph.nodes if "call" in node.meta]
+        calls = [(node, CALL.of(node)) for node in graph.nodes if CALL.on(node)]
         self.writes = [
-            (self.places[node], memory_of(base.meta["fake"])) for node, call in calls for base in written_to(node, call)
+            (self.places[node], memory_of(FAKE.of(base))) for node, call in calls for base in written_to(node, call)
         ]
 
     def visit(self, node: fx.Node, call: Call) -> None:
@@ -57,7 +58,7 @@ class Selections:
         found = self.known.get(value) if isinstance(value, fx.Node) else None
         if found is None or not isinstance(mask, fx.Node) or not self._same(mask, found.mask):
             return None
-        return found.whole if base.meta["fake"].dim() == found.whole.meta["fake"].dim() else None  # type: ignore[union-attr]
+        return found.whole if FAKE.of(base).dim() == FAKE.of(found.whole).dim() else None
 
     def erase(self) -> None:
         """Drop what is left of selections that were written back."""
@@ -72,10 +73,10 @@ class Selections:
         source, mask = node.args
         if not isinstance(source, fx.Node) or not isinstance(mask, fx.Node) or not _is_mask(mask):
             return
-        after = source.meta["fake"].dim() - mask.meta["fake"].dim()
+        after = FAKE.of(source).dim() - FAKE.of(mask).dim()
         with self.graph.inserting_before(node):
             whole = self._only(node, mask, source, after)
-        whole.meta["traced"] = node.meta["traced"]
+        TRACED.put(whole, TRACED.of(node))
         self.known[node] = Selection(mask, whole, after)
 
     def _follow(self, node: fx.Node, call: Call) -> None:
@@ -84,7 +85,7 @@ class Selections:
         mask, after = selections[0].mask, selections[0].after
         others = [arg for arg in node.all_input_nodes if arg not in self.known and _is_tensor(arg)]
         alike = all(one.after == after and self._same(one.mask, mask) for one in selections)
-        small = all(arg.meta["fake"].dim() <= after for arg in others)
+        small = all(FAKE.of(arg).dim() <= after for arg in others)
         written = node.args[0] if call.inplace else None
         if not (alike and small and _one_by_one(call) and _is_tensor(node)) or (written in others):
             return
@@ -94,9 +95,9 @@ class Selections:
             args, kwargs = map_nodes([list(node.args), dict(node.kwargs)], lambda arg: wholes.get(arg, arg))
             target: Any = call.op if call.inplace else node.target
             whole = make(self.graph, self.ctx, target, args, kwargs, beside=node)
-            if whole.meta["fake"].dtype != node.meta["fake"].dtype:
-                whole = make(self.graph, self.ctx, "to", [whole, node.meta["fake"].dtype], beside=node)
-        whole.meta["traced"] = node.meta["traced"]
+            if FAKE.of(whole).dtype != FAKE.of(node).dtype:
+                whole = make(self.graph, self.ctx, "to", [whole, FAKE.of(node).dtype], beside=node)
+        TRACED.put(whole, TRACED.of(node))
         self.known[node] = Selection(mask, whole, after)
         if isinstance(written, fx.Node):
             self.known[written] = self.known[node]
@@ -105,7 +106,7 @@ class Selections:
         """``where(mask, value, 1)``"""
         for _ in range(after):
             mask = make(self.graph, self.ctx, torch.unsqueeze, [mask, -1], beside=node)
-        fill = True if value.meta["fake"].dtype == torch.bool else 1
+        fill = True if FAKE.of(value).dtype == torch.bool else 1
         return make(self.graph, self.ctx, torch.where, [mask, value, fill], beside=node)
 
     def _same(self, mask: fx.Node, other: fx.Node) -> bool:
@@ -113,7 +114,7 @@ class Selections:
         pairs: set[tuple[fx.Node, fx.Node]] = set()
         if not _alike(mask, other, pairs):
             return False
-        memories = {memory_of(node.meta["fake"]) for pair in pairs for node in pair if _is_tensor(node)}
+        memories = {memory_of(FAKE.of(node)) for pair in pairs for node in pair if _is_tensor(node)}
         made = [self.places[node] for one, two in pairs if one is not two for node in (one, two)]
         first, last = (min(made), max(made)) if made else (-1, len(self.places))
         return memories.isdisjoint(memory for place, memory in self.writes if first < place < last)
@@ -130,7 +131,7 @@ def _alike(one: Any, other: Any, pairs: set[tuple[fx.Node, fx.Node]]) -> bool:
     pairs.add((one, other))
     if one is other:
         return True
-    calls: list[Call | None] = [one.meta.get("call"), other.meta.get("call")]
+    calls: list[Call | None] = [CALL.get(one), CALL.get(other)]
     if calls[0] is None or calls[1] is None or calls[0].op != calls[1].op or calls[0].inplace or calls[1].inplace:
         return False
     if not (_one_by_one(calls[0]) or calls[0].op in MOVEMENT):
@@ -154,11 +155,11 @@ def _checks_of(node: fx.Node) -> set[fx.Node] | None:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("fake"), Tensor)
+    return isinstance(FAKE.get(node), Tensor)
 
 
 def _is_mask(node: fx.Node) -> bool:
-    return _is_tensor(node) and node.meta["fake"].dtype == torch.bool and node.meta["fake"].dim() > 0
+    return _is_tensor(node) and FAKE.of(node).dtype == torch.bool and FAKE.of(node).dim() > 0
 
 
 def _one_by_one(call: Call) -> bool:

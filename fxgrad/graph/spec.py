@@ -6,10 +6,11 @@ from torch import Tensor, fx
 
 from fxgrad.errors import SpecViolation
 from fxgrad.graph.context import Context
-from fxgrad.ops.calls import map_nodes
+from fxgrad.ops.calls import CALL, map_nodes
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import tensors_of
 from fxgrad.runtime.targets import CollectTarget, DeriveTarget, NewTape, TapTarget
-from fxgrad.samples.layouts import Samples
+from fxgrad.samples.layouts import SAMPLES, Samples
 from fxgrad.samples.symbols import expression
 
 _CALLS = ("call_function", "call_method")
@@ -25,25 +26,25 @@ def check_spec(gm: fx.GraphModule, ctx: Context, *, after: str) -> None:
 
 
 def _has_fake(node: fx.Node, ctx: Context) -> str | None:
-    return None if node.op == "output" or "fake" in node.meta else "has no fake value"
+    return None if node.op == "output" or FAKE.on(node) else "has no fake value"
 
 
 def _has_call(node: fx.Node, ctx: Context) -> str | None:
     if node.op not in _CALLS:
         return None
-    if "call" not in node.meta:
+    if not CALL.on(node):
         return "is a call in no normal form"
     named: list[fx.Node] = []
-    map_nodes(dict(node.meta["call"].arguments), named.append)
+    map_nodes(dict(CALL.of(node).arguments), named.append)
     return None if set(named) <= set(node.all_input_nodes) else "has a call that names other values than it reads"
 
 
 def _has_samples(node: fx.Node, ctx: Context) -> str | None:
     if node.op == "output":
         return None
-    if "samples" not in node.meta:
+    if not SAMPLES.on(node):
         return "has no samples"
-    samples, fake = node.meta["samples"], node.meta["fake"]
+    samples, fake = SAMPLES.of(node), FAKE.of(node)
     if isinstance(fake, Tensor) and isinstance(samples, Samples) and samples.layout is not None:
         size = expression(fake.shape[samples.layout.dim])
         if not ctx.symbols.holds_batch(fake.shape[samples.layout.dim]):
@@ -56,7 +57,7 @@ def _taps_are_wired(node: fx.Node, ctx: Context) -> str | None:
         tape, _, y = node.args[:3]
         if not (isinstance(tape, fx.Node) and isinstance(tape.target, NewTape)):
             return "writes on no tape"
-        if not isinstance(y, fx.Node) or not tensors_of(y.meta["fake"]):
+        if not isinstance(y, fx.Node) or not tensors_of(FAKE.of(y)):
             return "stands behind no tensor"
         others = [user for user in y.users if user is not node and not _may_see_untapped(user)]
         return f"is bypassed by {others[0].name}" if others else None

@@ -28,6 +28,7 @@ from fxgrad.host.ops import (
     qualified_name,
     schemas_of_name,
 )
+from fxgrad.ops.facts import FAKE, Fact
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Call:
         """The same call in a copy of its graph."""
         arguments = map_nodes(dict(self.arguments), copies.__getitem__)
         return Call(self.op, arguments, self.inplace, self.given)
+
+
+CALL: Fact[Call] = Fact("call", "normalize_calls", Call)
 
 
 def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
@@ -349,7 +353,7 @@ def _pack_varargs(positional: Sequence[_Argument], args: Sequence[Any]) -> Seque
 
 def _value(arg: Any) -> Any:
     """A node's fake value, or the argument itself."""
-    return arg.meta.get("fake") if isinstance(arg, fx.Node) else arg
+    return FAKE.get(arg) if isinstance(arg, fx.Node) else arg
 
 
 def _is_int(value: Any) -> bool:

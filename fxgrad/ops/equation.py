@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-SAMPLES = "n"  # the letter of the sample dimension in the equations of terms
+SAMPLE = "n"  # the letter of the sample dimension in the equations of terms
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Equation:
         if len(self.inputs) != 2 or self.output is None:
             return False
         o, i = (operand.after for operand in self.inputs)
-        over_positions = all(operand == Subscripts(SAMPLES, True, operand.after) for operand in self.inputs)
-        own_letters = len(o) == len(i) == 1 and len({SAMPLES, o, i}) == 3
-        return over_positions and own_letters and self.output == Subscripts(SAMPLES + o + i)
+        over_positions = all(operand == Subscripts(SAMPLE, True, operand.after) for operand in self.inputs)
+        own_letters = len(o) == len(i) == 1 and len({SAMPLE, o, i}) == 3
+        return over_positions and own_letters and self.output == Subscripts(SAMPLE + o + i)
 
     @cached_property
     def is_entrywise(self) -> bool:
@@ -83,7 +83,7 @@ class Equation:
     @cached_property
     def has_shared_operand(self) -> bool:
         """Whether some operand has no sample dimension in front."""
-        return any(not operand.before.startswith(SAMPLES) for operand in self.inputs)
+        return any(not operand.before.startswith(SAMPLE) for operand in self.inputs)
 
     @cached_property
     def has_dots(self) -> bool:
@@ -136,8 +136,8 @@ class Equation:
         """
         letter = self._free_letter()
         inputs = (
-            Subscripts(SAMPLES + letter + operand.before[1:], operand.dots, operand.after)
-            if operand.before.startswith(SAMPLES)
+            Subscripts(SAMPLE + letter + operand.before[1:], operand.dots, operand.after)
+            if operand.before.startswith(SAMPLE)
             else operand
             for operand in self.inputs
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE
 
 AUTOGRAD_FUNCTION = "fxgrad.ops.user_functions.autograd_function"  # the canonical name of such an op
 
@@ -100,7 +101,7 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
 
 
 def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
+    return EXAMPLE.get(node)
 
 
 def fitted(grad: Tensor | None, like: Tensor) -> Tensor:

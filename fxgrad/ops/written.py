@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from fxgrad.host.ops import overload_of, schemas
 from fxgrad.ops.calls import Call
+from fxgrad.ops.facts import FAKE
 
 
 def written_to(node: fx.Node, call: Call) -> list[fx.Node]:
@@ -23,18 +24,18 @@ def places_of_result(call: Call) -> Any:
     return next(iter(call.arguments.values()), None) if call.inplace else call.get("out")
 
 
-def result_written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Any]]:
-    """Each tensor in which a part of the result lies, with the samples of that part."""
+def result_written(call: Call, result: Any) -> Iterator[tuple[fx.Node, Any]]:
+    """Each tensor in which a part of the result lies, with what `result` says of that part."""
 
-    def pairs(places: Any, result: Any) -> Iterator[tuple[fx.Node, Any]]:
+    def pairs(places: Any, part: Any) -> Iterator[tuple[fx.Node, Any]]:
         if isinstance(places, fx.Node):
-            yield places, result
+            yield places, part
         elif isinstance(places, tuple | list):
-            results = result if isinstance(result, list) else [result] * len(places)
-            for place, one in zip(places, results, strict=False):
+            parts = part if isinstance(part, list) else [part] * len(places)
+            for place, one in zip(places, parts, strict=False):
                 yield from pairs(place, one)
 
-    return (pair for pair in pairs(places_of_result(call), node.meta["samples"]) if _is_tensor(pair[0]))
+    return (pair for pair in pairs(places_of_result(call), result) if _is_tensor(pair[0]))
 
 
 def declared(node: fx.Node, call: Call) -> list[fx.Node]:
@@ -52,4 +53,4 @@ def declared(node: fx.Node, call: Call) -> list[fx.Node]:
 
 
 def _is_tensor(place: fx.Node) -> bool:
-    return isinstance(place.meta.get("fake"), Tensor)
+    return isinstance(FAKE.get(place), Tensor)

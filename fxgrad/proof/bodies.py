@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.fake import FunctionalTensor
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.user_functions import UserFunction
 from fxgrad.proof.calls import Origins
 from fxgrad.proof.following import LONGEST
@@ -73,7 +74,7 @@ def _either(
     lift: int = 0,
 ) -> Any:
     """Return an output that is one of ``several`` values, chosen by ``which``, with ``lift`` new leading dimensions."""
-    fake = n.meta["fake"][i]
+    fake = FAKE.of(n)[i]
     known = [values.origins(value) for value in several]
     deciding = [values.origins(value) for value in which if isinstance(value, FunctionalTensor)]
     with disable_current_modes():
@@ -168,7 +169,7 @@ def _one_row(values: Values, x: Any) -> Any:
 
 def _of_rows(values: Values, n: fx.Node, i: int, value: Any, rows: list[Tensor]) -> Any:
     """Extend the body's output for one row to all rows."""
-    fake, known = n.meta["fake"][i], values.origins(value)
+    fake, known = FAKE.of(n)[i], values.origins(value)
     with disable_current_modes():
         whole = [row_ids.reshape([-1, *[1] * (fake.dim() - 1)]) for row_ids in rows]
         pairs = [(row_ids, step_ids.unsqueeze(0)) for row_ids, step_ids in zip(whole, known.ids, strict=True)]

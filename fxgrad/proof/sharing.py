@@ -13,6 +13,8 @@ from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.fake import FunctionalTensor, writes_into
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.host.tensors import identity
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.proof.calls import Origins
 
 _SMALL = 1 << 20  # the largest tensor of ids that fxgrad compares, in elements
@@ -77,7 +79,7 @@ class Sharing:
         try:
             operands = _key(args, kind)
             state = torch.is_grad_enabled(), *((_autocast(device)) for device in ("cpu", "cuda"))
-            key = (n.op, n.target, operands, n.meta.get("traced"), state)
+            key = (n.op, n.target, operands, TRACED.get(n), state)
             hash(key)
         except (_Unlike, TypeError):
             return None
@@ -138,7 +140,7 @@ def _written(graph: fx.Graph) -> set[int]:
     """Return the storages that in-place calls and `out=` write to."""
     storages = set()
     for node in graph.nodes:
-        call = node.meta.get("call")
+        call = CALL.get(node)
         if call is not None and (call.inplace or call.get("out") is not None):
             storages |= _memory([*node.all_input_nodes, node])
     return storages
@@ -154,7 +156,7 @@ def _lengths(graph: fx.Graph) -> set[int]:
     storages = set()
     while packed:
         node = packed.pop()
-        fake = node.meta.get("fake") if isinstance(node, fx.Node) else None
+        fake = FAKE.get(node) if isinstance(node, fx.Node) else None
         if isinstance(node, fx.Node) and isinstance(fake, Tensor) and not fake.dtype.is_floating_point:
             storages |= _memory([node])
             packed += node.all_input_nodes
@@ -162,5 +164,5 @@ def _lengths(graph: fx.Graph) -> set[int]:
 
 
 def _memory(nodes: Iterable[fx.Node]) -> set[int]:
-    fakes = [fake for node in nodes for fake in tree_leaves(node.meta.get("fake"))]
+    fakes = [fake for node in nodes for fake in tree_leaves(FAKE.get(node))]
     return {identity(fake.untyped_storage()) for fake in fakes if isinstance(fake, Tensor)}

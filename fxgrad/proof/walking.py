@@ -13,6 +13,8 @@ from torch import Tensor, fx
 from fxgrad.graph.context import Context
 from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.fake import FunctionalTensor
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import believed
 from fxgrad.ops.user_functions import UserFunction
 from fxgrad.proof.bodies import control, function
@@ -31,7 +33,7 @@ from fxgrad.runtime.targets import (
     TapTarget,
 )
 from fxgrad.samples.control_flow import ControlFlow
-from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +160,7 @@ class Walk(fx.Interpreter):
         self.sharing.check(n, self.env)
         if len(self.follow.packs) > packs:
             self.values.packs[f"{n.name}[1]"], key = packs, None
-        if isinstance(value, FunctionalTensor) and n.meta.get("traced") is True:
+        if isinstance(value, FunctionalTensor) and TRACED.get(n) is True:
             value = self.traced(value, n)
         if key is not None and self._alike(value):
             self.sharing.results[key] = value
@@ -193,7 +195,7 @@ class Walk(fx.Interpreter):
             operands = args[2 + n.target.handles :]
             self._check_operands(use, operands, n)
             return use.rerun(operands)
-        call = n.meta.get("call")
+        call = CALL.get(n)
         if call is not None and believed(call.op):
             return self._believed(n)
         if isinstance(n.target, UserFunction):
@@ -208,7 +210,7 @@ class Walk(fx.Interpreter):
         values = [self.env.get(arg) for arg in n.all_input_nodes]
         operands = [self.values.origins(value) for value in values if isinstance(value, FunctionalTensor)]
         alone = all(origins.alone for origins in operands)
-        call = n.meta.get("call")
+        call = CALL.get(n)
         blame = f"{n.target if call is None else call.op} is used in a way that is not known"
         if call is None or call.inplace or call.get("out") is not None:
             raise Met(blame, n, Origins((), blame=blame))
@@ -220,7 +222,7 @@ class Walk(fx.Interpreter):
                 ids = tuple((no_samples if alone else any_samples)(fake.dim()) for _ in self.follow.trials)
             return self.values.fresh(fake, Origins(ids, blame="" if alone else blame, where=n))
 
-        fake = n.meta["fake"]
+        fake = FAKE.of(n)
         return [one(item) for item in fake] if isinstance(fake, tuple | list) else one(fake)
 
     def _check_operands(self, use: Any, operands: Sequence[Any], n: fx.Node) -> None:
@@ -252,7 +254,7 @@ class Walk(fx.Interpreter):
 
     def _check_outputs(self, n: fx.Node) -> None:
         for node in n.all_input_nodes:
-            value, samples = self.env.get(node), node.meta.get("samples")
+            value, samples = self.env.get(node), SAMPLES.get(node)
             if not isinstance(value, FunctionalTensor) or not isinstance(samples, Samples):
                 continue
             self._check_ends(value, node)
@@ -279,7 +281,7 @@ class Walk(fx.Interpreter):
 
     def _believed(self, n: fx.Node) -> Any:
         """Return the value of a call whose sample dimensions the user declared."""
-        fake, samples = n.meta["fake"], n.meta["samples"]
+        fake, samples = FAKE.of(n), SAMPLES.of(n)
 
         def one(value: Any, known: Any) -> Any:
             if not isinstance(value, Tensor):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxgrad.kernels.precision import WIDE
 from fxgrad.ops.calls import map_leaves
+from fxgrad.ops.facts import Fact
 from fxgrad.samples.layouts import Layout, samples_first
 
 
@@ -112,6 +113,9 @@ class Use:
             target = f"{target}{text()}"
         outputs = f" outputs={[i for i, _ in self.several]}" if self.several else ""
         return f"{target}{inplace}{outputs}{self.args!r}{dict(self.kwargs)!r}[{self.select}] batched={batched}"
+
+
+USE: Fact[Use] = Fact("use", "attach_taps", Use)
 
 
 def slots_of(template: Any) -> list[Slot]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fxgrad.host.dispatch import tracer
 from fxgrad.host.dynamo import checkpoint_contexts
+from fxgrad.ops.facts import Fact
 from fxgrad.runtime.targets import Target
 
 
@@ -24,6 +25,9 @@ class Policy:
     def end(self) -> None:
         """Let go of what PyTorch's mode keeps of each op."""
         self.mode = None
+
+
+POLICY: Fact[Policy] = Fact("policy", "inline_regions", Policy)
 
 
 def policy_of(body: Any, graph_id: int) -> Policy | None:

@@ -15,7 +15,8 @@ from typing import Any
 import sympy
 from torch import Tensor, fx
 
-from fxgrad.ops.calls import op_name
+from fxgrad.ops.calls import CALL, op_name
+from fxgrad.ops.facts import FAKE
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.samples.thresholds import Thresholds, numbers
@@ -59,12 +60,12 @@ class EveryBatch:
         """Yield the shifts by which a roll moves samples."""
         if op_name(node.target) != "roll":
             return
-        call = node.meta["call"]
+        call = CALL.of(node)
         source = call.arguments["input"]
         shifts, dims = (_as_list(call.get(name)) for name in ("shifts", "dims"))
         samples = self.samples(source)
         for i, shift in enumerate(shifts):
-            dim = dims[i] % max(1, source.meta["fake"].dim()) if dims else None
+            dim = dims[i] % max(1, FAKE.of(source).dim()) if dims else None
             layout = samples.layout if isinstance(samples, Samples) and samples.kind is Kind.BATCHED else None
             if dim is None or layout is None or dim == layout.dim:
                 for number in numbers(shift):

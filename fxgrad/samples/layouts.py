@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
+
+from fxgrad.ops.facts import Fact
 
 
 class Kind(Enum):
@@ -69,6 +72,11 @@ class Samples:
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.layout}" if self.layout is not None else self.kind.value
+
+
+SAMPLES: Fact[Any] = Fact(
+    "samples", "infer_samples", Samples, list, type(None)
+)  # a list for several outputs; None: a number
 
 
 def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import CALL, Call
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.forms import QUERIES
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 from fxgrad.samples.operands import Operand
 from fxgrad.samples.symbols import Symbols
 
@@ -36,12 +37,12 @@ class Numbers:
 
     def read(self, node: fx.Node) -> None:
         """Record the symbols that occur first in this node."""
-        new = _unbacked(node.meta["fake"]) - self.seen
+        new = _unbacked(FAKE.of(node)) - self.seen
         self.seen |= new
-        call = node.meta.get("call")
+        call = CALL.get(node)
         if call is not None and call.op == LONGEST:
             return
-        if any(_holds_samples(operand.meta["samples"]) for operand in node.all_input_nodes):
+        if any(_holds_samples(SAMPLES.of(operand)) for operand in node.all_input_nodes):
             self.of_samples |= new
 
     def samples(self, call: Call, operands: Sequence[Operand]) -> Samples | None:
@@ -51,7 +52,7 @@ class Numbers:
 
     def corrected(self, node: fx.Node, samples: Any) -> Any:
         """Mark a value without a layout as mixed if its size depends on samples."""
-        fake = node.meta["fake"]
+        fake = FAKE.of(node)
         if isinstance(fake, tuple | list) and isinstance(samples, list):
             return [self._corrected(one, known) for one, known in zip(fake, samples, strict=True)]
         return self._corrected(fake, samples)

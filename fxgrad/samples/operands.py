@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.ops.calls import Call
+from fxgrad.ops.facts import FAKE
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
@@ -49,7 +50,7 @@ class Op:
 
     @property
     def output(self) -> Any:
-        return self.node.meta["fake"]
+        return FAKE.of(self.node)
 
     @property
     def batched(self) -> Iterator[tuple[Operand, Layout]]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.families import Family, family_of
 
 MODES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN_RELU"}
@@ -55,5 +56,5 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _rows(node: fx.Node) -> tuple[str, ...] | None:
-    value = node.meta.get("example_value")
+    value = EXAMPLE.get(node)
     return tuple(map(str, value.shape[:2])) if isinstance(value, Tensor) and value.dim() == 3 else None

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.host.pytree import tree_map
-from fxgrad.ops.calls import Call, op_name
+from fxgrad.ops.calls import CALL, Call, op_name
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import RANDOM
 from fxgrad.ops.forms import SHAPED_AS
 from fxgrad.ops.values import memory_of
@@ -73,7 +74,7 @@ class Replay:
         return read_written if uniform and op_name(node.target) in _WRITES else read_layout
 
     def _rows_of(self, lined_up: Mapping[fx.Node, Layout], batch: int) -> dict[fx.Node, Tensor]:
-        shapes = {node: [self.symbols.evaluate(size, batch) for size in node.meta["fake"].shape] for node in lined_up}
+        shapes = {node: [self.symbols.evaluate(size, batch) for size in FAKE.of(node).shape] for node in lined_up}
         return {node: sample_ids(layout, shapes[node], batch) for node, layout in lined_up.items()}
 
     def _rows(self, node: fx.Node) -> Layout | None:
@@ -87,7 +88,7 @@ class Replay:
         layouts = [self._rows(arg) for arg in packed]
         result = self._run(node, BATCHES[0])
         ids = result[output] if isinstance(result, tuple | list) else result
-        layout, size = layouts[0], packed[0].meta["fake"].shape
+        layout, size = layouts[0], FAKE.of(packed[0]).shape
         assert layout is not None
         moved = read_layout(ids, self.symbols.evaluate(size[layout.dim], BATCHES[0]))
         batched = [arg for arg in node.all_input_nodes if _is_batched(self.samples(arg))]
@@ -98,7 +99,7 @@ class Replay:
         """Return the layout of ``x[ids]``; x and each batched index must lead to the same one."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        indices = [arg for arg in node.all_input_nodes if isinstance(arg.meta["fake"], Tensor) and arg is not source]
+        indices = [arg for arg in node.all_input_nodes if isinstance(FAKE.of(arg), Tensor) and arg is not source]
         batched = [arg for arg in indices if self.samples(arg).kind is Kind.BATCHED]
         layouts = []
         if self.samples(source).kind is Kind.BATCHED:
@@ -110,12 +111,12 @@ class Replay:
 
     def read_back(self, node: fx.Node) -> tuple[Layout | None, int]:
         """Return layout and rank of ``x[indices]``, the elements that ``index_put_(x, indices, v)`` writes to."""
-        source, indices = (node.meta["call"].arguments[name] for name in ("input", "indices"))
+        source, indices = (CALL.of(node).arguments[name] for name in ("input", "indices"))
         scratch = fx.Graph()
         reading = scratch.call_function(torch.ops.aten.index.Tensor, (source, indices))
         try:
             with self.symbols.mode:
-                output = reading.target(*fx.map_arg(reading.args, lambda arg: arg.meta["fake"]))  # type: ignore[operator]
+                output = reading.target(*fx.map_arg(reading.args, lambda arg: FAKE.of(arg)))  # type: ignore[operator]
             return self.layouts(reading, output), output.dim()
         finally:
             scratch.erase_node(reading)
@@ -125,11 +126,11 @@ class Replay:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         dim = _indexed_dim(node, index)
-        shape = [self.symbols.evaluate(size, batch) for size in source.meta["fake"].shape]
+        shape = [self.symbols.evaluate(size, batch) for size in FAKE.of(source).shape]
         shape[dim] = batch + 1
         positions = torch.arange(batch + 1, dtype=torch.int32)
         probe = positions.view([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
-        sizes = [self.symbols.evaluate(size, batch) for size in index.meta["fake"].shape]
+        sizes = [self.symbols.evaluate(size, batch) for size in FAKE.of(index).shape]
         layout = self.samples(index).layout
         ids = sample_ids(layout, sizes, batch).long()
         return self._run(node, batch, known={source: probe, index: ids})
@@ -144,12 +145,12 @@ class Replay:
 
     def keeps_rows(self, node: fx.Node, rows: fx.Node) -> bool:
         """Decide whether a movement op keeps the order of this operand along its sample dim."""
-        (dim,) = self.symbols.batch_dims(rows.meta["fake"].shape)
+        (dim,) = self.symbols.batch_dims(FAKE.of(rows).shape)
         batches = self.every.sizes(node)
         if batches is None:
             return False
         for batch in batches:
-            shape = [self.symbols.evaluate(size, batch) for size in rows.meta["fake"].shape]
+            shape = [self.symbols.evaluate(size, batch) for size in FAKE.of(rows).shape]
             moved = self._run(node, batch, known={rows: sample_ids(Layout(dim), shape, shape[dim])})
             layout = read_layout(moved, shape[dim])
             if layout is None or layout[1:] != (1, 1):
@@ -190,7 +191,7 @@ class Replay:
         def value(arg: fx.Node) -> Any:
             if known is not None and arg in known:
                 return known[arg]
-            if arg in indices and arg is not node.args[0] and isinstance(arg.meta["fake"], Tensor):
+            if arg in indices and arg is not node.args[0] and isinstance(FAKE.of(arg), Tensor):
                 return self.constant(arg, batch)
             return self._value(arg, batch, elements)
 
@@ -199,7 +200,7 @@ class Replay:
         return _call_on_ids(node, list(_plain(args)), _plain(kwargs))
 
     def _value(self, node: fx.Node, batch: int, elements: bool) -> Any:
-        fake = node.meta["fake"]
+        fake = FAKE.of(node)
         if isinstance(fake, Tensor):
             return self._ids(node, fake, batch, elements)
         if isinstance(fake, tuple | list) and any(isinstance(item, Tensor) for item in fake):
@@ -223,7 +224,7 @@ class Replay:
         return self.constants[key]  # type: ignore[no-any-return]
 
     def _compute(self, node: fx.Node, batch: int) -> Tensor:
-        fake = node.meta["fake"]
+        fake = FAKE.of(node)
         shape = [self.symbols.evaluate(size, batch) for size in fake.shape]
         computed = node.op in ("call_function", "call_method") and not self.changes(node)
         if computed and self.samples(node).kind is Kind.CONSTANT:
@@ -235,7 +236,7 @@ class Replay:
 
     def _compute_call(self, node: fx.Node, batch: int) -> Tensor:
         def value(arg: fx.Node) -> Any:
-            fake = arg.meta["fake"]
+            fake = FAKE.of(arg)
             if not isinstance(fake, Tensor):
                 return tree_map(lambda size: self.symbols.evaluate(size, batch), fake)
             if op_name(node.target) in SHAPED_AS and arg is not node.args[0]:
@@ -250,7 +251,7 @@ class Replay:
         kwargs = _plain(fx.map_arg(dict(node.kwargs), value))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "cpu"}
-        if op_name(node.target) in _ORDERS and _has_ties(args[0], node.meta["call"]):
+        if op_name(node.target) in _ORDERS and _has_ties(args[0], CALL.of(node)):
             raise _UnknownData
         if isinstance(node.target, str):
             result = getattr(args[0], node.target)(*args[1:], **kwargs)
@@ -264,10 +265,10 @@ class Replay:
     def changes(self, node: fx.Node) -> bool:
         """Decide whether a value is random or overwritten in place; a replay repeats neither."""
         if node.graph not in self.written:
-            calls = [(other, other.meta["call"]) for other in node.graph.nodes if "call" in other.meta]
+            calls = [(other, CALL.of(other)) for other in node.graph.nodes if CALL.on(other)]
             places = [place for other, call in calls for place in written_to(other, call)]
-            self.written[node.graph] = {memory_of(place.meta["fake"]) for place in places}
-        return _impure(node) or memory_of(node.meta["fake"]) in self.written[node.graph]
+            self.written[node.graph] = {memory_of(FAKE.of(place)) for place in places}
+        return _impure(node) or memory_of(FAKE.of(node)) in self.written[node.graph]
 
 
 def _is_batched(samples: Any) -> bool:
@@ -338,11 +339,12 @@ _INDEXING = frozenset({"getitem", "index_select", "index"})
 def _indexed_dim(node: fx.Node, index: fx.Node) -> int:
     """Return the source dim that an index tensor indexes."""
     if op_name(node.target) == "index_select":
-        return int(node.args[1]) % node.args[0].meta["fake"].dim()  # type: ignore[arg-type, no-any-return, union-attr]
+        dim: int = int(node.args[1]) % FAKE.of(node.args[0]).dim()  # type: ignore[arg-type]
+        return dim
     items = node.args[1]
     if not isinstance(items, tuple | list):
         return 0
-    ndim = node.args[0].meta["fake"].dim()  # type: ignore[union-attr]
+    ndim = FAKE.of(node.args[0]).dim()
     used = sum(1 for item in items if item is not None and item is not Ellipsis)
     dim = 0
     for item in items:

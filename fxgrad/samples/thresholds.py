@@ -16,7 +16,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import CALL, Call
+from fxgrad.ops.facts import FAKE
 from fxgrad.samples.layouts import Kind, Samples
 from fxgrad.samples.symbols import Symbols, expression
 
@@ -77,7 +78,7 @@ class Thresholds:
         return self.bounds[node]
 
     def _computed(self, node: fx.Node) -> Bounds:
-        fake = node.meta["fake"]
+        fake = FAKE.of(node)
         if isinstance(fake, int | float | torch.SymInt | torch.SymFloat):
             return self._of_number(fake)
         known = self.samples(node)
@@ -87,7 +88,7 @@ class Thresholds:
         if isinstance(fake, Tensor) and not self.depends(node):
             value = self.constant(node, 2)
             return Bounds(float(value.abs().max()) if value.numel() and not value.is_complex() else 0.0)
-        call: Call | None = node.meta.get("call")
+        call: Call | None = CALL.get(node)
         rule = None if call is None else _RULES.get(call.op)
         if call is None or rule is None:
             raise _Unknown
@@ -99,7 +100,7 @@ class Thresholds:
         stack, seen = [node], {node}
         while stack:
             current = stack.pop()
-            fake = current.meta["fake"]
+            fake = FAKE.of(current)
             sizes = list(fake.shape) if isinstance(fake, Tensor) else fake
             if any(map(self.symbols.holds_batch, numbers([sizes, current.args, dict(current.kwargs)]))):
                 return True
@@ -112,7 +113,7 @@ class Thresholds:
 def numbers(value: Any) -> Iterator[Any]:
     """Yield the integers in nested arguments, including those of nodes."""
     if isinstance(value, fx.Node):
-        yield from numbers(value.meta["fake"])
+        yield from numbers(FAKE.of(value))
     elif isinstance(value, dict):
         yield from numbers(list(value.values()))
     elif isinstance(value, slice):
@@ -217,7 +218,7 @@ def _filled(of: _Of, arguments: _Arguments) -> Bounds:
 
 def _running(of: _Of, arguments: _Arguments) -> Bounds:
     """Bound a cumulative sum of bounded values."""
-    a, sizes = of(arguments["input"]), [of(size) for size in arguments["input"].meta["fake"].shape]
+    a, sizes = of(arguments["input"]), [of(size) for size in FAKE.of(arguments["input"]).shape]
     if a.slope:
         raise _Unknown
     longest = math.prod(max(1.0, size.constant + size.slope) for size in sizes)
@@ -226,7 +227,7 @@ def _running(of: _Of, arguments: _Arguments) -> Bounds:
 
 def _repeated(of: _Of, arguments: _Arguments) -> Bounds:
     """Bound a repeat by a number; refuse one by a tensor, whose cumulative sums would be the positions."""
-    if isinstance(arguments.get("repeats"), fx.Node) and isinstance(arguments["repeats"].meta["fake"], Tensor):
+    if isinstance(arguments.get("repeats"), fx.Node) and isinstance(FAKE.of(arguments["repeats"]), Tensor):
         raise _Unknown
     return _same(of, arguments)
 
@@ -239,7 +240,7 @@ def _order(of: _Of, arguments: _Arguments) -> Bounds:
 
 def _read(of: _Of, arguments: _Arguments) -> Bounds:
     """Bound ``values[index]``, for an index of numbers, slices or other bounded indices."""
-    fake = arguments["input"].meta["fake"]
+    fake = FAKE.of(arguments["input"])
     a, indices = of(arguments["input"]), [of(one) for one in _flat(arguments.get("index", arguments.get("indices")))]
     sizes = [of(size).constant for size in fake.shape] if isinstance(fake, Tensor) else []
     moved, steps = sum(one.constant for one in indices), max([1.0, *(one.slope for one in indices)])

@@ -13,8 +13,9 @@ import torch
 from sympy import simplify
 from torch import Tensor, fx
 
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.equation import Equation, Subscripts
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import Family
 from fxgrad.ops.worked_dims import OVER_LAST
 from fxgrad.samples.layouts import Kind, Layout
@@ -160,7 +161,7 @@ def _letters(op: Op, equation: Equation) -> Iterator[tuple[Operand, Layout, Subs
 
 def normalised(op: Op, output: Tensor) -> Answer:
     shape = op.call.get("normalized_shape", ())
-    shape = shape.meta["fake"] if isinstance(shape, fx.Node) else shape  # h.shape[1:]
+    shape = FAKE.of(shape) if isinstance(shape, fx.Node) else shape  # h.shape[1:]
     mixes = refuse_dims(
         op,
         lambda operand: range(operand.fake.dim() - len(shape), operand.fake.dim()),
@@ -204,7 +205,7 @@ def _as_groups(op: Op) -> Layout | None:
     """Return the layout of ``conv2d(x.view(1, B * C, ..), w, groups=B)``, one group per sample; otherwise None."""
     batched = {operand.name: (operand, layout) for operand, layout in op.batched}
     groups = op.call.get("groups", 1)
-    size = expression(groups.meta["fake"] if isinstance(groups, fx.Node) else groups) / op.symbols.symbol
+    size = expression(FAKE.of(groups) if isinstance(groups, fx.Node) else groups) / op.symbols.symbol
     if "transpose" in op.call.op or not simplify(size).is_Integer or len(batched) < len(op.operands):
         return None
     places = {name: (layout.dim, layout.outer) for name, (_, layout) in batched.items()}
@@ -353,7 +354,7 @@ def packed(op: Op, output: Tensor) -> Answer:
 
 def _source(node: Any) -> str:
     """Return one name for all reads of a value: ``pack[1]`` for one of several outputs."""
-    if isinstance(node, fx.Node) and "call" in node.meta and node.meta["call"].op == "getitem":
+    if isinstance(node, fx.Node) and CALL.on(node) and CALL.of(node).op == "getitem":
         return f"{node.args[0]}[{node.args[1]}]"
     return str(node)
 
@@ -412,7 +413,7 @@ def _movement_layouts(op: Op, outputs: list[Any]) -> list[Answer | None]:
 
 def _lost(op: Op) -> Mixes:
     """Return the reason why a layout is unknown, with advice."""
-    fakes = [arg.meta["fake"] for arg in op.node.all_input_nodes[1:]]
+    fakes = [FAKE.of(arg) for arg in op.node.all_input_nodes[1:]]
     if op.call.op in ("getitem", "index") and any(isinstance(f, Tensor) and f.dtype == torch.bool for f in fakes):
         return Mixes(
             "how many elements a mask selects, all samples decide together",

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.ops.calls import Call
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.written import declared, result_written
 from fxgrad.samples.every_batch import BATCHES, LARGEST, Batches
 from fxgrad.samples.ids import read_partly, sample_ids
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
 
@@ -27,11 +28,11 @@ def written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Samples]]:
     """Yield each node that a call writes to, with its samples after the write."""
     if call.op == "setitem":  # infer_samples refuses one that samples or parameters reach
         return
-    for place, new in result_written(node, call):
+    for place, new in result_written(call, SAMPLES.of(node)):
         if isinstance(new, Samples):
             yield place, new
     for place in declared(node, call):
-        known = [operand.meta["samples"] for operand in node.all_input_nodes]
+        known = [SAMPLES.of(operand) for operand in node.all_input_nodes]
         several = [one for one in _flat(known) if one is not None]
         if any(one.kind in (Kind.BATCHED, Kind.MIXED) for one in several):
             yield place, Samples(Kind.MIXED, traced=any(one.traced for one in several))
@@ -51,19 +52,19 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
     A view without a layout is mixed from then on. If only some rows of a dimension have been written
     (``out[0::2] = a``), the others have to be constants.
     """
-    whole = views[0].meta["samples"]
+    whole = SAMPLES.of(views[0])
     followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
     batches = _batches(views, _rows([(views[0], whole), (through, new)], replay.symbols), replay.symbols)
     if batches is None:
         lost = Samples(Kind.MIXED)
         return {
-            view: replace(new if _same_place(view, through) else lost, traced=view.meta["samples"].traced or new.traced)
+            view: replace(new if _same_place(view, through) else lost, traced=SAMPLES.of(view).traced or new.traced)
             for view in views
         }
     memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches]
     samples_of_views = {}
     for view in views:
-        old: Samples = view.meta["samples"]
+        old: Samples = SAMPLES.of(view)
         traced = old.traced or new.traced
         if _same_place(view, through):
             samples_of_views[view] = replace(new, traced=traced)
@@ -76,9 +77,9 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
             samples_of_views[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
         else:
             ids = [memory.ids(view) for memory in memories]
-            layout = replay.read(ids, view.meta["fake"], batches=batches)
+            layout = replay.read(ids, FAKE.of(view), batches=batches)
             if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
-                layout = replay.read(ids, view.meta["fake"], read_partly, batches)
+                layout = replay.read(ids, FAKE.of(view), read_partly, batches)
             kind = Kind.MIXED if layout is None else Kind.BATCHED
             samples_of_views[view] = Samples(kind, layout, traced)
     return samples_of_views
@@ -94,7 +95,7 @@ def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
     """Return the least number of memory elements that one sample's rows take."""
     steps = []
     for view, samples in known:
-        fake, layout = view.meta["fake"], samples.layout
+        fake, layout = FAKE.of(view), samples.layout
         if samples.kind is Kind.BATCHED and layout is not None:
             size = symbols.evaluate(fake.shape[layout.dim], BATCHES[0])
             inner = layout.inner or size // (BATCHES[0] * (layout.outer or 1))
@@ -107,7 +108,7 @@ def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
 
 def _batches(views: Sequence[fx.Node], rows: int, symbols: Symbols) -> Batches | None:
     """Return the two batch sizes of the replay, or None. See Note [Sizes of memory]."""
-    largest = max(_counted(view.meta["fake"], rows, symbols) for view in views)
+    largest = max(_counted(FAKE.of(view), rows, symbols) for view in views)
     return None if largest > LARGEST else BATCHES if largest < BATCHES[0] else (largest + 1, largest + 2)
 
 
@@ -138,7 +139,7 @@ def _special(samples: Samples) -> bool:
 
 
 def _same_place(a: fx.Node, b: fx.Node) -> bool:
-    first, second = a.meta["fake"], b.meta["fake"]
+    first, second = FAKE.of(a), FAKE.of(b)
     return bool(
         first.shape == second.shape
         and first.stride() == second.stride()
@@ -158,7 +159,7 @@ class _Memory:
         self.written = torch.zeros(size, dtype=torch.bool)
         self._view(self.written, through).fill_(True)
         if new is not None:
-            self._put(views[0], views[0].meta["samples"])
+            self._put(views[0], SAMPLES.of(views[0]))
             self._put(through, new)
 
     def ids(self, view: fx.Node) -> Tensor:
@@ -175,7 +176,7 @@ class _Memory:
             shown.zero_()
 
     def _place(self, view: fx.Node) -> tuple[list[int], list[int], int]:
-        fake = view.meta["fake"]
+        fake = FAKE.of(view)
         size, stride = ([self.symbols.evaluate(s, self.batch) for s in part] for part in (fake.shape, fake.stride()))
         return size, stride, self.symbols.evaluate(fake.storage_offset(), self.batch)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fxgrad.kernels.factors import Factor
 from fxgrad.kernels.norms import CHAIN, frobenius, in_a_row
 from fxgrad.kernels.precision import unit
-from fxgrad.ops.equation import SAMPLES, Equation, Subscripts
+from fxgrad.ops.equation import SAMPLE, Equation, Subscripts
 from fxgrad.samples.symbols import elements, expression
 from fxgrad.terms.base import Term, is_one
 from fxgrad.terms.part import Materialised
@@ -51,7 +51,7 @@ class Einsum(Term):
 
     def _sums_one_position(self) -> bool:
         (first, *others), output = self.tensors(), self.equation.output
-        if others or output is None or self.equation.inputs[0] != Subscripts(SAMPLES, True, output.before[1:]):
+        if others or output is None or self.equation.inputs[0] != Subscripts(SAMPLE, True, output.before[1:]):
             return False
         return first.dim() == len(output.before) + 1 and is_one(first.shape[1])
 
@@ -82,7 +82,7 @@ class Einsum(Term):
         bound: Tensor = torch.ones((), dtype=torch.float64, device=tensors[0].device)
         bound = bound * relative * self._summed_alone() ** 0.5
         for operand, value in zip(self.equation.inputs, tensors, strict=True):
-            bound = bound * frobenius(value if operand.before.startswith(SAMPLES) else value.unsqueeze(0))
+            bound = bound * frobenius(value if operand.before.startswith(SAMPLE) else value.unsqueeze(0))
         return bound
 
     def _made(self) -> float:
@@ -108,14 +108,14 @@ class Einsum(Term):
         """The samples of a group are one more letter to sum over."""
         tensors = [
             value.reshape(value.shape[0] // size, size, *value.shape[1:])
-            if operand.before.startswith(SAMPLES)
+            if operand.before.startswith(SAMPLE)
             else value
             for operand, value in zip(self.equation.inputs, self.tensors(), strict=True)
         ]
         return Term(self.equation.in_groups(), *tensors, shape=self.shape)
 
     def _products(self) -> Any:
-        sizes = (size for name, size in self.sizes().items() if name != SAMPLES)
+        sizes = (size for name, size in self.sizes().items() if name != SAMPLE)
         return math.prod(sizes) if len(self.factors) > 1 else 0
 
     def in_flop_counter(self) -> bool:
