@@ -32,7 +32,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def library() -> Library:
-    return Library(tables.KERNELS._sources, tables.KERNELS._functions, computes="gradients of embeddings")
+    return Library(*tables.KERNELS.sources, computes="gradients of embeddings")
 
 
 OFF = "computes gradients of embeddings without its kernels in C\\+\\+, which takes longer: InvalidCxxCompiler: .*CXX"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import cached_property, lru_cache
@@ -18,8 +19,6 @@ from torch import Tensor
 from fxgrad.host.inductor import find_vectors, import_toolchain, load_library
 from fxgrad.kernels.precision import accumulating
 
-Types = Sequence[Any]  # of a function's arguments, as ctypes has them
-
 LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
 COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
 TOGETHER = 8  # outputs whose sums are in registers at once
@@ -28,34 +27,42 @@ T = TypeVar("T")
 _FAILURES = (ImportError, AttributeError, TypeError, OSError, RuntimeError)  # no compiler, or another interface
 
 
+_FOLDER = Path(__file__).parent
+_EXPORTED = re.compile(r'extern "C" void (\w+)\(([^)]*)\)')
+_NUMBERS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int}
+
+
 class Library:
     """The functions of some files, one behind the other, for values of some dtypes on CPU; they return nothing.
 
-    ``computes`` is what they are for, in the user's words: without a compiler PyTorch's ops compute it.
+    The files declare the functions' arguments. ``computes`` is their use, in the user's words: without a compiler
+    PyTorch's ops compute it.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Path],
-        functions: Mapping[str, Types],
-        dtypes: Sequence[torch.dtype] = (torch.float32,),
-        *,
-        computes: str,
-    ) -> None:
-        self._sources, self._functions, self._dtypes, self.computes = sources, functions, dtypes, computes
+    def __init__(self, *sources: str, dtypes: Sequence[torch.dtype] = (torch.float32,), computes: str) -> None:
+        self.sources, self.dtypes, self.computes = sources, dtypes, computes
         self._warned = False
+
+    def applies(self, *values: Tensor, copied: int = 0) -> bool:
+        """Whether the functions can compute with these values, of each of which a thread copies so many bytes."""
+        fits = copied <= LARGEST and all(value.numel() for value in values)
+        return self.takes(*values) and fits and self.functions is not None
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function where `applies` allows it; its last argument is the number of threads."""
+        getattr(self.functions, name)(*map(_in_c, arguments), torch.get_num_threads())
 
     def takes(self, *values: Tensor) -> bool:
         """Whether the functions are made for such values."""
         dtypes = {value.dtype for value in values}
-        return len(dtypes) == 1 and dtypes.issubset(self._dtypes) and values[0].device.type == "cpu"
+        return len(dtypes) == 1 and dtypes.issubset(self.dtypes) and values[0].device.type == "cpu"
 
     def start(self, like: Tensor) -> None:
         """Begin to compile, if they are made for such values, because what is traced now will call them.
 
         In another thread, while PyTorch goes on tracing: a compiler takes seconds, and is asked about vectors first.
         """
-        if like.device.type == "cpu" and accumulating(like.dtype) in self._dtypes:
+        if like.device.type == "cpu" and accumulating(like.dtype) in self.dtypes:
             _ = self._compiled
             asked = _ASKED.get()
             if asked is not None and self not in asked:
@@ -87,11 +94,24 @@ class Library:
 
     def _compile(self, vectors: Future[None]) -> ctypes.CDLL:
         vectors.result()
-        found = load_library("\n".join(source.read_text(encoding="utf-8") for source in self._sources))
-        for name, types in self._functions.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = list(types), None
-        return found
+        text = "\n".join((_FOLDER / source).read_text(encoding="utf-8") for source in self.sources)
+        library = load_library(text)
+        for name, arguments in _EXPORTED.findall(text):
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_type_of(argument) for argument in arguments.split(",")], None
+        return library
+
+
+def _type_of(argument: str) -> Any:
+    """``const float* g``: an address; ``int64_t n``: a number."""
+    return ctypes.c_void_p if "*" in argument else _NUMBERS[argument.split()[0]]
+
+
+def _in_c(argument: Any) -> Any:
+    """A tensor as its address, sizes as an array; numbers and None as they are."""
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return (ctypes.c_int64 * len(argument))(*argument) if isinstance(argument, tuple) else argument
 
 
 _OFF = (
@@ -130,9 +150,9 @@ def _in_a_thread(run: Callable[[], T]) -> Future[T]:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxgrad").submit(copy_context().run, run)
 
 
-def parts_of(samples: int, outputs: int, nbytes: int, threads: int) -> int:
+def parts_of(samples: int, outputs: int, nbytes: int) -> int:
     """How many parts of a sample's outputs are computed by themselves, for so many bytes of a sample's gradients.
 
     More than one where there are more threads than samples, and where a thread's copy would be large.
     """
-    return min(max(-(-threads // samples), -(-nbytes // COPIED)), -(-outputs // TOGETHER))
+    return min(max(-(-torch.get_num_threads() // samples), -(-nbytes // COPIED)), -(-outputs // TOGETHER))

@@ -11,7 +11,8 @@ from torch import Tensor
 from fxgrad.kernels import product_kernel, window_kernel
 from fxgrad.kernels.convolutions import weight_grads
 from fxgrad.kernels.factors import OneHot, Patches
-from fxgrad.kernels.memory import ANY_LAYOUT, fresh
+from fxgrad.kernels.memory import fresh
+from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.tables import kernels_pay, table_grads, without
 
@@ -21,13 +22,17 @@ LARGE = 64 << 10  # bytes of one sample's gradient from which memory decides the
 def products(g: Tensor, x: Tensor) -> Tensor:
     """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``."""
     if _large(g, g.shape[-1] * x.shape[-1]):
-        large: Tensor = _products(g, x)
-        return large
+        return _products(g, x)
     one_position = isinstance(g.shape[1], int) and g.shape[1] == 1
     return g.mT * x if one_position else g.mT @ x
 
 
-@torch.library.custom_op("fxgrad::products", mutates_args=(), tags=ANY_LAYOUT)
+def _fake_products(g: Tensor, x: Tensor) -> Tensor:
+    product_kernel.KERNELS.start(g)
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2])
+
+
+@operator(_fake_products, ANY_LAYOUT)
 def _products(g: Tensor, x: Tensor) -> Tensor:
     out = fresh(g, (g.shape[0], g.shape[2], x.shape[2]))
     if not product_kernel.applies(g, x) or not (g.shape[1] == 1 or product_kernel.pays(g, x)):
@@ -39,20 +44,13 @@ def _products(g: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@_products.register_fake
-def _(g: Tensor, x: Tensor) -> Tensor:
-    product_kernel.KERNELS.start(g)
-    return g.new_empty(g.shape[0], g.shape[2], x.shape[2])
-
-
 def scattered(rows: OneHot, g: Tensor) -> Tensor:
     """``Σ_k onehot(ids_nk) ⊗ g_nk`` of g ``[n, k.., d..]``, as ``[n, classes, d]``."""
     n = rows.ids.shape[0]
     ids = rows.ids.reshape(n, -1)
     g = g.reshape(n, ids.shape[1], math.prod(g.shape[rows.ids.dim() :]))
     if kernels_pay(g) or _large(g, rows.classes * g.shape[2]):
-        large: Tensor = table_grads(ids, g, rows.classes, rows.padding)
-        return large
+        return table_grads(ids, g, rows.classes, rows.padding)
     g = without(rows.padding, ids, g)
     zeros = g.new_zeros(n, rows.classes, g.shape[2])
     return zeros.scatter_add(1, ids.unsqueeze(-1).expand_as(g), g)
@@ -70,18 +68,16 @@ def _large(g: Tensor, elements: object) -> bool:
 
 def conv_weight_grad(g: Tensor, patches: Patches) -> Tensor:
     """``[n, *weight.shape]`` from g ``[n, k, out, *space]`` and the windows of the input."""
-    grad: Tensor = _conv_weight_grad(g, patches.input, patches.kernel, patches.settings.numbers())
-    return grad
+    return _conv_weight_grad(g, patches.input, patches.kernel, patches.settings.numbers())
 
 
-@torch.library.custom_op("fxgrad::conv_weight_grad", mutates_args=(), tags=ANY_LAYOUT)
+def _fake_conv_weight_grad(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    window_kernel.KERNELS.start(g)
+    return g.new_empty(g.shape[0], *kernel)
+
+
+@operator(_fake_conv_weight_grad, ANY_LAYOUT)
 def _conv_weight_grad(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     out = fresh(g, (len(g), *kernel))
     weight_grads(g, input, kernel, Settings.of(numbers), out)
     return out
-
-
-@_conv_weight_grad.register_fake
-def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    window_kernel.KERNELS.start(g)
-    return g.new_empty(g.shape[0], *kernel)

@@ -6,44 +6,31 @@ dozen times. Here a matrix stays in the cache until its sums are taken.
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from fxgrad.kernels.compiled import LARGEST, Library
+from fxgrad.kernels.compiled import Library
 from fxgrad.kernels.gram import from_squares
 from fxgrad.kernels.norms import SMALL, gamma
 
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 FEATURES = 96  # whose products are added up at once, at least
 LOST = 1.2e-38  # of a square that underflows, at most
 VECTOR = 8  # numbers, at least
 
-
-KERNELS = Library(
-    [Path(__file__).with_name(name) for name in ("common.cpp", "gram.cpp")],
-    {"gram_sums": [_POINTER] * 4 + [_SIZE] * 4 + [_POINTER, ctypes.c_int]},
-    computes="norms of linear layers with few positions",
-)
+KERNELS = Library("common.cpp", "gram.cpp", computes="norms of linear layers with few positions")
 
 
 def applies(g: Tensor, x: Tensor) -> bool:
     """Whether the kernel can: float32 on CPU, matrices that a thread may hold."""
-    small = bool(g.numel() and x.numel()) and 2 * g.shape[1] ** 2 * g.element_size() <= LARGEST
-    return KERNELS.takes(g, x) and small and KERNELS.functions is not None
+    return KERNELS.applies(g, x, copied=2 * g.shape[1] ** 2 * g.element_size())
 
 
 def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``."""
-    kernels = KERNELS.functions
-    assert kernels is not None
     (n, k, o), i = g.shape, x.shape[2]
-    found = torch.empty(7, n, dtype=torch.float64)
-    sides = [(side.data_ptr(), (_SIZE * 3)(*side.stride())) for side in (g, x)]
-    kernels.gram_sums(*sides[0], *sides[1], n, k, o, i, found.data_ptr(), torch.get_num_threads())
-    square, size, by_g, by_x, by_both, of_g, of_x = found
+    sums = torch.empty(7, n, dtype=torch.float64)
+    KERNELS.call("gram_sums", g, g.stride(), x, x.stride(), n, k, o, i, sums)
+    square, size, by_g, by_x, by_both, of_g, of_x = sums
     underflow = LOST * (o * of_x.square() + i * of_g.square())
     off_g, off_x = _rounding(o), _rounding(i)
     slack = off_g * by_g + off_x * by_x + off_g * off_x * by_both.square()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxgrad.kernels.operators import operator
+
 
 def _groups(ids: Tensor, groups: int) -> Iterator[tuple[int, Tensor]]:
     """The rows of each group that has some; a row sent elsewhere is in none."""
@@ -20,32 +22,13 @@ def _groups(ids: Tensor, groups: int) -> Iterator[tuple[int, Tensor]]:
         start += size
 
 
-@torch.library.custom_op("fxgrad::grouped_rows", mutates_args=())
-def grouped_rows(input: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """``out[s] = input[s] @ weight[ids[s]]``: ``[S, I], [E, I, O], [S] -> [S, O]``; 0 for an id out of range."""
-    out = input.new_zeros(input.shape[0], weight.shape[2])
-    for group, rows in _groups(ids, weight.shape[0]):
-        out[rows] = input[rows] @ weight[group]
-    return out
-
-
-@grouped_rows.register_fake
-def _(input: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    return input.new_empty(input.shape[0], weight.shape[2])
-
-
-@torch.library.custom_op("fxgrad::grouped_rows_weight", mutates_args=())
+@operator(lambda input, g, ids, groups: input.new_empty(groups, input.shape[1], g.shape[1]))
 def grouped_rows_weight(input: Tensor, g: Tensor, ids: Tensor, groups: int) -> Tensor:
     """The summed gradient of the weight: ``[E, I, O]``."""
     out = input.new_zeros(groups, input.shape[1], g.shape[1])
     for group, rows in _groups(ids, groups):
         out[group] = input[rows].mT @ g[rows]
     return out
-
-
-@grouped_rows_weight.register_fake
-def _(input: Tensor, g: Tensor, ids: Tensor, groups: int) -> Tensor:
-    return input.new_empty(groups, input.shape[1], g.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -61,4 +44,10 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     return of_input, of_weight, None
 
 
-grouped_rows.register_autograd(_backward, setup_context=_keep)
+@operator(lambda input, weight, ids: input.new_empty(input.shape[0], weight.shape[2]), keep=_keep, backward=_backward)
+def grouped_rows(input: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """``out[s] = input[s] @ weight[ids[s]]``: ``[S, I], [E, I, O], [S] -> [S, O]``; 0 for an id out of range."""
+    out = input.new_zeros(input.shape[0], weight.shape[2])
+    for group, rows in _groups(ids, weight.shape[0]):
+        out[rows] = input[rows] @ weight[group]
+    return out

@@ -1,4 +1,4 @@
-"""What operators read, in whatever layout, and memory for what they write: on huge pages, and kept for the next step.
+"""Memory for the results of operators: on huge pages, and kept for the next step.
 
 Per-sample gradients are hundreds of megabytes that a step writes once, into memory the process has never
 touched. On CPU the time then goes into page faults, one for every 4 KiB; asked for in time, the kernel
@@ -31,9 +31,6 @@ from torch import Tensor
 
 from fxgrad.kernels.blocks import HUGE, Blocks, keeps, on_huge_pages
 
-# Operators take values as they lie: where a compiler has a convolution's channels last, copying a few samples at a time
-# will do.
-ANY_LAYOUT = (torch.Tag.flexible_layout,)
 HEAP = (32 << 20) - (64 << 10)  # bytes: the largest block that the C library learns from, with what it adds
 blocks = Blocks()
 

@@ -101,6 +101,11 @@ def quickly_bounded(norms: Tensor, rounding: Tensor, dtype: torch.dtype) -> Tens
     return torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + rounding])
 
 
+def norms_like(rows: Tensor) -> Tensor:
+    """Memory for the norms of ``rows`` and their bounds, ``[2, n]``."""
+    return rows.new_empty((2, rows.shape[0]), dtype=torch.float64)
+
+
 def bounded(rows: Tensor, rounding: Tensor) -> Norms:
     """Norms of gradients as they were computed, and bounds of what they were before rounding."""
     norms = frobenius(rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxgrad.kernels import gram_kernel, product_kernel
 from fxgrad.kernels.convolutions import CACHED
 from fxgrad.kernels.gram import gram_norms
-from fxgrad.kernels.memory import ANY_LAYOUT, fresh
+from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     SMALL,
     Norms,
@@ -25,11 +25,13 @@ from fxgrad.kernels.norms import (
     gamma,
     is_wide,
     measured,
+    norms_like,
     quick_frobenius,
     quickly_bounded,
     slices,
     sum_squares,
 )
+from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import computable
 
 Norm = Callable[[Tensor], Tensor]
@@ -54,7 +56,16 @@ def rank_one_norms(g: Tensor, x: Tensor) -> Norms:
     return norms, norms * (1 + 1e-12)
 
 
-@torch.library.custom_op("fxgrad::product_norms", mutates_args=(), tags=ANY_LAYOUT)
+def _fake_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
+    (gram_kernel if gram else product_kernel).KERNELS.start(g)
+    return norms_like(g)
+
+
+def _fake_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), _fake_norms(g, x, False)
+
+
+@operator(_fake_norms, ANY_LAYOUT)
 def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
     g, x = computable(g), computable(x)
@@ -72,12 +83,6 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     return by_blocks(g, x, slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)
 
 
-@product_norms.register_fake
-def _(g: Tensor, x: Tensor, gram: bool) -> Tensor:
-    (gram_kernel if gram else product_kernel).KERNELS.start(g)
-    return g.new_empty((2, g.shape[0]), dtype=torch.float64)
-
-
 def _norms_of_rows(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return measured(g.mT @ x, product_rounding(g, x, quick_frobenius, dtype))
 
@@ -90,7 +95,7 @@ def _carefully(g: Tensor, x: Tensor) -> Tensor:
     return _norms_of_rows(g.double().unsqueeze(0), x.double().unsqueeze(0), g.dtype)
 
 
-@torch.library.custom_op("fxgrad::product_rows", mutates_args=(), tags=ANY_LAYOUT)
+@operator(_fake_rows, ANY_LAYOUT)
 def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``, with the norms and bounds."""
     (n, k, o), i = g.shape, x.shape[2]
@@ -101,19 +106,13 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             rounding = product_rounding(g[doubtful], x[doubtful], quick_frobenius)
             found[:, doubtful] = measured(out[doubtful], rounding)
         return out, found
-    found = torch.empty(2, n, dtype=torch.float64, device=g.device)
+    found = norms_like(g)
     size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if g.device.type == "cpu" else max(n, 1)
     for start in range(0, n, size):
         rows = slice(start, start + size)
         torch.bmm(g[rows].mT, x[rows], out=out[rows])
         found[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
     return out, found
-
-
-@product_rows.register_fake
-def _(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    product_kernel.KERNELS.start(g)
-    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
 def _by_kernel(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from fxgrad.kernels.operators import operator
 from fxgrad.kernels.tables import without
 
 ELEMENTS = 1 << 20  # products of positions that are there together
@@ -22,7 +22,7 @@ def _by_samples(n: int, k: int, of: Callable[[slice], Tensor], like: Tensor) -> 
     return out
 
 
-@torch.library.custom_op("fxgrad::product_gram", mutates_args=())
+@operator(lambda g, x: g.new_empty(g.shape[0], g.shape[0]))
 def product_gram(g: Tensor, x: Tensor) -> Tensor:
     """Of ``Σ_k g[n, k, o] x[n, k, i]``."""
     by_g, by_x = g.flatten(0, 1).t(), x.flatten(0, 1).t()
@@ -33,12 +33,7 @@ def product_gram(g: Tensor, x: Tensor) -> Tensor:
     return _by_samples(g.shape[0], g.shape[1], of, g)
 
 
-@product_gram.register_fake
-def _(g: Tensor, x: Tensor) -> Tensor:
-    return g.new_empty(g.shape[0], g.shape[0])
-
-
-@torch.library.custom_op("fxgrad::table_gram", mutates_args=())
+@operator(lambda ids, g, padding_idx: g.new_empty(g.shape[0], g.shape[0]))
 def table_gram(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     g = without(padding_idx, ids, g)
@@ -48,8 +43,3 @@ def table_gram(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
         return (g[block].flatten(0, 1) @ flat).mul_(ids[block].reshape(-1, 1) == every)
 
     return _by_samples(g.shape[0], g.shape[1], of, g)
-
-
-@table_gram.register_fake
-def _(ids: Tensor, g: Tensor, padding_idx: int) -> Tensor:
-    return g.new_empty(g.shape[0], g.shape[0])

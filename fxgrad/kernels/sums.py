@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxgrad.kernels.memory import ANY_LAYOUT
 from fxgrad.kernels.onednn import outer_products
+from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import accumulating
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.sizes import hint
@@ -38,7 +38,7 @@ def weighted(rows: Tensor, c: Tensor, none: Tensor | None) -> Tensor:
     return without(rows, none) * c.view(-1, *[1] * (rows.dim() - 1))
 
 
-@torch.library.custom_op("fxgrad::product_sum", mutates_args=(), tags=ANY_LAYOUT)
+@operator(lambda g, x, c, onednn: g.new_empty(g.shape[2], x.shape[2]), ANY_LAYOUT)
 def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
     c = c.to(g.dtype)
@@ -54,12 +54,7 @@ def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     return outer_products(g.flatten(0, 1), x.flatten(0, 1), onednn=onednn)
 
 
-@product_sum.register_fake
-def _(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
-    return g.new_empty(g.shape[2], x.shape[2])
-
-
-@torch.library.custom_op("fxgrad::window_sum", mutates_args=(), tags=ANY_LAYOUT)
+@operator(lambda g, input, c, kernel, numbers: g.new_empty(*kernel), ANY_LAYOUT)
 def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """A convolution's weight gradient with every sample's part weighted."""
     c = c.to(g.dtype)
@@ -71,11 +66,6 @@ def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbe
     operands = (g.flatten(0, 1), input.flatten(0, 1), g.new_empty(()).expand(tuple(kernel)), None)
     grad: Tensor = torch.ops.aten.convolution_backward(*operands, *Settings.of(numbers), (False, True, False))[1]
     return grad.contiguous()
-
-
-@window_sum.register_fake
-def _(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    return g.new_empty(*kernel)
 
 
 def small_sum(rows: Tensor, c: Tensor) -> Tensor:
@@ -95,22 +85,15 @@ def summed_rows(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]``, by whichever of the two is faster."""
     if math.prod(hint(size) for size in rows.shape[1:]) <= SMALL:
         return small_sum(rows, c)
-    total: Tensor = dense_sum(rows, c)
-    return total
+    return dense_sum(rows, c)
 
 
-@torch.library.custom_op("fxgrad::dense_sum", mutates_args=(), tags=ANY_LAYOUT)
+@operator(lambda rows, c: rows.new_empty(rows.shape[1:], dtype=accumulating(rows.dtype)), ANY_LAYOUT)
 def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]``"""
     kind = accumulating(rows.dtype)
     c = c.to(kind)
     return (c @ without(rows, nothing(c)).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
-
-
-@dense_sum.register_fake
-def _(rows: Tensor, c: Tensor) -> Tensor:
-    kind = accumulating(rows.dtype)
-    return rows.new_empty(rows.shape[1:], dtype=kind)
 
 
 def small_table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:

@@ -6,72 +6,61 @@ the norms the ids are sorted. PyTorch's own sum adds every number by an atomic i
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fxgrad.kernels.compiled import LARGEST, Library
-from fxgrad.kernels.memory import ANY_LAYOUT, fresh
-from fxgrad.kernels.norms import CHAIN, SMALL, bounded, frobenius, gamma, quick_frobenius
+from fxgrad.kernels.compiled import Library
+from fxgrad.kernels.memory import fresh
+from fxgrad.kernels.norms import CHAIN, SMALL, bounded, frobenius, gamma, norms_like, quick_frobenius
+from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import computable, unit
 from fxgrad.kernels.sizes import hint
 
 FEW_NUMBERS = 1 << 15  # of the rows, up to which an operator's call costs more than it gains
 
-_READ, _WRITTEN = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, [ctypes.c_void_p, ctypes.c_int]
-KERNELS = Library(
-    [Path(__file__).with_name(name) for name in ("common.cpp", "tables.cpp")],
-    {
-        "row_squares": _READ + _WRITTEN,
-        "table_grads": [*_READ, ctypes.c_int64, ctypes.c_void_p, *_WRITTEN],
-        "table_sum": [*_READ, ctypes.c_void_p, *_WRITTEN],
-    },
-    computes="embeddings",
-)
+KERNELS = Library("common.cpp", "tables.cpp", computes="embeddings")
 
 
-@torch.library.custom_op("fxgrad::table_grads", mutates_args=(), tags=ANY_LAYOUT)
-def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
-    """Of ids ``[n, k]`` and g ``[n, k, d]``: ``[n, classes, d]``."""
-    out = fresh(g, (len(g), classes, g.shape[2]))
-    kernels = _kernels(ids, g, classes)
-    if kernels is None:
-        g = without(padding_idx, ids, g)
-        return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)
-    _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr(), None)
-    return out
-
-
-@table_grads.register_fake
-def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+def _fake_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     KERNELS.start(g)
     return g.new_empty(g.shape[0], classes, g.shape[2])
 
 
-@torch.library.custom_op("fxgrad::table_rows", mutates_args=(), tags=ANY_LAYOUT)
+def _fake_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
+    KERNELS.start(g)
+    return g.new_empty(classes, g.shape[2])
+
+
+def _fake_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    KERNELS.start(g)
+    return norms_like(g)
+
+
+@operator(_fake_grads, ANY_LAYOUT)
+def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
+    """Of ids ``[n, k]`` and g ``[n, k, d]``: ``[n, classes, d]``."""
+    out = fresh(g, (len(g), classes, g.shape[2]))
+    if not _kernels_add_up(ids, g, classes):
+        g = without(padding_idx, ids, g)
+        return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)
+    _call("table_grads", ids, g, padding_idx, classes, out, None)
+    return out
+
+
+@operator(lambda *arguments: (_fake_grads(*arguments), _fake_norms(*arguments)), ANY_LAYOUT)
 def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[Tensor, Tensor]:
     """The same, with norms and bounds."""
-    kernels = _kernels(ids, g, classes)
-    if kernels is None:
+    if not _kernels_add_up(ids, g, classes):
         return table_grads(ids, g, classes, padding_idx), row_norms(ids, g, classes, padding_idx)
-    out, found = fresh(g, (len(g), classes, g.shape[2])), torch.empty(2, len(ids), dtype=torch.float64)
-    _call(kernels.table_grads, ids, g, padding_idx, classes, out.data_ptr(), found.data_ptr())
-    found, doubtful = _measured(found, g.dtype)
-    if bool(doubtful.any()):  # what was found has to hold for these rows, as they were rounded
+    out, sums = fresh(g, (len(g), classes, g.shape[2])), norms_like(g)
+    _call("table_grads", ids, g, padding_idx, classes, out, sums)
+    norms, doubtful = _measured(sums, g.dtype)
+    if bool(doubtful.any()):  # the bounds have to hold for these rows, as they were rounded
         off = rounding_of_rows(ids[doubtful].long(), g[doubtful], classes, padding_idx)
-        found[:, doubtful] = torch.stack(bounded(out[doubtful], off))
-    return out, found
-
-
-@table_rows.register_fake
-def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[Tensor, Tensor]:
-    KERNELS.start(g)
-    found = g.new_empty((2, ids.shape[0]), dtype=torch.float64)
-    return g.new_empty(g.shape[0], classes, g.shape[2]), found
+        norms[:, doubtful] = torch.stack(bounded(out[doubtful], off))
+    return out, norms
 
 
 def kernels_pay(g: Tensor) -> bool:
@@ -79,53 +68,39 @@ def kernels_pay(g: Tensor) -> bool:
     return math.prod(hint(size) for size in g.shape) > FEW_NUMBERS and KERNELS.takes(g)
 
 
-@torch.library.custom_op("fxgrad::table_sum", mutates_args=(), tags=ANY_LAYOUT)
+@operator(_fake_sum, ANY_LAYOUT)
 def table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
     """``Σ_nk c[n] onehot(ids[n, k]) ⊗ g[n, k, d]`` as ``[classes, d]``."""
     out = fresh(g, (classes, g.shape[2])).zero_()
     c = c.to(g.dtype).contiguous()
-    kernels = _kernels(ids, g, classes)
-    if kernels is None:
+    if not _kernels_add_up(ids, g, classes):
         scale = c.view(-1, 1, 1)
         g = without(padding_idx, ids, torch.where(scale == 0, 0, g) * scale)
         return out.index_add_(0, ids.flatten(), g.flatten(0, 1))
-    _call(kernels.table_sum, ids, g, padding_idx, c.data_ptr(), out.data_ptr())
+    _call("table_sum", ids, g, padding_idx, c, out)
     return out
 
 
-@table_sum.register_fake
-def _(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
-    KERNELS.start(g)
-    return g.new_empty(classes, g.shape[2])
-
-
-@torch.library.custom_op("fxgrad::row_norms", mutates_args=(), tags=ANY_LAYOUT)
+@operator(_fake_norms, ANY_LAYOUT)
 def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     g = computable(g)
-    kernels = KERNELS.functions if KERNELS.takes(g) and g.numel() else None
-    if kernels is None or g[0].numel() * g.element_size() > LARGEST:
+    if not KERNELS.applies(g, copied=g.shape[1:].numel() * g.element_size()):
         return _by_sorting(ids, g, classes, padding_idx)
-    found = torch.empty(2, len(ids), dtype=torch.float64)
-    _call(kernels.row_squares, ids, g, padding_idx, found.data_ptr())
-    found, doubtful = _measured(found, g.dtype)
+    sums = norms_like(g)
+    _call("row_squares", ids, g, padding_idx, sums)
+    norms, doubtful = _measured(sums, g.dtype)
     if bool(doubtful.any()):
-        found[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx, g.dtype)
-    return found
+        norms[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx, g.dtype)
+    return norms
 
 
-@row_norms.register_fake
-def _(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
-    KERNELS.start(g)
-    return g.new_empty((2, ids.shape[0]), dtype=torch.float64)
-
-
-def _kernels(ids: Tensor, g: Tensor, classes: int) -> ctypes.CDLL | None:
-    """Those that add up rows, which trust the ids; None where PyTorch's ops do, and say what is wrong."""
+def _kernels_add_up(ids: Tensor, g: Tensor, classes: int) -> bool:
+    """Whether kernels add up rows, which trust the ids; PyTorch's ops do not, and refuse wrong ones."""
     if not g.numel() or not KERNELS.takes(g):
-        return None
+        return False
     least, most = ids.aminmax()
-    return KERNELS.functions if int(least) >= 0 and int(most) < classes else None
+    return int(least) >= 0 and int(most) < classes and KERNELS.functions is not None
 
 
 def rounding_of_sums(counts: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,17 +131,16 @@ def lines_of_table(ids: Tensor, g: Tensor, padding_idx: int, chosen: slice | Ten
     return g.new_zeros(len(g), len(lines) + 1, g.shape[2]).scatter_add_(1, place, g)[:, :-1].flatten(1)
 
 
-def _call(kernel: Callable[..., None], ids: Tensor, g: Tensor, *arguments: int | None) -> None:
-    ids, g = ids.long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
-    steps = (ctypes.c_int64 * 2)(*g.stride()[:2])
-    kernel(ids.data_ptr(), g.data_ptr(), steps, *g.shape, *arguments, torch.get_num_threads())
+def _call(kernel: str, ids: Tensor, g: Tensor, *arguments: Tensor | int | None) -> None:
+    g = g if g.stride(2) == 1 else g.contiguous()
+    KERNELS.call(kernel, ids.long().contiguous(), g, g.stride()[:2], *g.shape, *arguments)
 
 
-def _measured(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Norms and bounds from what a kernel found, and for which samples float32 could not hold them."""
-    norms, off = found.sqrt()
-    found = torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + 1.001 * unit(dtype) * off])
-    return found, ~found[1].isfinite() | (norms < SMALL)
+def _measured(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Norms and bounds from the sums of a kernel, and for which samples float32 could not hold them."""
+    norms, off = sums.sqrt()
+    measured = torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + 1.001 * unit(dtype) * off])
+    return measured, ~measured[1].isfinite() | (norms < SMALL)
 
 
 def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int, delivered: torch.dtype | None = None) -> Tensor:

@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fxgrad.kernels.compiled import LARGEST, Library, parts_of
+from fxgrad.kernels.compiled import Library, parts_of
+from fxgrad.kernels.settings import Settings
 
-if TYPE_CHECKING:
-    from fxgrad.kernels.settings import Settings
-
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 FEW = 4  # outputs of a group, and half of the numbers in a window's row, below which most of a vector would be padding
 LANES = 16  # of a vector, at most: groups that are computed together
 
@@ -32,25 +27,20 @@ class Shape(ctypes.Structure):
     """The sizes of a convolution, as ``struct Shape`` of windows.cpp has them; a test compares the two."""
 
     _fields_ = tuple(
-        (name, _SIZE)
+        (name, ctypes.c_int64)
         for name in """samples images outs out_rows out_columns channels rows columns kernel_rows kernel_columns
         row_stride column_stride row_padding column_padding row_dilation column_dilation groups""".split()
     )
 
 
-KERNELS = Library(
-    [Path(__file__).with_name(name) for name in ("common.cpp", "windows.cpp", "depthwise.cpp")],
-    dict.fromkeys(("window_rows", "depthwise_rows"), [_POINTER] * 7 + [_SIZE, ctypes.c_int]),
-    computes="convolutions",
-)
+KERNELS = Library("common.cpp", "windows.cpp", "depthwise.cpp", computes="convolutions")
 
 
 def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
     """Whether a kernel can: float32 on CPU, one or two dimensions of space, large groups or many."""
     plain = len(kernel) in (3, 4) and (_large_groups(kernel, settings) or 2 * settings.groups >= LANES)
     image = g if settings.transposed else input
-    small = bool(g.numel() and input.numel()) and image[0].numel() * image.element_size() <= LARGEST
-    return plain and KERNELS.takes(g, input) and small and KERNELS.functions is not None
+    return plain and KERNELS.applies(g, input, copied=image.shape[1:].numel() * image.element_size())
 
 
 def _large_groups(kernel: Sequence[int], settings: Settings) -> bool:
@@ -62,20 +52,17 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     them, of g ``[n, k, out, *space]`` and of input ``[n, k, in, *space]``: ``[3, n]`` in float64."""
     if settings.transposed:  # it is g that has windows, at the positions of the input
         return rows(input, g, kernel, settings._replace(transposed=False), out)[[0, 2, 1]]
-    kernels = KERNELS.functions
-    assert kernels is not None
     large = _large_groups(kernel, settings)
     stride, padding, dilation = (list(each) for each in settings[:3])
     if len(kernel) == 3:  # a row of pixels is an image
         g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
-    threads = torch.get_num_threads()
     groups, (outs, channels) = settings.groups, kernel[:2]
     if large:  # of each group
-        parts = parts_of(len(g) * groups, outs // groups, g[0].numel() // groups * g.element_size(), threads)
+        parts = parts_of(len(g) * groups, outs // groups, g[0].numel() // groups * g.element_size())
     else:
         parts = -(-groups // LANES)
-    found = torch.empty(3, len(g), groups * parts if large else parts, dtype=torch.float64)
+    sums = torch.empty(3, len(g), groups * parts if large else parts, dtype=torch.float64)
     shape = Shape(samples=len(g), images=g.shape[1], outs=outs // groups, channels=channels, groups=groups)
     shape.out_rows, shape.out_columns = g.shape[3:]
     shape.rows, shape.columns = input.shape[3:]
@@ -83,19 +70,6 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     shape.row_stride, shape.column_stride = stride
     shape.row_padding, shape.column_padding = padding
     shape.row_dilation, shape.column_dilation = dilation
-    (kernels.window_rows if large else kernels.depthwise_rows)(
-        g.data_ptr(),
-        _numbers(g.stride()),
-        input.data_ptr(),
-        _numbers(input.stride()),
-        ctypes.byref(shape),
-        None if out is None else out.data_ptr(),
-        found.data_ptr(),
-        parts,
-        threads,
-    )
-    return found.sum(2)
-
-
-def _numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (_SIZE * len(values))(*values)
+    kernel_in_c = "window_rows" if large else "depthwise_rows"
+    KERNELS.call(kernel_in_c, g, g.stride(), input, input.stride(), ctypes.byref(shape), out, sums, parts)
+    return sums.sum(2)

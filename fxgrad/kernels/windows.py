@@ -14,7 +14,7 @@ from torch import Tensor
 from fxgrad.kernels import window_kernel
 from fxgrad.kernels.convolutions import blocks, conv_rows
 from fxgrad.kernels.gram import from_squares, met, pixels_of, window_gram
-from fxgrad.kernels.memory import ANY_LAYOUT, fresh
+from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     CHAIN,
     SMALL,
@@ -22,10 +22,12 @@ from fxgrad.kernels.norms import (
     by_blocks,
     gamma,
     measured,
+    norms_like,
     quick_frobenius,
     quickly_bounded,
     slices,
 )
+from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import computable
 from fxgrad.kernels.settings import Settings
 
@@ -44,7 +46,17 @@ def window_rounding(
     return of_g * of_input * (1.001 * gamma(math.prod(positions), dtype, blocks) * math.sqrt(copies))
 
 
-@torch.library.custom_op("fxgrad::window_rows", mutates_args=(), tags=ANY_LAYOUT)
+def _fake_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
+    if not gram:
+        window_kernel.KERNELS.start(g)
+    return norms_like(g)
+
+
+def _fake_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return g.new_empty(g.shape[0], *kernel), _fake_norms(g, input, kernel, numbers, False)
+
+
+@operator(_fake_rows, ANY_LAYOUT)
 def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """A convolution's per-sample weight gradients, with their norms and bounds."""
     out = fresh(g, (len(g), *kernel))
@@ -58,17 +70,11 @@ def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequen
         if bool(doubtful.any()):
             found[:, doubtful] = look(doubtful)
         return out, found
-    found = torch.empty(2, len(g), dtype=torch.float64, device=g.device)
+    found = norms_like(g)
     for rows in blocks(g, input, kernel):
         conv_rows(g[rows], input[rows], kernel, settings, out[rows])
         found[:, rows] = look(rows)
     return out, found
-
-
-@window_rows.register_fake
-def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    window_kernel.KERNELS.start(g)
-    return g.new_empty(g.shape[0], *kernel), g.new_empty((2, g.shape[0]), dtype=torch.float64)
 
 
 def _norms_of_windows(
@@ -95,7 +101,7 @@ def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings:
     return (met.shape[1], *met.shape[3:]), math.prod(kernel[2:])
 
 
-@torch.library.custom_op("fxgrad::window_norms", mutates_args=(), tags=ANY_LAYOUT)
+@operator(_fake_norms, ANY_LAYOUT)
 def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
     """The norms of a convolution's per-sample weight gradients, and their bounds."""
     g, input = computable(g), computable(input)
@@ -123,10 +129,3 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
     pixels, windows = math.prod(input.shape[3:]), math.prod(g.shape[3:])
     size = max(pixels * pixels, windows * windows) * g.element_size()
     return by_blocks(g, input, slices(len(g), size), by_gram, carefully)
-
-
-@window_norms.register_fake
-def _(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
-    if not gram:
-        window_kernel.KERNELS.start(g)
-    return g.new_empty((2, g.shape[0]), dtype=torch.float64)

@@ -70,25 +70,34 @@ void backward(const T* gates, const T* c, const T* c_after, const T* dh, T* dc, 
       const auto load = [&](const T* from) { return Vec<T>::loadu(from + k, size); };
       const auto store = [&](Vec<T> value, int64_t gate) { value.store(d + 4 * row + gate * hidden + k, size); };
       const Vec<T> vi = load(i), vf = load(f), vn = load(n), vo = load(o);
-      const Vec<T> bent = tanh<T>(load(c_after + row)), output = load(dh + row);
-      const Vec<T> cell = load(dc + row) + output * vo * (one - bent * bent);
+      const Vec<T> tanh_c = tanh<T>(load(c_after + row)), output = load(dh + row);
+      const Vec<T> cell = load(dc + row) + output * vo * (one - tanh_c * tanh_c);
       store(cell * vn * vi * (one - vi), 0);
       store(cell * load(c + row) * vf * (one - vf), 1);
       store(cell * vi * (one - vn * vn), 2);
-      store(output * bent * vo * (one - vo), 3);
+      store(output * tanh_c * vo * (one - vo), 3);
       (cell * vf).store(dc + row + k, size);
     }
   }
 }
 
-#define STEPS(T, name)                                                                                              \
-  extern "C" void forward_##name(T* before, T* gates, T* c, T* c_after, T* h, T* h_after, T* going_on,              \
-                                 int64_t batch, int64_t hidden, int threads) {                                      \
-    forward<T>(before, gates, c, c_after, h, h_after, going_on, batch, hidden, threads);                           \
-  }                                                                                                                 \
-  extern "C" void backward_##name(T* gates, T* c, T* c_after, T* dh, T* dc, T* d, T* going_on,                      \
-                                  int64_t batch, int64_t hidden, int threads) {                                     \
-    backward<T>(gates, c, c_after, dh, dc, d, going_on, batch, hidden, threads);                                    \
-  }
-STEPS(float, float32)
-STEPS(double, float64)
+// `Library` reads these declarations: no macro.
+extern "C" void forward_float32(float* before, float* gates, float* c, float* c_after, float* h, float* h_after, float* going_on,
+                                int64_t batch, int64_t hidden, int threads) {
+  forward<float>(before, gates, c, c_after, h, h_after, going_on, batch, hidden, threads);
+}
+
+extern "C" void backward_float32(float* gates, float* c, float* c_after, float* dh, float* dc, float* d, float* going_on,
+                                 int64_t batch, int64_t hidden, int threads) {
+  backward<float>(gates, c, c_after, dh, dc, d, going_on, batch, hidden, threads);
+}
+
+extern "C" void forward_float64(double* before, double* gates, double* c, double* c_after, double* h, double* h_after, double* going_on,
+                                int64_t batch, int64_t hidden, int threads) {
+  forward<double>(before, gates, c, c_after, h, h_after, going_on, batch, hidden, threads);
+}
+
+extern "C" void backward_float64(double* gates, double* c, double* c_after, double* dh, double* dc, double* d, double* going_on,
+                                 int64_t batch, int64_t hidden, int threads) {
+  backward<double>(gates, c, c_after, dh, dc, d, going_on, batch, hidden, threads);
+}

@@ -5,9 +5,7 @@ A step's small ops cost more than its product does: each is a call, runs in one 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,31 +20,20 @@ from fxgrad.kernels.recurrent.walk import blocks, last, steps
 PARALLEL = 1 << 13  # gates of a step from which a second thread gains more than it costs
 
 
-KERNELS = Library(
-    [Path(__file__).with_name("lstm.cpp")],
-    dict.fromkeys(
-        ("forward_float32", "forward_float64", "backward_float32", "backward_float64"),
-        [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int],
-    ),
-    (torch.float32, torch.float64),
-    computes="LSTMs",
-)
+KERNELS = Library("recurrent/lstm.cpp", dtypes=(torch.float32, torch.float64), computes="LSTMs")
 
 
 def applies(*values: Tensor) -> bool:
     """Whether the kernel can compute with these values."""
-    return KERNELS.takes(*values) and KERNELS.functions is not None
+    return KERNELS.applies(*values)
 
 
-def _kernel(name: str, like: Tensor) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(KERNELS.functions, f"{name}_{str(like.dtype).removeprefix('torch.')}")
-    return found
-
-
-def _sizes(cells: Tensor) -> tuple[int, int, int]:
-    """The kernel's last arguments: the batch, the hidden size and the number of threads."""
+def _step(name: str, cells: Tensor) -> tuple[Callable[..., Any], tuple[int, int, int]]:
+    """The kernel of a step, and its last arguments: the batch, the hidden size and the number of threads."""
+    kernel = getattr(KERNELS.functions, f"{name}_{str(cells.dtype).removeprefix('torch.')}")
     batch, hidden = cells.shape[1:]
-    return batch, hidden, torch.get_num_threads() if 4 * batch * hidden >= PARALLEL else 1
+    threads = torch.get_num_threads() if 4 * batch * hidden >= PARALLEL else 1
+    return kernel, (batch, hidden, threads)
 
 
 def _addresses(value: Tensor | None, length: int) -> list[int]:
@@ -61,7 +48,7 @@ def forward(
     projection: Projection, gates: Tensor, hs: Tensor, cells: Tensor, w: Tensor, mask: Tensor | None, reverse: bool
 ) -> None:
     """Fills the gates i, f, n, o and the states, of which the first is given; what is projected stays in the cache."""
-    step, sizes = _kernel("forward", gates), _sizes(cells)
+    step, sizes = _step("forward", cells)
     plus, h = plus_times(w, gates.shape[1]), hs.unbind(0)
     of_gates, of_c, of_h, of_mask = (_addresses(value, len(gates)) for value in (gates, cells, hs, mask))
     for block, walk in blocks(cells, len(gates), not reverse):
@@ -77,7 +64,7 @@ def backward(
     dhs: Tensor, dc: Tensor | None, w: Tensor, gates: Tensor, cells: Tensor, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the gates at all steps, before their activation, of h0 and of c0."""
-    step, sizes = _kernel("backward", gates), _sizes(cells)
+    step, sizes = _step("backward", cells)
     gates, cells = gates.contiguous(), cells.contiguous()
     dxp, dh = fresh(dhs, gates.shape), last(dhs, reverse).contiguous()
     dcell = torch.zeros_like(cells[0]) if dc is None else dc.clone(memory_format=torch.contiguous_format)

@@ -8,6 +8,7 @@ of their own, in the order of the user, or are the rows of packed data (`Layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from fxgrad.host.rnn import pack_rows, pad_rows
+from fxgrad.kernels.operators import operator
 
 
 def _lengths(batch_sizes: Tensor) -> Tensor:
@@ -23,7 +25,41 @@ def _lengths(batch_sizes: Tensor) -> Tensor:
     return (sizes[None, :] > torch.arange(int(sizes[0]))[:, None]).sum(1)
 
 
-@torch.library.custom_op("fxgrad::pack", mutates_args=())
+def _dynamic_size() -> Any:
+    """A size that the values decide, at run time."""
+    return torch.library.get_ctx().new_dynamic_size(min=1)
+
+
+def _rows(data: Tensor, order: Tensor, length: Any) -> Tensor:
+    """What ``[length, B, *]`` of packed data is like."""
+    return data.new_empty(length, order.shape[0], *data.shape[1:])
+
+
+def _fake_pack(x: Tensor, lengths: Tensor, enforce_sorted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, steps = _dynamic_size(), _dynamic_size()
+    order = torch.empty(x.shape[1], dtype=torch.int64, device=x.device)
+    return x.new_empty(rows, *x.shape[2:]), torch.empty(steps, dtype=torch.int64, device="cpu"), order
+
+
+def _keep_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _keep(ctx, (inputs[0], *output[1:]), None)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the length of what comes first, and the batch sizes and the order behind it."""
+    ctx.length, ctx.others = inputs[0].shape[0], len(inputs) - 1
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _backward_by_padding(ctx: Any, g: Tensor, *others: Any) -> Any:
+    return torch.ops.fxgrad.pad_packed(g, *ctx.saved_tensors, ctx.length, 0.0), *[None] * ctx.others
+
+
+def _backward_by_packing(ctx: Any, g: Tensor) -> Any:
+    return torch.ops.fxgrad.repack(g, *ctx.saved_tensors, ctx.length), *[None] * ctx.others
+
+
+@operator(_fake_pack, keep=_keep_pack, backward=_backward_by_padding)
 def pack(x: Tensor, lengths: Tensor, enforce_sorted: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``[T, B, *]`` -> packed data ``[rows, *]``, batch_sizes ``[steps of the longest]`` and sorted_indices ``[B]``."""
     lengths = lengths.to("cpu", torch.int64)
@@ -35,14 +71,9 @@ def pack(x: Tensor, lengths: Tensor, enforce_sorted: bool) -> tuple[Tensor, Tens
     return data.clone(), sizes, order.to(x.device)
 
 
-@pack.register_fake
-def _(x: Tensor, lengths: Tensor, enforce_sorted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    rows, steps = (torch.library.get_ctx().new_dynamic_size(min=1) for _ in range(2))
-    order = torch.empty(x.shape[1], dtype=torch.int64, device=x.device)
-    return x.new_empty(rows, *x.shape[2:]), torch.empty(steps, dtype=torch.int64, device="cpu"), order
-
-
-@torch.library.custom_op("fxgrad::pad_packed", mutates_args=())
+@operator(
+    lambda data, sizes, order, length, value: _rows(data, order, length), keep=_keep, backward=_backward_by_packing
+)
 def pad_packed(data: Tensor, batch_sizes: Tensor, order: Tensor, length: int, value: float) -> Tensor:
     """Packed data ``[rows, *]`` -> ``[length, B, *]``, ``value`` behind the end of each sample."""
     if length < len(batch_sizes):
@@ -54,119 +85,69 @@ def pad_packed(data: Tensor, batch_sizes: Tensor, order: Tensor, length: int, va
     return padded.index_select(1, order.argsort())
 
 
-@pad_packed.register_fake
-def _(data: Tensor, batch_sizes: Tensor, order: Tensor, length: int, value: float) -> Tensor:
-    return data.new_empty(length, order.shape[0], *data.shape[1:])
-
-
-@torch.library.custom_op("fxgrad::pad_packed_to_longest", mutates_args=())
+@operator(
+    lambda data, sizes, order, value: _rows(data, order, _dynamic_size()), keep=_keep, backward=_backward_by_packing
+)
 def pad_packed_to_longest(data: Tensor, batch_sizes: Tensor, order: Tensor, value: float) -> Tensor:
     """`pad_packed` to the length of the longest sample, as `pad_packed_sequence` does it."""
-    length = len(batch_sizes)
-    return pad_rows(data, batch_sizes, False, value, length)[0].index_select(1, order.argsort())
+    return pad_packed(data, batch_sizes, order, len(batch_sizes), value)
 
 
-@pad_packed_to_longest.register_fake
-def _(data: Tensor, batch_sizes: Tensor, order: Tensor, value: float) -> Tensor:
-    length = torch.library.get_ctx().new_dynamic_size(min=1)
-    return data.new_empty(length, order.shape[0], *data.shape[1:])
-
-
-@torch.library.custom_op("fxgrad::repack", mutates_args=())
+@operator(lambda x, sizes, order, rows: x.new_empty(rows, *x.shape[2:]), keep=_keep, backward=_backward_by_padding)
 def repack(x: Tensor, batch_sizes: Tensor, order: Tensor, rows: int) -> Tensor:
     """``[T, B, *]`` -> the rows of packed data ``[rows, *]``, as ``batch_sizes`` and ``order`` have them."""
     data: Tensor = pack_rows(x.index_select(1, order), _lengths(batch_sizes), False)[0]
     return data.clone()
 
 
-@repack.register_fake
-def _(x: Tensor, batch_sizes: Tensor, order: Tensor, rows: int) -> Tensor:
-    return x.new_empty(rows, *x.shape[2:])
-
-
-@torch.library.custom_op("fxgrad::packed_lengths", mutates_args=())
+@operator(lambda x, sizes, order: torch.empty(order.shape[0], dtype=torch.int64, device="cpu"))
 def packed_lengths(x: Tensor, batch_sizes: Tensor, order: Tensor) -> Tensor:
     """How many steps each sample of x, packed or padded, has: ``[B]``."""
     return _lengths(batch_sizes)[order.argsort().cpu()]
 
 
-@packed_lengths.register_fake
-def _(x: Tensor, batch_sizes: Tensor, order: Tensor) -> Tensor:
-    return torch.empty(order.shape[0], dtype=torch.int64, device="cpu")
-
-
-@torch.library.custom_op("fxgrad::rows_of_samples", mutates_args=())
+@operator(lambda data, sizes, order, gradient: _rows(data, order, sizes.shape[0]))
 def rows_of_samples(data: Tensor, batch_sizes: Tensor, order: Tensor, gradient: bool) -> Tensor:
     """Packed data ``[rows, *]`` -> ``[T, B, *]``: behind its end, a sample's first row again, or zeros.
 
     A gradient is padded with zeros; what it is multiplied with, with a row that surely has values.
     """
-    padded: Tensor = pad_packed(data, batch_sizes, order, len(batch_sizes), 0.0)
+    padded = pad_packed(data, batch_sizes, order, len(batch_sizes), 0.0)
     if gradient:
         return padded
     time = torch.arange(len(batch_sizes))
-    lengths: Tensor = packed_lengths(data, batch_sizes, order)
-    over = (time[:, None] >= lengths).to(data.device)
+    over = (time[:, None] >= packed_lengths(data, batch_sizes, order)).to(data.device)
     return torch.where(over.view(*over.shape, *[1] * (data.dim() - 1)), padded[:1], padded)
 
 
-@rows_of_samples.register_fake
-def _(data: Tensor, batch_sizes: Tensor, order: Tensor, gradient: bool) -> Tensor:
-    return data.new_empty(batch_sizes.shape[0], order.shape[0], *data.shape[1:])
-
-
-def _keep_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.length = inputs[0].shape[0]
-    ctx.save_for_backward(output[1], output[2])
-
-
-def _pack_backward(ctx: Any, g: Tensor, *others: Any) -> Any:
-    return torch.ops.fxgrad.pad_packed(g, *ctx.saved_tensors, ctx.length, 0.0), None, None
-
-
-def _keep_pad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.rows, ctx.others = inputs[0].shape[0], len(inputs) - 1
-    ctx.save_for_backward(inputs[1], inputs[2])
-
-
-def _pad_backward(ctx: Any, g: Tensor) -> Any:
-    return torch.ops.fxgrad.repack(g, *ctx.saved_tensors, ctx.rows), *[None] * ctx.others
-
-
-def _keep_repack(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.length = inputs[0].shape[0]
-    ctx.save_for_backward(inputs[1], inputs[2])
-
-
-def _repack_backward(ctx: Any, g: Tensor) -> Any:
-    return torch.ops.fxgrad.pad_packed(g, *ctx.saved_tensors, ctx.length, 0.0), None, None, None
-
-
-pack.register_autograd(_pack_backward, setup_context=_keep_pack)
-pad_packed.register_autograd(_pad_backward, setup_context=_keep_pad)
-pad_packed_to_longest.register_autograd(_pad_backward, setup_context=_keep_pad)
-repack.register_autograd(_repack_backward, setup_context=_keep_repack)
+def _in_nest(value: Any, replace: Callable[[PackedSequence], PackedSequence]) -> Any:
+    """A nest of tuples, lists and dicts with every PackedSequence replaced."""
+    if isinstance(value, PackedSequence):
+        return replace(value)
+    if type(value) in (tuple, list):
+        return type(value)(_in_nest(item, replace) for item in value)
+    return {key: _in_nest(item, replace) for key, item in value.items()} if type(value) is dict else value
 
 
 def with_indices(value: Any, made: dict[int, Tensor]) -> Any:
     """A nest of inputs in which every PackedSequence has its indices; ``made`` are those that it had not."""
-    if isinstance(value, PackedSequence):
-        if value.sorted_indices is not None:
-            return value
-        order = torch.arange(int(value.batch_sizes[0]), device=value.data.device)
+
+    def with_order(packed: PackedSequence) -> PackedSequence:
+        if packed.sorted_indices is not None:
+            return packed
+        order = torch.arange(int(packed.batch_sizes[0]), device=packed.data.device)
         made[id(order)] = order
-        return PackedSequence(value.data, value.batch_sizes, order, order.clone())
-    if type(value) in (tuple, list):
-        return type(value)(with_indices(item, made) for item in value)
-    return {key: with_indices(item, made) for key, item in value.items()} if type(value) is dict else value
+        return PackedSequence(packed.data, packed.batch_sizes, order, order.clone())
+
+    return _in_nest(value, with_order)
 
 
 def as_pytorch_packs(value: Any, made: dict[int, Tensor]) -> Any:
     """A nest of outputs with every PackedSequence as PyTorch has it: without the indices that were made."""
-    if isinstance(value, PackedSequence):
-        data, batch_sizes, order, back = value
+
+    def without_made(packed: PackedSequence) -> PackedSequence:
+        data, batch_sizes, order, back = packed
         indices = (None, None) if id(order) in made else (order, back)
         return PackedSequence(data, batch_sizes, *indices)
-    if type(value) in (tuple, list):
-        return type(value)(as_pytorch_packs(item, made) for item in value)
-    return {key: as_pytorch_packs(item, made) for key, item in value.items()} if type(value) is dict else value
+
+    return _in_nest(value, without_made)

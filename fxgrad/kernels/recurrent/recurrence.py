@@ -25,6 +25,7 @@ from torch import Tensor
 from fxgrad.host.dispatch import autocast_key, autocast_keys, without_keys
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.onednn import plus_times
+from fxgrad.kernels.operators import operator
 from fxgrad.kernels.recurrent import lstm, lstm_kernel
 from fxgrad.kernels.recurrent.projection import Projection, input_gradient
 from fxgrad.kernels.recurrent.walk import blocks, last, states_after, states_before, steps
@@ -32,7 +33,57 @@ from fxgrad.kernels.recurrent.walk import blocks, last, states_after, states_bef
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 
 
-@torch.library.custom_op("fxgrad::recurrence", mutates_args=())
+def _fake(mode: str, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, w_ih, _, w_hh, _, w_hr, _ = others
+    length, batch, cell = x.shape[0], x.shape[1], (x.shape[1], w_hh.shape[0] // GATES[mode])
+    is_lstm = mode == "LSTM"
+    if is_lstm and w_hr is None:
+        lstm_kernel.KERNELS.start(x)
+    return (
+        x.new_empty(length + 1, batch, w_hh.shape[1]),
+        x.new_empty(cell if is_lstm else 0),
+        x.new_empty((length, batch, w_ih.shape[0]) if is_lstm or mode == "GRU" else 0),
+        x.new_empty((length + 1, *cell) if is_lstm else 0),
+        x.new_empty((length, *cell) if mode == "GRU" or w_hr is not None else 0),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mode, x, lengths, h0, c0, w_ih, _, w_hh, _, w_hr, ctx.reverse = inputs
+    ctx.dtypes = (h0.dtype, None if c0 is None else c0.dtype)
+    hs, _, *saved = output
+    ctx.save_for_backward(x, lengths, w_ih, w_hh, w_hr, hs, *saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dhs: Tensor | None, dc: Tensor | None, *others: None) -> Any:
+    """The plain gradients, summed over the batch: where no tap stands behind the op."""
+    x, lengths, w_ih, w_hh, w_hr, *saved = ctx.saved_tensors
+    hs, gates, cells, extra = saved
+    dhs = torch.zeros_like(hs) if dhs is None else dhs
+    dxp, dh0, dc0, fourth = recurrence_backward(ctx.mode, dhs, dc, lengths, w_hh, w_hr, hs, gates, cells, extra, ctx.reverse)
+    g = hidden_gradients(ctx.mode, dxp, fourth)
+    by_x, _, by_h, by_c, by_w_ih, by_b_ih, by_w_hh, by_b_hh, by_w_hr, _ = ctx.needs_input_grad[1:]
+    return (
+        None,
+        input_gradient(dxp, w_ih.to(dxp.dtype)) if by_x else None,
+        None,
+        dh0.to(ctx.dtypes[0]) if by_h else None,
+        dc0.to(ctx.dtypes[1]) if by_c else None,
+        _summed(dxp, x).to(w_ih.dtype) if by_w_ih else None,
+        dxp.sum((0, 1)).to(w_ih.dtype) if by_b_ih else None,
+        _summed(g, states_before(hs, ctx.reverse)).to(w_hh.dtype) if by_w_hh else None,
+        g.sum((0, 1)).to(w_hh.dtype) if by_b_hh else None,
+        _summed(fourth, extra).to(w_hh.dtype) if by_w_hr else None,
+        None,
+    )
+
+
+def _summed(g: Tensor, x: Tensor) -> Tensor:
+    return g.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+@operator(_fake, keep=_keep, backward=_backward)
 def recurrence(
     mode: str,
     x: Tensor,
@@ -53,13 +104,13 @@ def recurrence(
     length, batch = x.shape[:2]
     w_ih, w_hh = w_ih.to(x.dtype), w_hh.to(x.dtype)
     b_ih, b_hh, w_hr = (None if w is None else w.to(x.dtype) for w in (b_ih, b_hh, w_hr))
-    hs, gates = fresh(x, (length + 1, *h0.shape)), x.new_empty(0)
-    cells, extra, c = x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    hs = fresh(x, (length + 1, *h0.shape))
+    c, gates, cells, extra = (x.new_empty(0) for _ in range(4))
     hs[-1 if reverse else 0] = h0
     mask = None if lengths is None else _going_on(x, lengths)
+    bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
     if mode == "LSTM":
         assert c0 is not None
-        bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
         gates = fresh(x, (length, batch, len(w_ih)))
         cells = fresh(x, (length + 1, *c0.shape))
         cells[-1 if reverse else 0] = c0
@@ -69,41 +120,9 @@ def recurrence(
         gates = Projection(x, w_ih, b_ih).into(fresh(x, (length, batch, len(w_ih))))
         extra = _gru(gates, hs, w_hh, b_hh, mask, reverse)
     else:
-        bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
         Projection(x, w_ih, bias).into(states_after(hs, reverse))
         _rnn(hs, w_hh.t().contiguous(), mode == "RNN_RELU", mask, reverse)
     return hs, c, gates, cells, extra
-
-
-@recurrence.register_fake
-def _(
-    mode: str,
-    x: Tensor,
-    lengths: Tensor | None,
-    h0: Tensor,
-    c0: Tensor | None,
-    w_ih: Tensor,
-    b_ih: Tensor | None,
-    w_hh: Tensor,
-    b_hh: Tensor | None,
-    w_hr: Tensor | None,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    length, batch = x.shape[0], x.shape[1]
-    hidden = w_hh.shape[0] // GATES[mode]
-    none = x.new_empty(0)
-    cell = (batch, hidden)
-    is_lstm = mode == "LSTM"
-    if is_lstm and w_hr is None:
-        lstm_kernel.KERNELS.start(x)
-    has_extra = mode == "GRU" or w_hr is not None
-    return (
-        x.new_empty(length + 1, batch, w_hh.shape[1]),
-        x.new_empty(cell) if is_lstm else none,
-        x.new_empty(length, batch, w_ih.shape[0]) if is_lstm or mode == "GRU" else x.new_empty(0),
-        x.new_empty(length + 1, *cell) if is_lstm else x.new_empty(0),
-        x.new_empty(length, *cell) if has_extra else x.new_empty(0),
-    )
 
 
 def _going_on(x: Tensor, lengths: Tensor) -> Tensor:
@@ -141,7 +160,16 @@ def _gru(gates: Tensor, hs: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor
     return inner
 
 
-@torch.library.custom_op("fxgrad::recurrence_backward", mutates_args=())
+def _fake_backward(mode: str, dhs: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, w_hh, w_hr, hs, *_ = others
+    length, batch, states = hs.shape[0] - 1, hs.shape[1], hs.shape[2]
+    dxp = dhs.new_empty(length, batch, w_hh.shape[0])
+    dc0 = dhs.new_empty((batch, w_hh.shape[0] // 4) if mode == "LSTM" else 0)
+    fourth = dhs.new_empty(dxp.shape if mode == "GRU" else 0 if w_hr is None else (length, batch, states))
+    return dxp, dhs.new_empty(batch, states), dc0, fourth
+
+
+@operator(_fake_backward)
 def recurrence_backward(
     mode: str,
     dhs: Tensor,
@@ -164,33 +192,6 @@ def recurrence_backward(
     if mode == "GRU":
         return _gru_backward(dhs, w, hs, gates, extra, mask, reverse)
     return _rnn_backward(dhs, w, states_after(hs, reverse), mode == "RNN_RELU", mask, reverse)
-
-
-@recurrence_backward.register_fake
-def _(
-    mode: str,
-    dhs: Tensor,
-    dc: Tensor | None,
-    lengths: Tensor | None,
-    w_hh: Tensor,
-    w_hr: Tensor | None,
-    hs: Tensor,
-    gates: Tensor,
-    cells: Tensor,
-    extra: Tensor,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    length, batch, states = hs.shape[0] - 1, hs.shape[1], hs.shape[2]
-    dxp = dhs.new_empty(length, batch, w_hh.shape[0])
-    dc0 = dhs.new_empty(batch, w_hh.shape[0] // 4) if mode == "LSTM" else dhs.new_empty(0)
-    fourth = (
-        dhs.new_empty(dxp.shape)
-        if mode == "GRU"
-        else dhs.new_empty(length, batch, states)
-        if w_hr is not None
-        else dhs.new_empty(0)
-    )
-    return dxp, dhs.new_empty(batch, states), dc0, fourth
 
 
 def hidden_gradients(mode: str, dxp: Tensor, fourth: Tensor) -> Tensor:
@@ -240,45 +241,6 @@ def _gru_backward(
             dh = plus(torch.addcmul(dy[before], z[row], dh), d[t])
         dxp[times, :, : 2 * hidden] = dgh[times, :, : 2 * hidden]
     return dxp, dh.clone(), dhs.new_empty(0), dgh
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mode, x, lengths, h0, c0, w_ih, _, w_hh, _, w_hr, ctx.reverse = inputs
-    ctx.dtypes = (h0.dtype, None if c0 is None else c0.dtype)
-    hs, _, *saved = output
-    ctx.save_for_backward(x, lengths, w_ih, w_hh, w_hr, hs, *saved)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dhs: Tensor | None, dc: Tensor | None, *others: None) -> Any:
-    """The plain gradients, summed over the batch: where no tap stands behind the op."""
-    x, lengths, w_ih, w_hh, w_hr, hs, *saved = ctx.saved_tensors
-    dhs = torch.zeros_like(hs) if dhs is None else dhs
-    dxp, dh0, dc0, fourth = torch.ops.fxgrad.recurrence_backward(
-        ctx.mode, dhs, dc, lengths, w_hh, w_hr, hs, *saved, ctx.reverse
-    )
-    g = hidden_gradients(ctx.mode, dxp, fourth)
-    by_x, _, by_h, by_c, by_w_ih, by_b_ih, by_w_hh, by_b_hh, by_w_hr, _ = ctx.needs_input_grad[1:]
-    return (
-        None,
-        input_gradient(dxp, w_ih.to(dxp.dtype)) if by_x else None,
-        None,
-        dh0.to(ctx.dtypes[0]) if by_h else None,
-        dc0.to(ctx.dtypes[1]) if by_c else None,
-        _summed(dxp, x).to(w_ih.dtype) if by_w_ih else None,
-        dxp.sum((0, 1)).to(w_ih.dtype) if by_b_ih else None,
-        _summed(g, states_before(hs, ctx.reverse)).to(w_hh.dtype) if by_w_hh else None,
-        g.sum((0, 1)).to(w_hh.dtype) if by_b_hh else None,
-        _summed(fourth, saved[-1]).to(w_hh.dtype) if by_w_hr else None,
-        None,
-    )
-
-
-def _summed(g: Tensor, x: Tensor) -> Tensor:
-    return g.flatten(0, 1).t() @ x.flatten(0, 1)
-
-
-recurrence.register_autograd(_backward, setup_context=_keep)
 
 
 def _autocast(device_type: str) -> None:
