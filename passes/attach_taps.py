@@ -284,7 +284,7 @@ class _Attachment:
             raise self._uncovered(node)
         rest = self._saved(node, operands, strategy)
         handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
-        target = TapTarget(strategy, len(handles), use.inplace)
+        target = TapTarget(strategy, len(handles))
         with self.graph.inserting_after(node):
             tap = self.graph.call_function(target, (self.tape, self.n, node, *handles, *rest))
         put_facts(tap, {FAKE: FAKE.of(node), SAMPLES: SAMPLES.of(node), USE: use})

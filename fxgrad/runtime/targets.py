@@ -1,21 +1,34 @@
-"""The named call targets of a rewritten graph.
+"""The named call targets of a rewritten graph, and what autograd does at each.
 
-Python objects stay out of call arguments: fx prints a graph as code, and AOTAutograd runs that; so what a tap
-needs besides tensors is closed over here.
+    tape = new_tape()
+    handle = collect(tape, n, *ghosts)      one ghost for each tensor that the backward delivers
+    y = linear(x, weight.detach(), ...)     the op stays native
+    y = tap(tape, n, y, handle, x)          an identity; its backward writes terms on the tape
+    u = weight.t(); h = derive(tape, n, u, handle)      a function of parameters, tapped like one
+
+Every tap depends on the handle, so autograd runs Collect's backward after all of theirs: there, in one
+place of one traced graph, everything about every parameter is known.
+
+Python objects stay out of call arguments: fx prints a graph as code, and AOTAutograd runs that. So a target holds
+what it needs besides tensors.
 """
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fxgrad.costs.choices import Ways
+from fxgrad.kernels.partitioning import in_backward
 from fxgrad.quantities import Quantity
-from fxgrad.rules.strategies import OwnStrategy, Strategy
+from fxgrad.rules.strategies import OwnStrategy, Strategy, matched
 from fxgrad.runtime.tape import Like, Tape, tape_for
-from fxgrad.runtime.taps import Collect, Derive, OwnTap, Single, Tap, TapSeveral
 
 
 class Target:
@@ -47,70 +60,196 @@ class NewTape(Target):
         return self.tape(self.quantities, self.loss_scale, self.likes, self.given, self.ways)
 
 
-class CollectTarget(Target):
-    """``collect(tape, n, ghosts.., given..)``"""
+class Recorder(Target, ABC):
+    """``target(tape, *operands)``: its backward writes on the tape."""
+
+    def __call__(self, tape: Tape, *operands: Any) -> Any:
+        return _Recorded.apply(self, tape, *operands)  # type: ignore[no-untyped-call]
+
+    @abstractmethod
+    def forward(self, tape: Tape, *operands: Any) -> Any:
+        """What autograd sees as the result."""
+
+    @abstractmethod
+    def kept(self, ctx: Any, operands: Sequence[Any], output: Any) -> list[Any]:
+        """What the backward needs; its tensors are saved, all else is kept as it is."""
+
+    @abstractmethod
+    def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
+        """The gradients of the operands; None for those behind the last."""
+
+
+class _Recorded(torch.autograd.Function):
+    """The call of a `Recorder`."""
+
+    @staticmethod
+    def forward(target: Recorder, tape: Tape, *operands: Any) -> Any:
+        return target.forward(tape, *operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.target, ctx.tape, *operands = inputs
+        ctx.operands = len(operands)
+        ctx.device = (output[0] if isinstance(output, tuple) else output).device.type
+        kept = ctx.target.kept(ctx, operands, output)
+        ctx.template = [None if isinstance(value, Tensor) else (value,) for value in kept]
+        ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        saved = iter(ctx.saved_tensors)
+        kept = [next(saved) if item is None else item[0] for item in ctx.template]
+        ctx.tape.begin()
+        with torch.autocast(ctx.device, enabled=False), torch.no_grad():
+            results = ctx.target.backward(ctx.tape, grads, kept)
+        return (None, None, *results, *[None] * (ctx.operands - len(results)))
+
+
+class CollectTarget(Recorder):
+    """``collect(tape, n, ghosts.., given..)``: all parameters; its backward returns what the quantities deliver."""
 
     def __init__(self, ghosts: int) -> None:
         super().__init__("collect")
         self.ghosts = ghosts
 
-    def __call__(self, tape: Tape, n: int, *rest: Tensor) -> Any:
-        return Collect.apply(tape, n, self.ghosts, *rest)  # type: ignore[no-untyped-call]
+    def forward(self, tape: Tape, n: int, *operands: Tensor) -> Tensor:
+        return operands[0].new_zeros(())
+
+    def kept(self, ctx: Any, operands: Sequence[Any], output: Tensor) -> list[Any]:
+        n, *others = operands
+        return [n, [output.detach()], *others[self.ghosts :]]
+
+    def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
+        n, (like,), *given = kept
+        with in_backward():
+            tape.pull_back()
+            results = tape.results(n, like, given)
+        tape.parts.clear()
+        return [None, *results]
 
 
-class TapTarget(Target):
-    """``tap_linear(tape, n, y, handles.., operands..)``"""
-
-    def __init__(self, strategy: Strategy, handles: int, dirty: bool) -> None:
-        super().__init__(f"tap_{strategy.use.op.replace('::', '_').replace('.', '_')}")
-        self.strategy, self.handles, self.dirty = strategy, handles, dirty
-
-    def __call__(self, tape: Tape, n: int, y: Tensor, *rest: Any) -> Any:
-        return Tap.apply(tape, self.strategy, self.dirty, n, y, self.handles, *rest)  # type: ignore[no-untyped-call]
+S = TypeVar("S", Strategy, OwnStrategy)
 
 
-class TapSeveralTarget(Target):
-    """``tap_autograd_function(tape, n, outputs.., handles.., operands..)``"""
+class _OfOp(Recorder, Generic[S]):
+    """A target at an op that uses parameters, or functions of them: ``target(tape, n, .., handles.., operands..)``."""
 
-    def __init__(self, strategy: Strategy, handles: int) -> None:
-        super().__init__(f"tap_{strategy.use.op.replace('::', '_').split('.')[-1]}")
-        self.strategy, self.handles = strategy, handles
+    prefix: ClassVar[str] = "tap"
 
-    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
-        return TapSeveral.apply(tape, self.strategy, n, self.handles, *rest)  # type: ignore[no-untyped-call]
-
-
-class OwnTapTarget(Target):
-    """``tap_recurrence(tape, n, handles.., operands..)``"""
-
-    def __init__(self, strategy: OwnStrategy, handles: int) -> None:
-        super().__init__(f"tap_{strategy.use.op.split('::')[-1]}")
-        self.strategy, self.handles = strategy, handles
-
-    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
-        return OwnTap.apply(tape, self.strategy, n, self.handles, *rest)  # type: ignore[no-untyped-call]
+    def __init__(self, strategy: S, handles: int) -> None:
+        op = re.sub("[^A-Za-z0-9_]+", "_", strategy.use.op.removeprefix("fxgrad::"))
+        super().__init__(f"{self.prefix}_{op}")
+        self.strategy: S = strategy
+        self.handles = handles
 
 
-class DeriveTarget(Target):
-    """``derive_transpose(tape, n, handles.., operands..)``"""
+class TapTarget(_OfOp[Strategy]):
+    """``tap_linear(tape, n, y, handles.., operands..)``: y; its backward hands y's gradient to the op's rule."""
+
+    def forward(self, tape: Tape, n: int, y: Tensor, *others: Any) -> Tensor:
+        return y if self.strategy.use.inplace else y.clone()
+
+    def kept(self, ctx: Any, operands: Sequence[Any], output: Tensor) -> list[Any]:
+        n, y, *others = operands
+        if self.strategy.use.inplace:
+            ctx.mark_dirty(y)
+        return [n, *others[self.handles :]]
+
+    def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
+        (g,), (n, *values) = grads, kept
+        if g is not None:
+            values = self.strategy.at_hand(values, g)
+            tape.record(self.strategy, tape.scaled(g.detach(), n), values, n)
+        return [None, g]
+
+
+class TapSeveralTarget(_OfOp[Strategy]):
+    """``tap_autograd_function(tape, n, outputs.., handles.., operands..)``: the outputs of an op that has several."""
+
+    def forward(self, tape: Tape, n: int, *operands: Any) -> tuple[Tensor, ...]:
+        return tuple(y.clone() for y in operands[: len(self.strategy.use.several)])
+
+    def kept(self, ctx: Any, operands: Sequence[Any], output: tuple[Tensor, ...]) -> list[Any]:
+        n, *others = operands
+        return [n, [y.detach() for y in output], *others[len(output) + self.handles :]]
+
+    def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
+        n, likes, *values = kept
+        if any(g is not None for g in grads):
+            full = [torch.zeros_like(y) if g is None else g for g, y in zip(grads, likes, strict=True)]
+            scaled = [tape.scaled(g.detach(), n) for g in full]
+            tape.record_several(self.strategy, scaled, matched(values, scaled[0]), n)
+        return [None, *grads]
+
+
+class OwnTapTarget(_OfOp[OwnStrategy]):
+    """``tap_recurrence(tape, n, handles.., operands..)``: an op with a backward of fxgrad's own.
+
+    It gives its inputs' gradients, and writes its parameters' terms.
+    """
+
+    def forward(self, tape: Tape, n: int, *operands: Any) -> tuple[Tensor, ...]:
+        return tuple(self.strategy.use.rerun(operands[self.handles :]))
+
+    def kept(self, ctx: Any, operands: Sequence[Any], output: tuple[Tensor, ...]) -> list[Any]:
+        ctx.mark_non_differentiable(*output[self.strategy.rule.outputs :])
+        n, *others = operands
+        return [n, len(output), *output, *others[self.handles :]]
+
+    def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
+        n, outputs, *values = kept
+        by_operand, parts = self.strategy.gradients(grads, values[:outputs], values[outputs:], n)
+        tape.add(self.strategy.use, parts, n, scaled=False)
+        return [None, *[None] * self.handles, *by_operand]
+
+
+class DeriveTarget(_OfOp[Strategy]):
+    """``derive_transpose(tape, n, handles.., operands..)``: a handle for a function of parameters.
+
+    Its backward notes how to pull a gradient back through the function.
+    """
+
+    prefix = "derive"
 
     def __init__(self, strategy: Strategy, key: int, handles: int) -> None:
-        super().__init__(f"derive_{strategy.use.op.replace('::', '_').replace('.', '_')}")
-        self.strategy, self.key, self.handles = strategy, key, handles
+        super().__init__(strategy, handles)
+        self.key = key
 
-    def __call__(self, tape: Tape, n: int, *rest: Any) -> Any:
-        return Derive.apply(tape, self.strategy, self.key, n, self.handles, *rest)  # type: ignore[no-untyped-call]
+    def forward(self, tape: Tape, n: int, *operands: Any) -> Tensor:
+        handle: Tensor = operands[0]
+        tape.derive(self.key, self.strategy)
+        return handle.clone()
+
+    def kept(self, ctx: Any, operands: Sequence[Any], output: Tensor) -> list[Any]:
+        n, *others = operands
+        return [n, *others[self.handles :]]
+
+    def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
+        n, *values = kept
+        tape.derived.append((self.key, self.strategy, values, n))
+        return []
 
 
-class SingleTarget(Target):
-    """``single(tape, handle, parameter)``"""
+class SingleTarget(Recorder):
+    """``single(tape, handle, parameter)``: in a batch of one, the ordinary gradient is the sample's."""
 
     def __init__(self, key: int) -> None:
         super().__init__("single")
         self.key = key
 
-    def __call__(self, tape: Tape, handle: Tensor, parameter: Tensor) -> Any:
-        return Single.apply(tape, self.key, handle, parameter)  # type: ignore[no-untyped-call]
+    def forward(self, tape: Tape, handle: Tensor, parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter)
+
+    def kept(self, ctx: Any, operands: Sequence[Any], output: Tensor) -> list[Any]:
+        return []
+
+    def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
+        (g,) = grads
+        if g is not None:
+            tape.note(self.key, tape.scaled(g.detach(), 1).unsqueeze(0))
+        return []
 
 
 TAPS = (TapTarget, TapSeveralTarget, OwnTapTarget)

@@ -61,7 +61,9 @@ def _backward(ctx: Any, dhs: Tensor | None, dc: Tensor | None, *others: None) ->
     x, lengths, w_ih, w_hh, w_hr, *saved = ctx.saved_tensors
     hs, gates, cells, extra = saved
     dhs = torch.zeros_like(hs) if dhs is None else dhs
-    dxp, dh0, dc0, fourth = recurrence_backward(ctx.mode, dhs, dc, lengths, w_hh, w_hr, hs, gates, cells, extra, ctx.reverse)
+    dxp, dh0, dc0, fourth = recurrence_backward(
+        ctx.mode, dhs, dc, lengths, w_hh, w_hr, hs, gates, cells, extra, ctx.reverse
+    )
     g = hidden_gradients(ctx.mode, dxp, fourth)
     by_x, _, by_h, by_c, by_w_ih, by_b_ih, by_w_hh, by_b_hh, by_w_hr, _ = ctx.needs_input_grad[1:]
     return (
