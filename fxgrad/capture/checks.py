@@ -16,7 +16,7 @@ from fxgrad.host.pytree import tree_leaves
 from fxgrad.host.tensors import hooks_of
 from fxgrad.quantities import Quantity
 from fxgrad.runtime.autograd_graph import used_outside
-from fxgrad.runtime.guard import Slot
+from fxgrad.runtime.slot import Slot
 
 
 def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:

@@ -20,7 +20,7 @@ from fxgrad.host.autograd import autograd_engine
 from fxgrad.host.tensors import identity, post_accumulate_hooks, version
 from fxgrad.runtime.autograd_graph import accumulates
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.guard import STAMPS
+from fxgrad.runtime.slot import STAMPS
 
 CLEAR = "Call optimizer.zero_grad(), and run forward and backward of the private model again."
 State = tuple[tuple[int, int], ...]  # the identity and version of each tensor at a place

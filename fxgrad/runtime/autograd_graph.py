@@ -32,15 +32,18 @@ def roots_of_backward() -> list[Any]:
     The engine does not name them. The frame that called the engine does: on CPU it is in this thread, on CUDA hooks
     run in a thread of the engine's own, and several threads may be in a backward.
     """
-    own = _roots_in(sys._getframe())
-    if own:
-        return own
+    roots_here = _roots_in(sys._getframe())
+    if roots_here:
+        return roots_here
     others = [_roots_in(frame) for frame in sys._current_frames().values()]
     return next((roots for roots in others if any(_is_running(root) for root in roots)), [])
 
 
 def _roots_in(frame: FrameType | None) -> list[Any]:
-    return [_node_of(output) for output in _outputs_of(frame)]
+    """Those of the innermost backward call among a frame and its callers; in each step, so without a generator."""
+    while frame is not None and frame.f_code is not BACKWARD_CODE:
+        frame = frame.f_back
+    return [] if frame is None else [_node_of(output) for output in outputs_of_backward(frame.f_locals)]
 
 
 def _is_running(root: Any) -> bool:
@@ -56,12 +59,11 @@ def accumulates(parameter: Tensor) -> bool:
         return False
 
 
-def _outputs_of(frame: FrameType | None) -> Sequence[Any]:
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, the last caller first."""
     while frame is not None:
-        if frame.f_code is BACKWARD_CODE:
-            return tuple(outputs_of_backward(frame.f_locals))
+        yield frame
         frame = frame.f_back
-    return ()
 
 
 def _node_of(output: Any) -> Any:
@@ -83,12 +85,7 @@ def _is_users(node: Any) -> bool:
 
 def is_nested() -> bool:
     """Whether the running backward call was made inside of another one, as reentrant checkpoints do."""
-    frame: FrameType | None = sys._getframe()
-    calls = 0
-    while frame is not None:
-        calls += frame.f_code is BACKWARD_CODE
-        frame = frame.f_back
-    return calls > 1
+    return sum(frame.f_code is BACKWARD_CODE for frame in frames_from(sys._getframe())) > 1
 
 
 def _op(node: Any) -> str:
@@ -139,10 +136,10 @@ def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:
     return [_op(node) for node in _below(roots) if any(child is accumulator for child, _ in node.next_functions)]
 
 
-def deliveries_to(roots: Sequence[Any], own: Collection[int]) -> list[Any]:
-    """The nodes through which fxgrad delivers to parameters; ``own`` are their ids."""
+def deliveries_to(roots: Sequence[Any], parameters: Collection[int]) -> list[Any]:
+    """The nodes through which fxgrad delivers to parameters; these are their ids."""
     nodes = (node for node in _below(roots) if _op(node) == DELIVERED)
-    return [node for node in nodes if any(_is_leaf(c) and id(c.variable) in own for c, _ in node.next_functions)]
+    return [node for node in nodes if any(_is_leaf(c) and id(c.variable) in parameters for c, _ in node.next_functions)]
 
 
 # Note [Parameters alone]
@@ -166,25 +163,24 @@ _OTHERS = frozenset(
 _WITH_NUMBERS = frozenset("mul div add sub rsub".split())
 
 
-def depends_on_parameters_alone(roots: Sequence[Any], own: Collection[int]) -> bool:
-    """Whether what reaches parameters past every delivery depends on parameters alone; ``own`` are their ids.
+def depends_on_parameters_alone(roots: Sequence[Any], parameters: Collection[int]) -> bool:
+    """Whether what reaches parameters past every delivery depends on parameters alone; these are their ids.
 
     See Note [Parameters alone].
     """
-    nodes = list(_below(roots))
     pure: dict[Any, bool] = {}
     reaches: dict[Any, bool] = {}
     for node in _children_first(roots):
         children = _children(node)
         if _is_leaf(node):
-            pure[node] = reaches[node] = id(node.variable) in own
+            pure[node] = reaches[node] = id(node.variable) in parameters
             continue
         known = _op(node) in _LINEAR or _op(node) in _OTHERS
         constants = None in children and not (_is_number(node) and _op(node) in _WITH_NUMBERS)
-        given = [child for child in children if child is not None]
-        pure[node] = known and not constants and all(pure[child] for child in given)
-        reaches[node] = any(reaches[child] for child in given)
-    way = [node for node in nodes if reaches[node] and not _is_leaf(node)]
+        differentiated = [child for child in children if child is not None]
+        pure[node] = known and not constants and all(pure[child] for child in differentiated)
+        reaches[node] = any(reaches[child] for child in differentiated)
+    way = [node for node in reaches if reaches[node] and not _is_leaf(node)]
     scalars = all(_is_number(root) for root in roots)  # a root of several elements has a gradient of the user's
     return bool(way) and scalars and all(pure[node] or _is_linear(node) for node in way)
 

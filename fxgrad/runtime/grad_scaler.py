@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
 from fxgrad.errors import OptionError
 from fxgrad.host.modules import has_scaled
-from fxgrad.runtime.autograd_graph import is_scaled, roots_of_backward
+from fxgrad.runtime.autograd_graph import frames_from, is_scaled, roots_of_backward
 
 RECIPE = (
     "Use bfloat16, which needs no scaler. For float16 scale by a constant that fxgrad knows: "
@@ -25,7 +24,7 @@ def check_unscaled() -> None:
     The product with its scale is an op like any other, and what the op saved is freed by now. So a scaler is looked
     for where the caller has one: among the variables of the calling functions and the attributes of their ``self``.
     """
-    if any(map(is_scaled, roots_of_backward())) and any(map(_scales, _in_reach(sys._getframe()))):
+    if any(map(is_scaled, roots_of_backward())) and any(map(_scales, _in_reach())):
         raise OptionError(
             "the loss is scaled by a GradScaler: the norms would be those of the scaled gradients", advice=RECIPE
         )
@@ -33,23 +32,19 @@ def check_unscaled() -> None:
 
 def check_no_scaler_steps() -> None:
     """Raise where a GradScaler calls an optimizer's step: it has divided p.grad, which PyTorch does not count."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), GradScaler):
-            raise OptionError("a GradScaler calls step(): p.grad is not what was clipped any more", advice=RECIPE)
-        frame = frame.f_back
+    if any(isinstance(frame.f_locals.get("self"), GradScaler) for frame in frames_from(sys._getframe(1))):
+        raise OptionError("a GradScaler calls step(): p.grad is not what was clipped any more", advice=RECIPE)
 
 
 def _scales(value: Any) -> bool:
     return isinstance(value, GradScaler) and has_scaled(value)
 
 
-def _in_reach(frame: FrameType | None) -> Iterator[Any]:
-    while frame is not None:
-        own = frame.f_locals
-        yield from list(own.values())
-        for value in list(getattr(own.get("self"), "__dict__", {}).values()):
+def _in_reach() -> Iterator[Any]:
+    for frame in frames_from(sys._getframe()):
+        variables = frame.f_locals
+        yield from list(variables.values())
+        for value in list(getattr(variables.get("self"), "__dict__", {}).values()):
             yield value
             yield from list(getattr(value, "__dict__", {}).values())  # trainer.accelerator.scaler
         yield from list(frame.f_globals.values())
-        frame = frame.f_back

@@ -37,13 +37,10 @@ class Unseen(torch.autograd.Function):
     _fxgrad_delivers = True
 
     @staticmethod
-    def forward(*parameters: Tensor) -> tuple[Tensor, ...]:
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.parameters = len(inputs)
+    def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameters = len(parameters)
         ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

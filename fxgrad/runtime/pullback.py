@@ -76,8 +76,7 @@ class Pullback:
         key = id(c), wide or not self.isometric
         if key not in self._sums:
             total = self.grads.weighted(c, key[1])
-            found = self.back(total.unsqueeze(0))
-            self._sums[key] = c, {own: grad.squeeze(0) for own, grad in found.items()}
+            self._sums[key] = c, {of: grad.squeeze(0) for of, grad in self.back(total.unsqueeze(0)).items()}
         return self._sums[key][1][slot]
 
     def _of(self, rows: Tensor) -> SampleGrads:
@@ -146,54 +145,54 @@ def pulled_back(
     """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
     def back(rows: Tensor) -> dict[int, Tensor]:
-        given = rows if strategy.native else rows.to(_computed_in(values, rows))
-        found: dict[int, Tensor] = {}
-        for slot, part in strategy.terms(given, matched(values, given), given.shape[0]):
+        g = rows if strategy.native else rows.to(_computed_in(values, rows))
+        grads: dict[int, Tensor] = {}
+        for slot, part in strategy.terms(g, matched(values, g), g.shape[0]):
             grad = part_of(part).dense()
             grad = grad.to(rows.dtype.to_complex() if grad.is_complex() else rows.dtype.to_real())
-            found[slot] = found[slot] + grad if slot in found else grad
-        return found
+            grads[slot] = grads[slot] + grad if slot in grads else grad
+        return grads
 
     if not strategy.permutes:
         return _through(strategy, parts, values, n, ways, back)
     (slot,) = strategy.use.wrt
-    found: Contributions = []
+    contributions: Contributions = []
     for part in parts:
-        moved = _moved(part, values, lambda rows: back(rows)[slot])
-        if moved is None:
-            moved = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
-        found.append((slot, moved))
-    return found
+        permuted = _permuted(part, values, lambda rows: back(rows)[slot])
+        if permuted is None:
+            permuted = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
+        contributions.append((slot, permuted))
+    return contributions
 
 
 def _through(
     strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, ways: Ways, back: Back
 ) -> Contributions:
     """Through a function that does more than move one parameter's elements; pieces of products stay products."""
-    found: Contributions = []
+    contributions: Contributions = []
     others: list[Part] = []
     for part in parts:
         if strategy.slices and isinstance(part, Materialised):
             rows = back(part.rows)
-            found += [(slot, Materialised(rows[slot], part.error)) for slot in strategy.use.wrt]
+            contributions += [(slot, Materialised(rows[slot], part.error)) for slot in strategy.use.wrt]
             continue
         pieces = cut(strategy, part, values, back) if strategy.slices and isinstance(part, Term) else None
         if pieces is None:
             others.append(part)
         else:
-            found += list(pieces.items())
+            contributions += list(pieces.items())
     if others:
         function = strategy.use.target
         linear = not isinstance(function, UserFunction) or function.linear
         whole = Pullback(_value(others, values, strategy, n, ways), back, False, linear)
-        found += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
-    return found
+        contributions += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
+    return contributions
 
 
 def _computed_in(values: Sequence[Any], rows: Tensor) -> torch.dtype:
     """What a user's own function computes in, and gives such gradients in."""
-    own = next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
-    return own.to_complex() if rows.is_complex() else own
+    dtype = next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
+    return dtype.to_complex() if rows.is_complex() else dtype
 
 
 def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
@@ -204,7 +203,7 @@ def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: 
     return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(ways, wishes={}))
 
 
-def _moved(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) -> Part | None:
+def _permuted(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) -> Part | None:
     """A part whose elements are moved, with the same factors; None where no term of the kind has them there.
 
     A tensor without memory goes the same way and shows it: what stays in order is the term in another shape, and
@@ -218,8 +217,8 @@ def _moved(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) 
         return None
     shape = part.own_shape()
     _, probe = traced((1, *shape), values, back)
-    own = tuple(probe.shape[1:])
+    moved_shape = tuple(probe.shape[1:])
     if probe.is_contiguous():
-        return part.in_shape(None if own == part.result_shape() else own)
-    transposed = own == shape[::-1] and probe.stride()[1:] == (1, math.prod(own[:1]))
+        return part.in_shape(None if moved_shape == part.result_shape() else moved_shape)
+    transposed = moved_shape == shape[::-1] and probe.stride()[1:] == (1, math.prod(moved_shape[:1]))
     return part.transposed() if transposed and isinstance(part, Product) and part.shape is None else None

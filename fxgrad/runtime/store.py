@@ -2,12 +2,26 @@
 
 The results leave the compiled graph as gradients of placeholders (deliveries.py, placeholders.py). One autograd
 function over all parameters, outside of the compiled region, hands them to the store.
+
+A forward goes through these states (forward.py has the fields of each):
+
+| in state | on | the store | goes to |
+|---|---|---|---|
+| - | `enter` | makes it the thread's current forward | open |
+| open | `began`, once for each graph | keeps the graph's autograd node | open |
+| open | `leave` | makes the forward around it current again | waiting |
+| waiting | `begin_backward`, if the call reaches parameters | refuses wrong calls; queues a callback | running |
+| running | `deliver`, once for each graph | sets results; returns p.grad's to autograd | delivered |
+| running, delivered | `_end_backward`, the last callback | fills in zeros; ends the guard's notes | ended |
+| ended | `begin_backward`, of a retained graph | as for a waiting one | running |
+
+A refusal raises in the state where it is; `undone` then puts every p.grad back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -83,9 +97,9 @@ class Store:
                 f"there is no result of {quantity}: no backward has run since zero_grad(), or it leaves none",
                 advice="Call backward() on the loss of the transformed model first.",
             )
-        found = self.results[place]
+        results = self.results[place]
         packed = getattr(quantity, "packed", None)
-        return packed(found) if packed is not None else found[0] if len(found) == 1 else tuple(found)
+        return packed(results) if packed is not None else results[0] if len(results) == 1 else tuple(results)
 
     def check_clear(self, forward: Forward, task: int, what: str) -> None:
         """Raise before anything is computed, where a result would have no place."""
@@ -93,8 +107,8 @@ class Store:
             return
         for place in self.asked_of(forward).attributes:
             for name, parameter in forward.parameters.items():
-                found = getattr(parameter, place, None)
-                if found is not None and (task == -1 or _task_of(found) != task):
+                result = getattr(parameter, place, None)
+                if result is not None and (task == -1 or _task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
                         advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
@@ -108,15 +122,15 @@ class Store:
                 asked = forward.asked = self._ask(forward.size, forward.parameters)
             return asked
         if names not in forward.asked_by_graph:
-            own = {name: forward.parameters[name] for name in names}
-            forward.asked_by_graph[names] = self._ask(forward.size, own)
+            used = {name: forward.parameters[name] for name in names}
+            forward.asked_by_graph[names] = self._ask(forward.size, used)
         return forward.asked_by_graph[names]
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Say that zero_grad() has run."""
-        own = list(parameters)
+        cleared = list(parameters)
         for observer in self.observers:
-            observer.cleared(own)
+            observer.cleared(cleared)
 
     def adds_to_grad(self, forward: Forward) -> bool:
         """Whether a backward adds to p.grad."""
@@ -124,8 +138,8 @@ class Store:
 
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
         """The quantities' own answers; remembered, since every step asks for the same."""
-        own = parameters.values()
-        shapes, dtypes, devices = [p.shape for p in own], [p.dtype for p in own], [p.device for p in own]
+        tensors = parameters.values()
+        shapes, dtypes, devices = [p.shape for p in tensors], [p.dtype for p in tensors], [p.device for p in tensors]
         key = n, tuple(parameters), tuple(shapes), tuple(dtypes), tuple(devices)
         last = self.last_asked
         if last is not None and last[0] == key:
@@ -169,22 +183,17 @@ class Store:
             for observer in self.observers:
                 observer.began(forward)
         self.forwards.add(forward)  # again, where an earlier backward retained the graph
-        _at_the_end(lambda: self._end_at_last(forward))
+        autograd_engine.queue_callback(lambda: self._end_at_last(forward))
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
         # A reentrant checkpoint's forward runs when another one's backward may have ended in the same call.
         met = self.last is not None and self.last[0] == forward.task() and self.last[1] != forward.number
-        if len(self.forwards) == 1 and forward in self.forwards and not met:
+        is_only_one = len(self.forwards) == 1 and forward in self.forwards and not met
+        if is_only_one or self.alone is None:
             return
-        if self.alone is None:
-            return
-        others = [
-            other
-            for other in self.forwards
-            if other is not forward and (other.delivered == forward.task() or other.delivers())
-        ]
-        if others or met:
+        others = (other for other in self.forwards if other is not forward)
+        if met or any(other.delivered == forward.task() or other.delivers() for other in others):
             raise AlreadySet(
                 f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
                 advice="Run both inputs through one call, or call backward() for each.",
@@ -196,11 +205,11 @@ class Store:
         if "grad_sample" not in asked.attributes:
             return
         for delivery in (one for one in asked.every if one.place == "grad_sample"):
-            found = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
-            adds = self.policy == "sum" or _task_of(found) == forward.task()
-            if isinstance(found, Tensor) and adds and len(found) != delivery.shape[0]:
+            earlier = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
+            adds = self.policy == "sum" or _task_of(earlier) == forward.task()
+            if isinstance(earlier, Tensor) and adds and len(earlier) != delivery.shape[0]:
                 raise AlreadySet(
-                    f"gradients of {len(found)} and of {delivery.shape[0]} samples cannot be added",
+                    f"gradients of {len(earlier)} and of {delivery.shape[0]} samples cannot be added",
                     advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
                 )
 
@@ -216,7 +225,7 @@ class Store:
         if forward.averaged or forward.enclosing != -1:
             self._end_backward(forward)
         else:
-            _at_the_end(lambda: self._end_backward(forward))
+            autograd_engine.queue_callback(lambda: self._end_backward(forward))
 
     @undone
     def _end_backward(self, forward: Forward) -> None:
@@ -296,17 +305,16 @@ class Store:
     def put(self, parameter: Tensor, place: str, grad: Tensor, forward: Forward) -> None:
         """One parameter's results of one forward; several forwards of one backward add up."""
         task = forward.task()
-        found: Any = getattr(parameter, place, None)
+        last: Any = getattr(parameter, place, None)
         earlier: list[Tensor] = []
-        if self.policy == "append" and found is not None:
-            earlier = list(found) if isinstance(found, list) else [found]
-            found = earlier.pop() if _task_of(earlier[-1]) == task else None
-        if isinstance(found, Tensor) and (self.policy == "sum" or _task_of(found) == task):
-            forward.met = forward.met or forward.stored.get((id(parameter), place)) != identity(found)
-            grad = found + grad
+        if self.policy == "append" and last is not None:
+            earlier = list(last) if isinstance(last, list) else [last]
+            last = earlier.pop() if _task_of(earlier[-1]) == task else None
+        if isinstance(last, Tensor) and (self.policy == "sum" or _task_of(last) == task):
+            forward.met = forward.met or forward.stored.get((id(parameter), place)) != identity(last)
+            grad = last + grad
         setattr(grad, _TASK, task)
-        appended = self.policy == "append" and bool(earlier)
-        setattr(parameter, place, [*earlier, grad] if appended else grad)
+        setattr(parameter, place, [*earlier, grad] if earlier else grad)
         forward.stored[id(parameter), place] = identity(grad)
         _PLACES.add(place)
 
@@ -320,14 +328,9 @@ def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
     return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
 
 
-def _at_the_end(callback: Callable[[], None]) -> None:
-    """Call this when the running backward call has done all else."""
-    autograd_engine.queue_callback(callback)
-
-
-def _task_of(found: Any) -> int | None:
+def _task_of(result: Any) -> int | None:
     """The backward call that set a result."""
-    return getattr(found[-1] if isinstance(found, list) else found, _TASK, None)
+    return getattr(result[-1] if isinstance(result, list) else result, _TASK, None)
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:

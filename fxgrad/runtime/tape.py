@@ -190,14 +190,14 @@ class FactorTape(Tape):
             parts = self._unrounded(strategy, strategy.terms(g, values, n), wide)
         else:
             parts = wide()
-        self.add(strategy.use, [(slot, self._narrowed(strategy, slot, part, g)) for slot, part in parts], n)
+        self._add_narrowed(strategy, parts, g, n)
 
     def record_several(self, strategy: Strategy, grads: Sequence[Tensor], values: list[Any], n: int) -> None:
         if not strategy.native:
             return super().record_several(strategy, grads, values, n)
         rows = [cast(g, WIDE) for g in grads]
         parts = strategy.terms_of_several(rows, matched(values, rows[0]), n)
-        self.add(strategy.use, [(slot, self._narrowed(strategy, slot, part, grads[0])) for slot, part in parts], n)
+        self._add_narrowed(strategy, parts, grads[0], n)
 
     def _unrounded(self, strategy: Strategy, parts: Contributions, wide: Callable[[], Contributions]) -> Contributions:
         """What a function of parameters may enlarge, and what no bound is known for, from float64."""
@@ -212,13 +212,17 @@ class FactorTape(Tape):
         is_rounded = "alpha" in strategy.use.kwargs or not part_of(part).unrounded
         return is_rounded and strategy.use.wrt[slot] in self.non_isometric
 
-    def _narrowed(self, strategy: Strategy, slot: int, part: Part | Tensor, g: Tensor) -> Part | Tensor:
-        """What was computed in float64 for a parameter in float32, and how far that rounds it."""
-        own = cast(g.new_empty(0), FULL).dtype.to_real()
-        keeps_wide = strategy.use.wrt[slot] in self.non_isometric
-        if keeps_wide or not isinstance(part, Tensor) or part.dtype.to_real() == own:
-            return part
-        return rounded(part, own.to_complex() if part.is_complex() else own)
+    def _add_narrowed(self, strategy: Strategy, parts: Contributions, g: Tensor, n: int) -> None:
+        """Add what was computed in float64 for parameters in float32, and how far that rounds it."""
+        real = cast(g.new_empty(0), FULL).dtype.to_real()
+
+        def narrowed(slot: int, part: Part | Tensor) -> Part | Tensor:
+            keeps_wide = strategy.use.wrt[slot] in self.non_isometric
+            if keeps_wide or not isinstance(part, Tensor) or part.dtype.to_real() == real:
+                return part
+            return rounded(part, real.to_complex() if part.is_complex() else real)
+
+        self.add(strategy.use, [(slot, narrowed(slot, part)) for slot, part in parts], n)
 
     def note(self, key: int, value: Part | Tensor) -> None:
         parts = self.parts.setdefault(key, [])

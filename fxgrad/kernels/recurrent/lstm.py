@@ -71,15 +71,8 @@ def backward(
     dh = last(dhs, reverse)
     dcell = dhs.new_zeros(batch, hidden) if dc is None else dc.clone()
     for times, block in blocks(cells, length, reverse):
-        i, f, n, o = gates[times].chunk(4, -1)
-        tanh = cells_after[times].tanh()
-        # d(pre-activations of i, f, n) = dc * by_cell,   d(pre-activation of o) = dh * by_output
-        by_cell = torch.stack([n * i * (1 - i), cells_before[times] * f * (1 - f), i * (1 - n * n)], 2)
-        by_output, to_cell = tanh * o * (1 - o), o * (1 - tanh * tanh)
         going_on = None if mask is None else mask[times]
-        if going_on is not None:
-            by_cell, by_output, to_cell = by_cell * going_on.unsqueeze(2), by_output * going_on, to_cell * going_on
-            f = f * going_on + (1 - going_on)
+        by_cell, by_output, to_cell, kept = _factors(gates[times], cells_before[times], cells_after[times], going_on)
         for row, t, before in block:
             output = dh
             if w_hr is not None:
@@ -88,7 +81,25 @@ def backward(
             dcell.addcmul_(output, to_cell[row])
             torch.mul(by_cell[row], dcell.unsqueeze(1), out=d_ifn[t])
             torch.mul(by_output[row], output, out=d_o[t])
-            dcell.mul_(f[row])
+            dcell.mul_(kept[row])
             carried = dy[before] if going_on is None else torch.addcmul(dy[before], 1 - going_on[row], dh)
             dh = torch.addmm(carried, d[t], w)
     return dxp, dh.clone(), dcell, projected
+
+
+def _factors(
+    gates: Tensor, before: Tensor, after: Tensor, going_on: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of some steps, from gates and cells, the factors of dh and dc.
+
+    d(pre-activations of i, f, n) = dc * by_cell,   d(pre-activation of o) = dh * by_output;
+    dc gets dh * to_cell, and the step before gets dc * kept.
+    """
+    i, f, n, o = gates.chunk(4, -1)
+    tanh = after.tanh()
+    by_cell = torch.stack([n * i * (1 - i), before * f * (1 - f), i * (1 - n * n)], 2)
+    by_output, to_cell = tanh * o * (1 - o), o * (1 - tanh * tanh)
+    if going_on is None:
+        return by_cell, by_output, to_cell, f
+    kept = f * going_on + (1 - going_on)
+    return by_cell * going_on.unsqueeze(2), by_output * going_on, to_cell * going_on, kept
