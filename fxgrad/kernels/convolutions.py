@@ -69,8 +69,8 @@ def _by_groups(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settin
     weight = g.new_empty(()).expand(n * kernel[0], *kernel[1:])
     operands = (_side_by_side(g), _side_by_side(input), weight, None)
     *others, groups = settings
-    found = torch.ops.aten.convolution_backward(*operands, *others, n * groups, (False, True, False))[1]
-    out.copy_(found.view(n, *kernel))
+    grads = torch.ops.aten.convolution_backward(*operands, *others, n * groups, (False, True, False))[1]
+    out.copy_(grads.view(n, *kernel))
 
 
 def _by_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
@@ -79,9 +79,9 @@ def _by_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Setti
     padded = input
     if any(settings.padding):
         padded = F.pad(input, [side for p in reversed(settings.padding) for side in (p, p)]).contiguous()
-    own = padded.stride()[3:]
-    inside = [step * d for step, d in zip(own, settings.dilation, strict=True)]
-    along = [step * s for step, s in zip(own, settings.stride, strict=True)]
+    steps = padded.stride()[3:]
+    inside = [step * d for step, d in zip(steps, settings.dilation, strict=True)]
+    along = [step * s for step, s in zip(steps, settings.stride, strict=True)]
     shape = (n, k, *g.shape[3:], channels, *kernel[2:])
     windows = padded.as_strided(shape, (*padded.stride()[:2], *along, padded.stride(2), *inside))
     # Copied with the positions last: so it is written in the order in which most of it lies in memory.

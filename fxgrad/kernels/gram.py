@@ -22,11 +22,11 @@ def gram_norms(g: Tensor, x: Tensor) -> Tensor:
     halves = [side.reshape(n, 2, k // 2, -1) for side in (g, x)]
     by_g, by_x = (half.flatten(0, 1) @ half.flatten(0, 1).mT for half in halves)
     of_g, of_x = (own_lengths(gram)[0].view(n, 2, k // 2, 1) for gram in (by_g, by_x))
-    own = met(by_g, by_x, g.shape[2], x.shape[2])
+    same_half = met(by_g, by_x, g.shape[2], x.shape[2])
     by_g, by_x = (half[:, 0] @ half[:, 1].mT for half in halves)
     across = (of_g[:, 0], of_g[:, 1]), (of_x[:, 0], of_x[:, 1])
     other = met(by_g, by_x, g.shape[2], x.shape[2], *across)
-    return from_squares(*(one.view(n, 2).sum(1) + 2 * two for one, two in zip(own, other, strict=True)))
+    return from_squares(*(one.view(n, 2).sum(1) + 2 * two for one, two in zip(same_half, other, strict=True)))
 
 
 Lengths = tuple[Tensor, Tensor]  # ‖g_k‖ of the rows of a Gram matrix and of its columns, [n, k, 1]

@@ -127,15 +127,15 @@ def by_blocks(
 ) -> Tensor:
     """Of g's and x's samples a few at a time; those whose norm float32 could not hold, once more by themselves."""
     parts = [of_rows(rows) for rows in slices]
-    found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
-    return again(g, x, found, ~found[1].isfinite() | (found[1] < TINY), carefully)
+    norms = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
+    return again(g, x, norms, ~norms[1].isfinite() | (norms[1] < TINY), carefully)
 
 
-def again(g: Tensor, x: Tensor, found: Tensor, doubtful: Tensor, carefully: Callable[[int], Tensor]) -> Tensor:
-    """``found`` with the doubtful samples computed by themselves, but those that have no gradient at all."""
+def again(g: Tensor, x: Tensor, norms: Tensor, doubtful: Tensor, carefully: Callable[[int], Tensor]) -> Tensor:
+    """``norms`` with the doubtful samples computed by themselves, but those that have no gradient at all."""
     if bool(doubtful.any()):
         zero = (as_vectors(g) == 0).all(1) & as_vectors(x).isfinite().all(1)  # 0 * Inf is NaN
-        found[:, doubtful & zero] = 0
+        norms[:, doubtful & zero] = 0
         for row in (doubtful & ~zero).nonzero().flatten().tolist():
-            found[:, row] = carefully(row).flatten()
-    return found
+            norms[:, row] = carefully(row).flatten()
+    return norms

@@ -101,18 +101,18 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     (n, k, o), i = g.shape, x.shape[2]
     out = fresh(g, (n, o, i))
     if product_kernel.applies(g, x):
-        found, doubtful = _by_kernel(g, x, out)
+        norms, doubtful = _by_kernel(g, x, out)
         if bool(doubtful.any()):
             rounding = product_rounding(g[doubtful], x[doubtful], quick_frobenius)
-            found[:, doubtful] = measured(out[doubtful], rounding)
-        return out, found
-    found = norms_like(g)
+            norms[:, doubtful] = measured(out[doubtful], rounding)
+        return out, norms
+    norms = norms_like(g)
     size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if g.device.type == "cpu" else max(n, 1)
     for start in range(0, n, size):
         rows = slice(start, start + size)
         torch.bmm(g[rows].mT, x[rows], out=out[rows])
-        found[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
-    return out, found
+        norms[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
+    return out, norms
 
 
 def _by_kernel(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:

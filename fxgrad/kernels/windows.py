@@ -66,15 +66,15 @@ def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequen
         return _norms_of_windows(out[rows], g[rows], input[rows], settings)
 
     if window_kernel.applies(g, input, kernel, settings):
-        found, doubtful = _by_kernel(g, input, kernel, settings, out)
+        norms, doubtful = _by_kernel(g, input, kernel, settings, out)
         if bool(doubtful.any()):
-            found[:, doubtful] = look(doubtful)
-        return out, found
-    found = norms_like(g)
+            norms[:, doubtful] = look(doubtful)
+        return out, norms
+    norms = norms_like(g)
     for rows in blocks(g, input, kernel):
         conv_rows(g[rows], input[rows], kernel, settings, out[rows])
-        found[:, rows] = look(rows)
-    return out, found
+        norms[:, rows] = look(rows)
+    return out, norms
 
 
 def _norms_of_windows(
@@ -116,8 +116,8 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
         return of(g[row : row + 1].double(), input[row : row + 1].double())
 
     if not gram and window_kernel.applies(g, input, kernel, settings):
-        found, doubtful = _by_kernel(g, input, kernel, settings, None)
-        return again(g, input, found, doubtful, carefully)
+        norms, doubtful = _by_kernel(g, input, kernel, settings, None)
+        return again(g, input, norms, doubtful, carefully)
     if not gram:
         return by_blocks(g, input, blocks(g, input, kernel), lambda rows: of(g[rows], input[rows]), carefully)
 

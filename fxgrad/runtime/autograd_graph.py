@@ -70,8 +70,8 @@ def _node_of(output: Any) -> Any:
     """The node of a tensor or of an edge that backward was called on; of most tensors without PyTorch's search."""
     if not isinstance(output, Tensor):
         return output.node
-    own = output.grad_fn
-    return get_gradient_edge(output).node if own is None else own
+    node = output.grad_fn
+    return get_gradient_edge(output).node if node is None else node
 
 
 def _is_leaf(node: Any) -> bool:
@@ -126,8 +126,8 @@ def is_scaled(root: Any) -> bool:
 def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
     """The parameters that values depend on past every delivery."""
     nodes = _below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
-    found = {id(node.variable): None for node in nodes if _is_leaf(node)}
-    return tuple(names[key] for key in found if key in names)
+    used = {id(node.variable): None for node in nodes if _is_leaf(node)}
+    return tuple(names[key] for key in used if key in names)
 
 
 def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:

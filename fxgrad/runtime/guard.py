@@ -1,8 +1,10 @@
 """The guard on p.grad: while a quantity clips, only what fxgrad delivered is added to it.
 
-deliver       stamp each gradient with a version number of its own, and note it for the parameter
-arrive        a hook on the parameter compares what arrives with the note (slot.py)
-refuse        anything else raises UnclippedGrad; every p.grad of this backward is put back
+    deliver       stamp each gradient with a version number of its own, and note it for the parameter
+    arrive        a hook on the parameter compares what arrives with the note (slot.py)
+    refuse        anything else raises UnclippedGrad; every p.grad of this backward is put back
+
+A guard lives as long as the transformed model. Several may guard one parameter.
 """
 
 from __future__ import annotations

@@ -30,16 +30,16 @@ def cut(strategy: Strategy, term: Term, values: list[Any], back: Back) -> dict[i
     if not isinstance(term, Product) or term.shape is not None:
         return None
     g, x = term.sides
-    found = {}
     if strategy.use.op == "cat":
         whole, pieces = traced((1, g.shape[2], x.shape[2]), values, back)
+        products = {}
         for slot, piece in pieces.items():
             place = _place(whole, piece)
             if place is None:
                 return None
             (row, column), (rows, columns) = place, piece.shape[1:]
-            found[slot] = Product.of(g[:, :, row : row + rows], x[:, :, column : column + columns])
-        return found
+            products[slot] = Product.of(g[:, :, row : row + rows], x[:, :, column : column + columns])
+        return products
     (slot,) = strategy.use.wrt
 
     def piece_of(whole: Tensor) -> Tensor:

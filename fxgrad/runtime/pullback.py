@@ -49,48 +49,13 @@ class Pullback:
             self._rows[wide] = self.back(rows.reshape(rows.shape[0], *self.grads.shape))
         return self._rows[wide][slot]
 
-    def norms(self, slot: int) -> Norms:
-        """Norms and bounds, ``[n]`` each."""
-        if self.isometric:
-            return self.grads.norms()
-        rows = self.rows(slot, True)
-        return bounded(rows, rows.new_zeros(rows.shape[0], dtype=torch.float64))
-
-    def rounding(self, slot: int) -> Tensor:
-        """How far what was multiplied out is off."""
-        if not self.isometric:
-            return frobenius(self.rows(slot, True) - self.rows(slot, False))
-        return torch.stack([part.rounding() for part in self.grads.parts]).sum(0)
-
-    def weighted(self, slot: int, c: Tensor, wide: bool) -> Tensor:
-        """``Σ_n c_n D_n(w)``, from the finished sum; of one sample it is there already, for its norm.
-
-        In float64 where norms are: what rounding adds to the sum, no norm has.
-        """
-        if not self.isometric and isinstance(self.grads.n, int) and self.grads.n == 1:
-            row = self.rows(slot, True)[0]
-            return row * c.to(row.dtype.to_real() if row.is_complex() else row.dtype)
-        if not self.linear:
-            rows = self.rows(slot, True)
-            return replace(self._of(rows), parts=[Materialised(rows)]).weighted(c, True)
-        key = id(c), wide or not self.isometric
+    def sums(self, c: Tensor, wide: bool) -> dict[int, Tensor]:
+        """``Σ_n c_n D_n(w)`` for each w, from the finished sum at u."""
+        key = id(c), wide
         if key not in self._sums:
-            total = self.grads.weighted(c, key[1])
-            self._sums[key] = c, {of: grad.squeeze(0) for of, grad in self.back(total.unsqueeze(0)).items()}
-        return self._sums[key][1][slot]
-
-    def _of(self, rows: Tensor) -> SampleGrads:
-        """No gradients yet, of the shape that these rows have."""
-        return replace(self.grads, shape=tuple(rows.shape[1:]), dtype=rows.dtype, like=rows, scale=1)
-
-    def dot(self, slot: int, vector: Tensor) -> Tensor:
-        """``<D_n(w), vector>``; where f moves elements, the vector is moved to u."""
-        if not self.isometric:
-            return as_vectors(self.rows(slot, False) * vector).sum(1)
-        with torch.enable_grad():
-            at = vector.new_zeros(1, *self.grads.shape)
-            moved = torch.func.vjp(lambda g: self.back(g)[slot], at)[1](vector.unsqueeze(0))[0]
-        return self.grads.dot(moved.squeeze(0))
+            total = self.grads.weighted(c, wide)
+            self._sums[key] = c, {slot: grad.squeeze(0) for slot, grad in self.back(total.unsqueeze(0)).items()}
+        return self._sums[key][1]
 
     def grouped(self, size: int) -> Pullback:
         """The same with ``size`` consecutive samples as one."""
@@ -117,19 +82,42 @@ class Virtual(Part):
         return self.of.rows(self.slot, wide)
 
     def rounding(self) -> Tensor:
-        return self.of.rounding(self.slot)
+        if not self.isometric:
+            return frobenius(self.dense(True) - self.dense())
+        return torch.stack([part.rounding() for part in self.of.grads.parts]).sum(0)
 
     def own_shape(self) -> tuple[int, ...]:
         return tuple(self.dense().shape[1:])
 
     def norms(self, way: ChooseWay) -> Norms:
-        return self.of.norms(self.slot)
+        if self.isometric:
+            return self.of.grads.norms()
+        rows = self.dense(True)
+        return bounded(rows, rows.new_zeros(rows.shape[0], dtype=torch.float64))
 
     def weighted(self, c: Tensor, wide: bool, onednn: bool) -> Tensor:
-        return self.of.weighted(self.slot, c, wide)
+        """``Σ_n c_n D_n(w)``, from the finished sum; of one sample it is there already, for its norm.
+
+        In float64 where norms are: what rounding adds to the sum, no norm has.
+        """
+        grads = self.of.grads
+        if not self.isometric and isinstance(grads.n, int) and grads.n == 1:
+            row = self.dense(True)[0]
+            return row * c.to(row.dtype.to_real() if row.is_complex() else row.dtype)
+        if not self.of.linear:
+            rows = self.dense(True)
+            grads = replace(grads, shape=tuple(rows.shape[1:]), dtype=rows.dtype, like=rows, scale=1)
+            return replace(grads, parts=[Materialised(rows)]).weighted(c, True)
+        return self.of.sums(c, wide or not self.isometric)[self.slot]
 
     def dot(self, vector: Tensor) -> Tensor:
-        return self.of.dot(self.slot, vector)
+        """``<D_n(w), vector>``; where f moves elements, the vector is moved to u."""
+        if not self.isometric:
+            return as_vectors(self.dense() * vector).sum(1)
+        with torch.enable_grad():
+            at = vector.new_zeros(1, *self.of.grads.shape)
+            moved = torch.func.vjp(lambda g: self.of.back(g)[self.slot], at)[1](vector.unsqueeze(0))[0]
+        return self.of.grads.dot(moved.squeeze(0))
 
     def grouped(self, size: int) -> Virtual:
         return replace(self, of=self.of.grouped(size))

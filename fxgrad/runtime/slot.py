@@ -10,15 +10,13 @@ A parameter has one hook however many transformed models guard it, and it stands
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fxgrad.host.tensors import attach_hooks, hooks_of, identity, is_view, set_versions, version
-
-if TYPE_CHECKING:
-    from fxgrad.runtime.guard import Guard
+from fxgrad.quantities import Outside
 
 _STEP = 1 << 8  # between two stamps: more than the engine counts up in one backward
 _FIRST, _LAST = 1 << 20, 1 << 31  # no tensor that was merely computed has a version as high; versions have 32 bits
@@ -51,6 +49,20 @@ class _Stamps:
 STAMPS = _Stamps()
 
 
+class Owner(Protocol):
+    """A guard, as the slots of its parameters know it."""
+
+    outside: Outside
+    kind: str
+    entrances: tuple[str, ...]
+
+    def allows(self, parameter: Tensor, task: int) -> bool: ...
+
+    def refuse(self, slot: Slot) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class Slot:
     """The hook on one parameter: the gradient that may arrive next, and p.grad as it was before."""
 
@@ -69,7 +81,7 @@ class Slot:
         self.count = 0  # its version
         self.kept: Tensor | None = None  # its values, and its version then
         self.kept_count = 0
-        self.guards: list[Guard] = []
+        self.guards: list[Owner] = []
         self.handle: Any = None
         self.key = _NOTHING  # of the hook among those of the parameter
 

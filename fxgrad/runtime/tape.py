@@ -19,7 +19,7 @@ from fxgrad.gradients.parts import joined, rounded, summed
 from fxgrad.gradients.sample_grads import SampleGrads, deferred
 from fxgrad.host.autograd import current_task
 from fxgrad.kernels.partitioning import in_backward
-from fxgrad.kernels.precision import FULL, WIDE, cast
+from fxgrad.kernels.precision import WIDE, accumulating, cast
 from fxgrad.quantities import Quantity
 from fxgrad.rules.strategies import Contributions, Strategy, matched
 from fxgrad.rules.uses import Use
@@ -113,13 +113,15 @@ class Tape(ABC):
         """What the quantities make of all that was written down, in the order of their deliveries."""
         scale = self.results_scale(n)
         grads_of_all = [
-            self.grads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []), self.ways, scale)
-            for key, own in enumerate(self.likes)
+            self.grads(
+                parameter.name, parameter.shape, parameter.dtype, n, like, self.parts.get(key, []), self.ways, scale
+            )
+            for key, parameter in enumerate(self.likes)
         ]
         results: list[Tensor] = []
         left = list(given)
         for quantity, wanted in zip(self.quantities, self.given, strict=True):
-            grads = [own.grouped(quantity.group_size) for own in grads_of_all]
+            grads = [grads.grouped(quantity.group_size) for grads in grads_of_all]
             results += quantity.compute(grads, quantity.units(n), left[:wanted])
             del left[:wanted]
         return results
@@ -214,7 +216,7 @@ class FactorTape(Tape):
 
     def _add_narrowed(self, strategy: Strategy, parts: Contributions, g: Tensor, n: int) -> None:
         """Add what was computed in float64 for parameters in float32, and how far that rounds it."""
-        real = cast(g.new_empty(0), FULL).dtype.to_real()
+        real = accumulating(g.dtype).to_real()
 
         def narrowed(slot: int, part: Part | Tensor) -> Part | Tensor:
             keeps_wide = strategy.use.wrt[slot] in self.non_isometric
