@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -62,6 +63,16 @@ def test_libraries_that_a_trace_asks_for_are_noted() -> None:
         library().start(torch.zeros(1, dtype=torch.float64))  # of which it has no functions
     own.start(torch.zeros(1))
     assert asked == [own]
+
+
+def test_the_source_alone_declares_what_a_kernel_takes() -> None:
+    windows, lstm = window_kernel.KERNELS.functions, lstm_kernel.KERNELS.functions
+    assert windows is not None and lstm is not None
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    assert windows.window_rows.argtypes == [*[address] * 7, number, ctypes.c_int]
+    assert lstm.backward_float64.argtypes == [*[address] * 7, number, number, ctypes.c_int]
+    with pytest.raises(TypeError, match="at least 9 arguments"):
+        windows.depthwise_rows(None)
 
 
 class Words(nn.Module):

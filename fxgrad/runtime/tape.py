@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -36,25 +36,20 @@ class Like:
     dtype: torch.dtype
 
 
+@dataclass(eq=False)
 class Tape(ABC):
     """What the taps of one forward wrote down: per parameter key, the parts of its gradients."""
 
     grads: ClassVar[type[SampleGrads]] = SampleGrads
 
-    def __init__(
-        self,
-        quantities: Sequence[Quantity],
-        loss_scale: float | str,
-        likes: Sequence[Like],
-        given: Sequence[int],
-        ways: Ways,
-    ) -> None:
-        self.quantities, self.loss_scale, self.likes = quantities, loss_scale, likes
-        self.given = given  # how many tensors each quantity is given
-        self.ways = ways
-        self.parts: dict[int, list[Part]] = {}
-        self.derived: list[tuple[int, Strategy, list[Any], int]] = []
-        self.task: int | None = None
+    quantities: Sequence[Quantity]
+    loss_scale: float | str
+    likes: Sequence[Like]
+    given: Sequence[int]  # how many tensors each quantity is given
+    ways: Ways
+    parts: dict[int, list[Part]] = field(init=False, default_factory=dict)
+    derived: list[tuple[int, Strategy, list[Any], int]] = field(init=False, default_factory=list)
+    task: int | None = field(init=False, default=None)
 
     @abstractmethod
     def derive(self, key: int, strategy: Strategy) -> None:
@@ -113,10 +108,8 @@ class Tape(ABC):
         """What the quantities make of all that was written down, in the order of their deliveries."""
         scale = self.results_scale(n)
         grads_of_all = [
-            self.grads(
-                parameter.name, parameter.shape, parameter.dtype, n, like, self.parts.get(key, []), self.ways, scale
-            )
-            for key, parameter in enumerate(self.likes)
+            self.grads(param.name, param.shape, param.dtype, n, like, self.parts.get(key, []), self.ways, scale)
+            for key, param in enumerate(self.likes)
         ]
         results: list[Tensor] = []
         left = list(given)
@@ -152,14 +145,16 @@ class DenseTape(Tape):
         return 1
 
 
+@dataclass(eq=False)
 class FactorTape(Tape):
     """Factors are kept, and how far rounding may be off: some quantity asks for norms, or for sums over samples."""
 
-    def __init__(self, quantities: Sequence[Quantity], *settings: Any) -> None:
-        super().__init__(quantities, *settings)
-        self.materialises = any(quantity.dense for quantity in quantities)  # some ask for the gradients, too
-        self.non_isometric: set[int] = set()  # functions of parameters that may change norms
-        self.permuted_names: dict[int, str] = {}  # those that do not: the parameter whose elements they move
+    non_isometric: set[int] = field(init=False, default_factory=set)  # functions of parameters that may change norms
+    # Those that do not: the parameter whose elements they move.
+    permuted_names: dict[int, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.materialises = any(quantity.dense for quantity in self.quantities)  # some ask for the gradients, too
 
     def derive(self, key: int, strategy: Strategy) -> None:
         parents = list(strategy.use.wrt.values())
