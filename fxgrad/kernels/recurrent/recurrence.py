@@ -110,19 +110,20 @@ def recurrence(
     c, gates, cells, extra = (x.new_empty(0) for _ in range(4))
     hs[-1 if reverse else 0] = h0
     mask = None if lengths is None else _going_on(x, lengths)
-    bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
+    bias = b_ih if mode == "GRU" or b_ih is None or b_hh is None else b_ih + b_hh  # a GRU multiplies b_hh by r
+    projection = Projection(x, w_ih, bias)
     if mode == "LSTM":
         assert c0 is not None
         gates = fresh(x, (length, batch, len(w_ih)))
         cells = fresh(x, (length + 1, *c0.shape))
         cells[-1 if reverse else 0] = c0
-        extra = lstm.forward(Projection(x, w_ih, bias), gates, hs, cells, w_hh, w_hr, mask, reverse)
+        extra = lstm.forward(projection, gates, hs, cells, w_hh, w_hr, mask, reverse)
         c = cells[0 if reverse else -1].clone()
     elif mode == "GRU":
-        gates = Projection(x, w_ih, b_ih).into(fresh(x, (length, batch, len(w_ih))))
+        gates = projection.into(fresh(x, (length, batch, len(w_ih))))
         extra = _gru(gates, hs, w_hh, b_hh, mask, reverse)
     else:
-        Projection(x, w_ih, bias).into(states_after(hs, reverse))
+        projection.into(states_after(hs, reverse))
         _rnn(hs, w_hh.t().contiguous(), mode == "RNN_RELU", mask, reverse)
     return hs, c, gates, cells, extra
 
