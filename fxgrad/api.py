@@ -12,7 +12,7 @@ from torch import nn
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
 from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_scale
-from fxgrad.compile.inner import inner_compiler
+from fxgrad.compile.inductor import inner_compiler
 from fxgrad.compile.memory_limit import check_limit
 from fxgrad.costs.choices import Strategy, wishes_of
 from fxgrad.engine import Engine

@@ -70,7 +70,7 @@ def fxgrad_backend(
     whole = not all(quantity.adds for quantity in settings.quantities)  # otherwise this graph may be one of several
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
-        settings.wishes = wishes_of(strategy, captured.parameter_names(), whole=whole)
+        settings.wishes = wishes_of(strategy, captured.aliases(), whole=whole)
         return compile_graph(captured, settings, _store(user_options.get("accumulate", "error"), settings.quantities))
     finally:
         _unmark([tensor for tensor, _ in fresh])

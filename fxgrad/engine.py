@@ -42,6 +42,7 @@ from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Unseen, watch
 from fxgrad.runtime.store import Store
 from fxgrad.samples.batch import Batch, Roles
+from fxgrad.samples.recurrent_states import inputs_as_states
 
 
 class StatesMoved(Exception):
@@ -201,18 +202,20 @@ class Engine:
         return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
 
     def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward") -> Captured:
-        """Wrap a graph from Dynamo with the model's knowledge of its inputs."""
-        buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-        fullgraph, positional = self.options.fullgraph, self.roles[method].names
-        captured = Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
-        self._check_states(captured, self.roles[method])
-        return captured
-
-    def _check_states(self, captured: Captured, roles: Roles) -> None:
-        """Learn the states that the graph shows, and raise if their roles differ. See Note [States]."""
+        """Wrap a graph from Dynamo with what the model and its running call know of the inputs."""
         call = current_call()
         assert call is not None
-        states = {id(captured.examples[i]) for i in captured.states()}
+        buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+        fullgraph, roles = self.options.fullgraph, self.roles[method]
+        arguments = {"args": call.args, "kwargs": call.kwargs}
+        captured = Captured(gm, examples, size, self.names(), fullgraph, buffers, roles.names, arguments)
+        self._check_states(captured, roles, call)
+        return captured
+
+    def _check_states(self, captured: Captured, roles: Roles, call: CapturedCall) -> None:
+        """Learn the states that the graph shows, and raise if their roles differ. See Note [States]."""
+        nodes = inputs_as_states(captured.gm)
+        states = {id(captured.examples[i]) for i in captured.inputs if captured.placeholders[i] in nodes}
         fullgraph = self.options.fullgraph  # after a graph break, earlier graphs have already run
         news = fullgraph and roles.learn_states(call.args, call.kwargs, call.batch.size, states)
         if news and any(call.batch.dims.get(one, 1) != 1 for one in states):

@@ -103,7 +103,7 @@ def capture(
         captured = engine.captured(gm, examples, batch.size)
         passes_to_run = passes if passes is not None else passes_of(batch.size, engine.options.quantities)
         dims = captured.held() if passes_to_run is ONE else captured.sample_dims()
-        ctx = make_context(captured, engine.options, dims, single=batch.size == 1)
+        ctx = make_context(captured, engine.options, dims)
         rewritten = run_passes(gm, ctx, passes_to_run)
         raise _Captured(Trace(rewritten, ctx))
 

@@ -139,7 +139,8 @@ def recurrent_modules_allowed() -> contextlib.AbstractContextManager[Any]:
     Why: it breaks the graph there, except with this setting.
     Without: recurrent modules are refused.
     """
-    return torch._dynamo.config.patch(allow_rnn=True)
+    allowed: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(allow_rnn=True)
+    return allowed
 
 
 @contextlib.contextmanager
@@ -167,7 +168,8 @@ def calls_ignored(functions: Sequence[Any]) -> contextlib.AbstractContextManager
     """
     config = torch._dynamo.config
     setting = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
-    return config.patch({setting: {*getattr(config, setting), *functions}})
+    ignored: contextlib.AbstractContextManager[Any] = config.patch({setting: {*getattr(config, setting), *functions}})
+    return ignored
 
 
 def failed_guards(compiled: Callable[..., Any]) -> list[str]:
