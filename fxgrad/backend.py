@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured, is_argument
-from fxgrad.capture.dynamo import MARKS
+from fxgrad.capture.dynamo import unmark
 from fxgrad.capture.options import FREE, Options, check_strategy, loss_scale
 from fxgrad.compile.compiler import compile_graph
-from fxgrad.compile.memory_limit import check_limit
 from fxgrad.costs.choices import wishes_of
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
@@ -62,7 +61,6 @@ def fxgrad_backend(
         named=False,
         memory_limit=user_options.get("memory_limit", FREE),
     )
-    check_limit(settings.memory_limit)
     settings.check_each()
     strategy = user_options.get("strategy")
     check_strategy(strategy, settings.quantities)
@@ -73,7 +71,8 @@ def fxgrad_backend(
         settings.wishes = wishes_of(strategy, captured.aliases(), whole=whole)
         return compile_graph(captured, settings, _store(user_options.get("accumulate", "error"), settings.quantities))
     finally:
-        _unmark([tensor for tensor, _ in fresh])
+        for tensor, _ in fresh:
+            _unmark(tensor)
 
 
 def _store(policy: Accumulate, quantities: tuple[Quantity, ...]) -> Store:
@@ -136,7 +135,8 @@ def _recapture_where_static(
     if not static:
         return
     if any(getattr(tensor, _AGAIN, False) for tensor in static):
-        _unmark([tensor for tensor, _ in batched])
+        for tensor, _ in batched:
+            _unmark(tensor)
         raise BatchSizeError(
             "the model fixes its batch size: it works for one number of samples only",
             advice="Write sizes in terms of x.shape[0].",
@@ -147,7 +147,6 @@ def _recapture_where_static(
     raise CaptureAgain
 
 
-def _unmark(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        for mark in (*MARKS, _AGAIN):
-            tensor.__dict__.pop(mark, None)
+def _unmark(tensor: Tensor) -> None:
+    unmark(tensor)
+    tensor.__dict__.pop(_AGAIN, None)

@@ -57,7 +57,13 @@ class Options:
         return self.settled.isdisjoint(changes)
 
     def check_each(self) -> None:
-        """The same for each quantity by itself, whoever decides about graph breaks."""
+        """The same for each option and quantity by itself, whoever decides about graph breaks."""
+        if self.mixing not in ("error", "allow"):
+            raise OptionError(f"mixing has to be 'error' or 'allow', not {self.mixing!r}")
+        limit = self.memory_limit
+        number = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if limit is not None and limit != FREE and not number:
+            raise OptionError(f"memory_limit has to be a positive number of bytes, None or 'free', not {limit!r}")
         for quantity in self.quantities:
             quantity.check(self)
             if not isinstance(quantity.group_size, int) or quantity.group_size < 1:

@@ -140,13 +140,13 @@ def recurrent_modules() -> Iterator[None]:
     try:
         _depth += 1
         for kind, forward in originals:
-            kind.forward = _captured_or(forward)  # type: ignore[method-assign]
+            kind.forward = _captured_or(forward)
         with recurrent_modules_allowed():
             yield
     finally:
         _depth -= 1
         for kind, forward in originals:
-            kind.forward = forward  # type: ignore[method-assign]
+            kind.forward = forward
 
 
 def _captured_or(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,21 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fxgrad.capture.options import FREE
-from fxgrad.errors import NotEnoughMemory, OptionError
+from fxgrad.errors import NotEnoughMemory
 from fxgrad.graph.printing import table
 from fxgrad.quantities import Quantity
 from fxgrad.quantities.base import GRAD
 
 WORTH_A_LOOK = 0.1  # of the room: below it, which gradients are held need not be known
 _LISTED = 5
-
-
-def check_limit(limit: int | str | None) -> None:
-    """Raise where memory_limit= is no number of bytes."""
-    number = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
-    if limit is not None and limit != FREE and not number:
-        raise OptionError(f"memory_limit has to be a positive number of bytes, None or 'free', not {limit!r}")
 
 
 class Room:
