@@ -61,7 +61,7 @@ def fxgrad_backend(
         named=False,
         memory_limit=user_options.get("memory_limit", FREE),
     )
-    settings.check_each()
+    settings.check(one_graph=False)
     strategy = user_options.get("strategy")
     check_strategy(strategy, settings.quantities)
     _check_whole(gm, settings.quantities)

@@ -26,9 +26,9 @@ from fxgrad.host.modules import has_backward_hooks
 
 def fails_without_dynamo(error: Exception) -> bool:
     """Whether it looks like the model's own exception: wrong shapes, wrong arguments, an assert."""
-    raised = ("failed to bind arguments", "Observed exception", "Assertion failed on symbolic shapes")
-    own = isinstance(error, Unsupported) and any(words in str(error) for words in raised)
-    return own or isinstance(error, TorchRuntimeError)
+    raised = "failed to bind arguments|Observed exception|Assertion failed on symbolic shapes"
+    own = isinstance(error, Unsupported) and re.search(raised, str(error))
+    return bool(own) or isinstance(error, TorchRuntimeError)
 
 
 def fixes_the_batch(error: Exception) -> bool:
@@ -80,14 +80,11 @@ def _unsupported(text: str, options: Options) -> tuple[str, str]:
 
 
 def _with_backward_hooks(model: nn.Module) -> str:
+    """The modules that have backward hooks, in words."""
     hooked = [name for name, module in model.named_modules() if has_backward_hooks(module)]
     return "on " + ", ".join(f"'{name}'" if name else "the model itself" for name in hooked)
 
 
-_LOSS_OUTSIDE = (
-    "Let the model return what the loss takes, and compute the loss outside of it: there it may be any function of "
-    "each sample's own values."
-)
 _HOOK = "Compute what the hook computes in an autograd.Function inside of the model, whose backward fxgrad follows."
 
 # What Dynamo's message says, and what it means here.
@@ -110,7 +107,8 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"_ctc_loss",
         "ctc_loss has lengths inside that the data decides, which one graph cannot hold",
-        _LOSS_OUTSIDE,
+        "Let the model return what the loss takes, and compute the loss outside of it: there it may be any function "
+        "of each sample's own values.",
     ),
     (
         r"torch\.nn\.Parameter\(\)` constructor",

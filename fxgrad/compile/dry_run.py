@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -125,14 +124,12 @@ def _at(value: Any, ctx: Context, size: int) -> Any:
 @contextmanager
 def _saved(found: Rehearsal, inputs: Sequence[Tensor]) -> Iterator[None]:
     """Count the memory that is kept for the backward, each storage once."""
-    seen = {identity(tensor.untyped_storage()) for tensor in inputs}
-    kept = []
+    seen: dict[int, Any] = {identity(tensor.untyped_storage()): None for tensor in inputs}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if identity(storage) not in seen:
-            seen.add(identity(storage))
-            kept.append(storage)
+            seen[identity(storage)] = storage  # alive, so no other storage has its identity
             found.saved += expression(storage.nbytes())
         return tensor
 
@@ -145,12 +142,12 @@ class _Interpreter(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, ctx: Context, found: Rehearsal, counter: FlopCounterMode) -> None:
         super().__init__(gm)
-        self.ctx, self.found, self.counter = ctx, found, counter
+        self.graph_module, self.ctx, self.found, self.counter = gm, ctx, found, counter
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(target, NewTape):
             tape = _RememberingDenseTape if target.tape is DenseTape else _RememberingFactorTape
-            return tape(target, self.module, self.ctx, self.found, self.counter)
+            return tape(target, self)
         return super().call_function(target, args, dict(kwargs))
 
 
@@ -163,18 +160,16 @@ class _Watched(SampleGrads):
         return super().dense()
 
 
-class _RememberingTape(Tape, ABC):
+class _RememberingTape(Tape):
     """A tape that notes every contribution with its flops; what computing it took natively is not counted twice."""
 
     grads = _Watched
 
-    def __init__(
-        self, target: NewTape, gm: torch.nn.Module, ctx: Context, found: Rehearsal, counter: FlopCounterMode
-    ) -> None:
+    def __init__(self, target: NewTape, run: _Interpreter) -> None:
         self.log: list[tuple[str, Choice]] = []
         ways = replace(target.ways, log=self.log)
         super().__init__(target.quantities, target.loss_scale, target.likes, target.given, ways)
-        self.gm, self.ctx, self.found, self.counter = gm, ctx, found, counter
+        self.nodes, self.ctx, self.found, self.counter = run.graph_module.graph.nodes, run.ctx, run.found, run.counter
         self.each: sympy.Expr | None = None  # flops of a gradient that is no term
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
@@ -198,9 +193,9 @@ class _RememberingTape(Tape, ABC):
             if choice is None and term is not None and flops is not None and term.in_flop_counter():
                 self.found.backward += flops
 
-    @abstractmethod
     def _choice(self, key: int, moved: bool) -> Choice | None:
         """How what was just written down is kept to the end; None where gradients are all that is asked for."""
+        return None
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
         self.log.clear()
@@ -221,8 +216,7 @@ class _RememberingTape(Tape, ABC):
 
     def _node(self, use: Use | None, error: OptionError) -> fx.Node | None:
         """The op of a use; of no use in particular, the last one of the parameter that the error names."""
-        assert isinstance(self.gm, fx.GraphModule)
-        for node in reversed(self.gm.graph.nodes):
+        for node in reversed(self.nodes):
             if isinstance(node.target, TAPS):
                 own: Use = node.target.strategy.use
                 named = any(f"'{self.name_of(key)}'" in error.sentence for key in own.wrt.values())
@@ -234,9 +228,6 @@ class _RememberingTape(Tape, ABC):
 
 class _RememberingDenseTape(_RememberingTape, DenseTape):
     """One that multiplies out: nothing is chosen."""
-
-    def _choice(self, key: int, moved: bool) -> None:
-        return None
 
 
 class _RememberingFactorTape(_RememberingTape, FactorTape):

@@ -11,18 +11,13 @@ import torch
 from torch._dispatch import python as _python
 from torch.utils import _python_dispatch
 
-disable_current_modes = _python_dispatch._disable_current_modes
-"""Run ops on plain tensors inside of a trace, out of sight of every dispatch mode.
-
-Why: ids, trial values and timings are computed while a fake mode or a tracer is on.
-Without: the proof of independence would compute on fake tensors, which have no values.
-"""
-
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""The base class of modes that see each op.
+disable_current_modes = _python_dispatch._disable_current_modes
+"""The base class of modes that see each op; and how to run ops on plain tensors, out of sight of every mode.
 
-Why: the proof follows samples through every ATen op, and `verify` counts them.
-Without: nothing is proved.
+Why: the proof follows samples through every ATen op, and `verify` counts them. Ids, trial values and timings are
+computed while a fake mode or a tracer is on.
+Without: nothing is proved, as fake tensors have no values.
 """
 
 enable_python_dispatcher = _python.enable_python_dispatcher

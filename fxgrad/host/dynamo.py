@@ -78,17 +78,12 @@ Without: torch.compile of other models would see our operators.
 """
 
 compilation = torch._dynamo.callback.callback_handler
-"""Dynamo's callbacks: ``start_callbacks``, a list, and ``register_start_callback(function)``.
-
-Why: what a capture needs is configured where a compilation begins, and each step only looks at the list.
-Without: each step would configure Dynamo.
-"""
-
 compile_lock = torch._dynamo.convert_frame.compile_lock
-"""The lock that Dynamo holds while it compiles; a thread may take it several times.
+"""Dynamo's callbacks (``start_callbacks``, a list), and the lock it compiles under; a thread may take it several times.
 
-Why: marks on tensors and settings of Dynamo are every thread's.
-Without: two threads that capture at once disturb each other.
+Why: what a capture needs is configured where a compilation begins, and each step only looks at the list. Marks on
+tensors and settings of Dynamo are every thread's.
+Without: each step would configure Dynamo, and two threads that capture at once would disturb each other.
 """
 
 ConstantSource = torch._dynamo.source.ConstantSource

@@ -22,19 +22,14 @@ Without: subclasses of batch norms, and instance norms that track statistics, pa
 """
 
 INNER = "_modules"
-"""The attribute that holds a module's inner modules, as it stands in the paths that Dynamo writes.
-
-Why: errors and pages name a module as the user does, without it.
-Without: ``Linear '_modules'`` in errors.
-"""
-
 held_by: Callable[[nn.Module], tuple[dict[str, nn.Parameter | None], dict[str, nn.Module | None]]] = attrgetter(
     "_parameters", INNER
 )
-"""A module's own parameters and inner modules, by name.
+"""The attribute of inner modules, as Dynamo's paths have it; and a module's own parameters and inner modules.
 
-Why: ``module.parameters()`` may be overridden; each step compares the dicts themselves, which is quick.
-Without: each step would walk the model by its public methods, which takes longer.
+Why: errors and pages name a module without it. ``module.parameters()`` may be overridden, and each step compares the
+dicts themselves, which is quick.
+Without: ``Linear '_modules'`` in errors, and each step would walk the model by its public methods.
 """
 
 wrapped_by_ddp: Callable[[], Any] = partial(getattr, nn.parallel.DistributedDataParallel, "_active_ddp_module")

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 identity: Callable[[Any], int] = attrgetter("_cdata")
-"""The address of the C++ object behind a tensor or a storage.
+is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
+"""The address of the C++ object behind a tensor or a storage; and whether a tensor is a view of another.
 
-Why: PyTorch makes new Python objects for one tensor, and `data_ptr` of a fake storage is nothing.
+Why: PyTorch makes new Python objects for one tensor, and `data_ptr` of a fake storage is nothing. A write into p.grad
+that is a view changes what it is a view of.
 Without: fxgrad cannot distinguish a delivered gradient from another one, nor shared memory from other memory.
 """
 
@@ -22,13 +24,6 @@ post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_
 
 Why: the guard's hook stands behind the user's, and a user's hook may replace the gradient, or p.grad behind it.
 Without: a hook that changes a clipped gradient goes unnoticed, and Opacus's ledger does not refuse it.
-"""
-
-is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
-"""Whether a tensor is a view of another.
-
-Why: a write into p.grad that is a view of something changes that too.
-Without: p.grad that shares memory is put back wrongly after a refusal.
 """
 
 version: Callable[[Tensor], int] = attrgetter("_version")
