@@ -14,19 +14,16 @@ from torch.autograd import forward_ad as _forward_ad
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_batchedtensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""The transform of torch.func that runs, or None; whether a tensor is vmap's stand-in, or any transform's.
+forward_level: Callable[[], int] = partial(getattr, _forward_ad, "_current_level")
+"""The transform of torch.func that runs, or None; whether a tensor is vmap's, or any transform's; the forward level.
+
+The forward level is the number of open `dual_level`s, less one: -1 outside of forward mode. As each step asks for it,
+it has no Python frame.
 
 Why: a transformed model computes by one reverse pass of its own, which no transform may go through. A stand-in may be
 kept after its vmap, and has no storage that could be compared.
-Without: a transformed model inside of torch.func gives wrong gradients or an error of PyTorch's, and models that call
-torch.vmap inside fail in the search for shared memory.
-"""
-
-forward_level: Callable[[], int] = partial(getattr, _forward_ad, "_current_level")
-"""How many `dual_level`s are open, less one: -1 outside of forward mode; no Python frame, as each step asks.
-
-Why: forward-mode AD does not go through a transformed model.
-Without: dual inputs lose their tangents without a word.
+Without: a transformed model inside of torch.func gives wrong gradients or an error of PyTorch's, dual inputs lose their
+tangents without a word, and models that call torch.vmap inside fail in the search for shared memory.
 """
 
 
