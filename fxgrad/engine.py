@@ -11,16 +11,13 @@ from torch import Tensor, fx, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.checks import (
+    check_call,
     check_frozen_outputs,
     check_groups,
     check_hooks,
-    check_inputs,
-    check_parameters,
-    check_reverse_mode,
     check_sample_weight,
     is_ordinary,
 )
-from fxgrad.capture.distributed import check_whole
 from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
 from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.capture.named_parameters import NamedParameters
@@ -62,7 +59,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.named = NamedParameters(self.model)
-        self.weighted = any(getattr(quantity, "sample_weight", False) for quantity in self.options.quantities)
+        self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
         if self.store.guard is not None:  # p.grad is guarded from now on
             self.store.guard.watch(self.parameters(), self.model)
 
@@ -96,16 +93,15 @@ class Engine:
         nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
         leaves = tree_leaves((args, kwargs)) if nested else args
         if not is_ordinary(parameters, leaves):
-            check_whole(self.model, parameters, leaves)
-            check_parameters(parameters)
-            check_reverse_mode([*parameters.values(), *leaves])
-            check_inputs(leaves, parameters)
+            check_call(self.model, parameters, leaves)
         weight = self._pop_sample_weight(kwargs)
         indices_of_packs: dict[int, Tensor] = {}
         if nested:
             args, kwargs = with_indices((args, kwargs), indices_of_packs)
         batch = self.roles[method].find(args, kwargs)
-        check_sample_weight(weight, check_groups(self.options.quantities, batch.size))
+        check_groups(self.options.quantities, batch.size)
+        if weight is not None and self.weighted is not None:
+            check_sample_weight(weight, self.weighted.units(batch.size))
         forward = self._forward(Forward(batch.size, parameters, weight, method), every)
         before = self.store.enter(forward)
         try:
@@ -146,7 +142,7 @@ class Engine:
 
     def _pop_sample_weight(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Take ``sample_weight=`` out of a call's arguments if a quantity uses it."""
-        return kwargs.pop("sample_weight", None) if self.weighted else None
+        return kwargs.pop("sample_weight", None) if self.weighted is not None else None
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters by name."""

@@ -13,19 +13,16 @@ from torch.autograd import graph as _graph
 
 current_task = torch._C._current_graph_task_id
 will_execute = torch._C._will_engine_execute_node
-"""The number of the running backward call, -1 outside of one; and whether that call goes through a node.
-
-`will_execute` raises for a leaf under `autograd.grad`.
-
-Why: deliveries of one backward are not another's, and `autograd.grad` runs a part of the graph and leaves p.grad alone.
-Without: two backwards through one forward are mixed up, and gradients are stored for calls of `autograd.grad`.
-"""
-
 autograd_engine = torch.autograd.Variable._execution_engine
-"""Autograd's engine, for ``autograd_engine.queue_callback(function)`` at the end of the running backward call.
+"""The running backward call: its number, -1 outside of one; whether it goes through a node; a callback at its end.
 
-Why: PyTorch has no public hook for the end of a backward. The object, not its method: Dynamo knows the object.
-Without: p.grad is not checked when all hooks have run.
+`will_execute` raises for a leaf under `autograd.grad`. ``autograd_engine.queue_callback(function)`` adds a callback;
+the name is the object's, not the method's, as Dynamo knows the object.
+
+Why: deliveries of one backward are not another's, `autograd.grad` runs a part of the graph and leaves p.grad alone, and
+PyTorch has no public hook for the end of a backward.
+Without: two backwards through one forward are mixed up, gradients are stored for calls of `autograd.grad`, and p.grad
+is not checked when all hooks have run.
 """
 
 BACKWARD_CODE: CodeType = _graph._engine_run_backward.__code__

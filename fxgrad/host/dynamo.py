@@ -22,7 +22,8 @@ UserError = _exc.UserError
 InternalTorchDynamoError = _exc.InternalTorchDynamoError
 BackendCompilerFailed = _exc.BackendCompilerFailed
 FailOnRecompileLimitHit = _exc.FailOnRecompileLimitHit
-"""What Dynamo raises, the base class first.
+CaptureAgain = _exc.TensorifyScalarRestartAnalysis
+"""What Dynamo raises, the base class first; and what a backend raises.
 
 | class | raised |
 |---|---|
@@ -32,34 +33,25 @@ FailOnRecompileLimitHit = _exc.FailOnRecompileLimitHit
 | `InternalTorchDynamoError` | for a bug of Dynamo's |
 | `BackendCompilerFailed` | around an exception of a backend, its ``inner_exception``: our refusals are raised there |
 | `FailOnRecompileLimitHit` | where a function needs more graphs than ``recompile_limit`` |
+| `CaptureAgain` | by a backend, to let Dynamo capture a frame once more |
 
 Why: the user gets our own error, with the line and what to do, or what eager PyTorch says. A call is captured once more
-where Dynamo failed before it was configured.
+where Dynamo failed before it was configured, and where torch.compile called us before inputs were marked as dynamic.
 Without: users see Dynamo's sentences and stack, our refusals come wrapped in one of PyTorch's errors, models whose
-shape rules fix the batch are refused, and past the limit Dynamo would run the model uncompiled.
-"""
-
-CaptureAgain = _exc.TensorifyScalarRestartAnalysis
-"""What lets Dynamo capture a frame once more, raised by a backend.
-
-Why: inputs are marked as dynamic after the first capture, where torch.compile called us and not we Dynamo.
-Without: ``torch.compile(model, backend="fxgrad")`` needs dynamic=True.
+shape rules fix the batch are refused, past the limit Dynamo would run the model uncompiled, and
+``torch.compile(model, backend="fxgrad")`` needs dynamic=True.
 """
 
 OptimizedModule = eval_frame.OptimizedModule
-"""The class of what torch.compile makes of a module.
-
-Why: `transform` refuses one, and `result` finds its store by the quantity.
-Without: a compiled model is transformed as if it were the model.
-"""
-
 innermost_fn = eval_frame.innermost_fn
 active_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""The function below Dynamo's own wrappers; and what Dynamo does with frames in this thread, None outside of it.
+"""Around what Dynamo compiles: a module, a function below Dynamo's own wrappers; what it does with frames in a thread.
 
-Why: Dynamo switches itself off around our whole backend, and each step asks whether it has to be switched off: doing so
-again, or always, costs more than asking.
-Without: slower steps.
+Outside of torch.compile, `active_callback` returns None.
+
+Why: `transform` refuses a compiled module, and `result` finds its store by the quantity. Dynamo switches itself off
+around our whole backend. Each step asks whether it has to be switched off, as doing so again costs more than asking.
+Without: a compiled model is transformed as if it were the model, and steps are slower.
 """
 
 mark_dynamic = torch._dynamo.mark_dynamic
