@@ -102,7 +102,8 @@ class Engine:
         check_groups(self.options.quantities, batch.size)
         if weight is not None and self.weighted is not None:
             check_sample_weight(weight, self.weighted.units(batch.size))
-        forward = self._forward(Forward(batch.size, parameters, weight, method), every)
+        forward = Forward(batch.size, parameters, weight, method)
+        self._begin(forward, every)
         before = self.store.enter(forward)
         try:
             run = self._run if batch.size else self._on_no_samples
@@ -118,8 +119,8 @@ class Engine:
         self._end(forward, tensors)
         return outputs
 
-    def _forward(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> Forward:
-        """Begin a forward: the guard watches, and results of an earlier backward are an error."""
+    def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
+        """Let the guard watch every parameter, and refuse results of an earlier backward."""
         guard = self.store.guard
         if guard is not None:
             guard.watch(every, self.model)
@@ -127,7 +128,6 @@ class Engine:
         self.store.check_clear(forward, forward.enclosing, "a forward")
         if self.first_batch is not None and self.first_batch.due(forward.size, forward.parameters):
             forward.first_batch = self.first_batch
-        return forward
 
     def _end(self, forward: Forward, tensors: Sequence[Tensor]) -> None:
         """Check what the model's own code may have done in the call."""
