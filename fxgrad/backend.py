@@ -43,15 +43,6 @@ def fxgrad_backend(
     unknown = sorted(user_options.keys() - set(_OPTIONS))
     if unknown:
         raise OptionError(f"the fxgrad backend has no option {', '.join(unknown)}", advice=f"It has {_OPTIONS}.")
-    dim = 0 if user_options.get("batch_first", True) else 1
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    batched = _held(placeholders, example_inputs, dim)
-    size = _batch_size(batched)
-    if size > 1:
-        _recapture_where_static(batched, placeholders, example_inputs)
-    fresh = [(tensor, sample_dim) for tensor, sample_dim in batched if getattr(tensor, SAMPLE_DIM, None) is None]
-    for tensor, sample_dim in fresh:
-        setattr(tensor, SAMPLE_DIM, sample_dim)
     settings = Options(
         check_quantities(user_options.get("quantity", GradSample())),
         loss_scale(user_options.get("loss_reduction", "sum")),
@@ -65,6 +56,15 @@ def fxgrad_backend(
     strategy = user_options.get("strategy")
     check_strategy(strategy, settings.quantities)
     _check_whole(gm, settings.quantities)
+    dim = 0 if user_options.get("batch_first", True) else 1
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    batched = _held(placeholders, example_inputs, dim)
+    size = _batch_size(batched)
+    if size > 1:
+        _recapture_where_static(batched, placeholders, example_inputs)
+    fresh = [(tensor, sample_dim) for tensor, sample_dim in batched if getattr(tensor, SAMPLE_DIM, None) is None]
+    for tensor, sample_dim in fresh:
+        setattr(tensor, SAMPLE_DIM, sample_dim)
     whole = not all(quantity.adds for quantity in settings.quantities)  # otherwise this graph may be one of several
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)

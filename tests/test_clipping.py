@@ -255,8 +255,10 @@ def test_per_parameter_follows_the_model_s_order(batch: int, device: torch.devic
 )
 def test_the_backend_checks_its_quantities(options: dict[str, Any], sentence: str, device: torch.device) -> None:
     model = torch.compile(net(device), backend="fxgrad", options={"backend": "eager", **options})
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
     with pytest.raises((OptionError, BackendCompilerFailed), match=sentence):
-        model(torch.randn(5, 3, device=device, dtype=torch.float64))
+        model(x)
+    assert not vars(x), "no mark is left on an input"
 
 
 def test_groups_by_name(device: torch.device) -> None:
