@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,8 +13,7 @@ from torch import nn
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
 from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_scale
-from fxgrad.compile.inner import inner_compiler
-from fxgrad.compile.memory_limit import check_limit
+from fxgrad.compile.inductor import inner_compiler
 from fxgrad.costs.choices import Strategy, wishes_of
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
@@ -118,14 +118,12 @@ def transform(
     >>> tuple(model.weight.grad_sample.shape)
     (5, 2, 3)
     """
+    arguments = {name: value for name, value in locals().items() if name != "model"}  # the view is pickled as a call
     _check_model(model)
-    if mixing not in ("error", "allow"):
-        raise OptionError(f"mixing has to be 'error' or 'allow', not {mixing!r}")
     quantities = check_quantities(GradSample() if quantity is None else quantity)
     inner_compiler(backend)
     check_strategy(strategy, quantities)
     wishes = wishes_of(strategy, _parameter_names(model))
-    check_limit(memory_limit)
     options = Options(
         quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes, memory_limit=memory_limit
     )
@@ -136,26 +134,11 @@ def transform(
     roles = {
         name: Roles(batch_size, batch_first, by_method[name], _positional(getattr(model, name))) for name in entrances
     }
-    first_batch = _first_batch(model, options) if check_first_batch else None
-    if first_batch is not None:
+    first_batch = None
+    if check_first_batch:
+        first_batch = _first_batch(model, options)
         options.settled = frozenset({"mixing", "fullgraph"})
     engine = Engine(model, options, roles | {"__call__": roles["forward"]}, store, first_batch)
-    engine.guard()
-    arguments = dict(
-        quantity=quantity,
-        loss_reduction=loss_reduction,
-        batch_size=batch_size,
-        batch_first=batch_first,
-        in_dims=in_dims,
-        accumulate=accumulate,
-        mixing=mixing,
-        backend=backend,
-        fullgraph=fullgraph,
-        strategy=strategy,
-        methods=methods,
-        check_first_batch=check_first_batch,
-        memory_limit=memory_limit,
-    )
     return _view(model, engine, arguments)
 
 
@@ -236,30 +219,17 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
         _fxgrad_engine = engine
         _fxgrad_arguments = arguments
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return engine.call("__call__", args, kwargs)
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return engine.call("forward", args, kwargs)
-
         def zero_grad(self, set_to_none: bool = True) -> None:
             engine.model.zero_grad(set_to_none)
-            clear(engine.model.parameters())
-            engine.store.results.clear()
-            engine.store.cleared(engine.model.parameters())
+            _clear_results(engine.model, engine)
 
         def __reduce__(self) -> Any:
             return _rebuild, (engine.model, arguments)
 
-    View.__name__, View.__qualname__, View.__module__ = (
-        original.__name__,
-        original.__qualname__,
-        original.__module__,
-    )
-    View.__doc__ = original.__doc__
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(View, name, getattr(original, name))
     refuse_replicas(View, replicated)
-    _copy_signature(View.forward, original.forward)
-    for name in engine.roles.keys() - {"__call__", "forward"}:
+    for name in engine.roles:
         setattr(View, name, _entrance(engine, name, getattr(original, name)))
     view = original.__new__(View) if original.__new__ is object.__new__ else object.__new__(View)
     object.__setattr__(view, "__dict__", model.__dict__)
@@ -274,18 +244,11 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
 def _entrance(engine: Engine, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A method whose calls run through the engine."""
 
+    @functools.wraps(original, updated=())  # not what decorators left on it: Dynamo reads its own marks there
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return engine.call(name, args, kwargs)
 
-    method.__name__, method.__qualname__ = name, original.__qualname__
-    _copy_signature(method, original)
     return method
-
-
-def _copy_signature(function: Callable[..., Any], original: Callable[..., Any]) -> None:
-    function.__wrapped__ = original  # type: ignore[attr-defined]
-    function.__doc__ = original.__doc__
-    function.__annotations__ = dict(getattr(original, "__annotations__", {}))
 
 
 def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
@@ -303,14 +266,16 @@ def zero_grad(model: nn.Module) -> None:
     >>> zero_grad(model)
     >>> getattr(model.weight, "grad_sample", None)
     """
-    parameters = list(model.parameters())
-    for parameter in parameters:
+    for parameter in model.parameters():
         parameter.grad = None
-    clear(parameters)
-    engine = engine_of(model)
+    _clear_results(model, engine_of(model))
+
+
+def _clear_results(model: nn.Module, engine: Engine | None) -> None:
+    clear(model.parameters())
     if engine is not None:
         engine.store.results.clear()
-        engine.store.cleared(parameters)
+        engine.store.cleared(model.parameters())
 
 
 def release(model: nn.Module) -> None:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured, is_argument
-from fxgrad.capture.dynamo import MARKS
+from fxgrad.capture.dynamo import unmark
 from fxgrad.capture.options import FREE, Options, check_strategy, loss_scale
 from fxgrad.compile.compiler import compile_graph
-from fxgrad.compile.memory_limit import check_limit
 from fxgrad.costs.choices import wishes_of
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
@@ -44,15 +43,6 @@ def fxgrad_backend(
     unknown = sorted(user_options.keys() - set(_OPTIONS))
     if unknown:
         raise OptionError(f"the fxgrad backend has no option {', '.join(unknown)}", advice=f"It has {_OPTIONS}.")
-    dim = 0 if user_options.get("batch_first", True) else 1
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    batched = _held(placeholders, example_inputs, dim)
-    size = _batch_size(batched)
-    if size > 1:
-        _recapture_where_static(batched, placeholders, example_inputs)
-    fresh = [(tensor, sample_dim) for tensor, sample_dim in batched if getattr(tensor, SAMPLE_DIM, None) is None]
-    for tensor, sample_dim in fresh:
-        setattr(tensor, SAMPLE_DIM, sample_dim)
     settings = Options(
         check_quantities(user_options.get("quantity", GradSample())),
         loss_scale(user_options.get("loss_reduction", "sum")),
@@ -62,18 +52,27 @@ def fxgrad_backend(
         named=False,
         memory_limit=user_options.get("memory_limit", FREE),
     )
-    check_limit(settings.memory_limit)
-    settings.check_each()
+    settings.check(one_graph=False)
     strategy = user_options.get("strategy")
     check_strategy(strategy, settings.quantities)
     _check_whole(gm, settings.quantities)
+    dim = 0 if user_options.get("batch_first", True) else 1
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    batched = _held(placeholders, example_inputs, dim)
+    size = _batch_size(batched)
+    if size > 1:
+        _recapture_where_static(batched, placeholders, example_inputs)
+    fresh = [(tensor, sample_dim) for tensor, sample_dim in batched if getattr(tensor, SAMPLE_DIM, None) is None]
+    for tensor, sample_dim in fresh:
+        setattr(tensor, SAMPLE_DIM, sample_dim)
     whole = not all(quantity.adds for quantity in settings.quantities)  # otherwise this graph may be one of several
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
-        settings.wishes = wishes_of(strategy, captured.parameter_names(), whole=whole)
+        settings.wishes = wishes_of(strategy, captured.aliases(), whole=whole)
         return compile_graph(captured, settings, _store(user_options.get("accumulate", "error"), settings.quantities))
     finally:
-        _unmark([tensor for tensor, _ in fresh])
+        for tensor, _ in fresh:
+            _unmark(tensor)
 
 
 def _store(policy: Accumulate, quantities: tuple[Quantity, ...]) -> Store:
@@ -136,7 +135,8 @@ def _recapture_where_static(
     if not static:
         return
     if any(getattr(tensor, _AGAIN, False) for tensor in static):
-        _unmark([tensor for tensor, _ in batched])
+        for tensor, _ in batched:
+            _unmark(tensor)
         raise BatchSizeError(
             "the model fixes its batch size: it works for one number of samples only",
             advice="Write sizes in terms of x.shape[0].",
@@ -147,7 +147,6 @@ def _recapture_where_static(
     raise CaptureAgain
 
 
-def _unmark(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        for mark in (*MARKS, _AGAIN):
-            tensor.__dict__.pop(mark, None)
+def _unmark(tensor: Tensor) -> None:
+    unmark(tensor)
+    tensor.__dict__.pop(_AGAIN, None)

@@ -11,23 +11,15 @@ from torch import Tensor, fx, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.checks import (
+    check_call,
     check_frozen_outputs,
     check_groups,
     check_hooks,
-    check_inputs,
-    check_parameters,
-    check_reverse_mode,
     check_sample_weight,
     is_ordinary,
 )
-from fxgrad.capture.distributed import check_whole
 from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
-from fxgrad.capture.dynamo_errors import (
-    fails_without_dynamo,
-    fixes_the_batch,
-    too_many_graphs,
-    translated,
-)
+from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.compile.compiler import compile_graph
@@ -42,6 +34,7 @@ from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Unseen, watch
 from fxgrad.runtime.store import Store
 from fxgrad.samples.batch import Batch, Roles
+from fxgrad.samples.recurrent_states import inputs_as_states
 
 
 class StatesMoved(Exception):
@@ -66,6 +59,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.named = NamedParameters(self.model)
+        self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
+        if self.store.guard is not None:  # p.grad is guarded from now on
+            self.store.guard.watch(self.parameters(), self.model)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample.
@@ -85,75 +81,72 @@ class Engine:
         return self._call(method, args, kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        original = self._original(method)
         every = self.parameters() if torch.is_grad_enabled() else {}
         parameters = every
         if not all([p.requires_grad for p in every.values()]):
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
-            self._sample_weight(kwargs)
-            outputs = original(*args, **kwargs)
+            self._pop_sample_weight(kwargs)
+            outputs = self._original(method)(*args, **kwargs)
             check_frozen_outputs(outputs, (args, kwargs))
             return outputs
         nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
         leaves = tree_leaves((args, kwargs)) if nested else args
         if not is_ordinary(parameters, leaves):
-            check_whole(self.model, parameters, leaves)
-            check_parameters(parameters)
-            check_reverse_mode([*parameters.values(), *leaves])
-            check_inputs(leaves, parameters)
-        weight = self._sample_weight(kwargs)
+            check_call(self.model, parameters, leaves)
+        weight = self._pop_sample_weight(kwargs)
         indices_of_packs: dict[int, Tensor] = {}
         if nested:
-            args, kwargs = with_indices(args, indices_of_packs), with_indices(kwargs, indices_of_packs)
+            args, kwargs = with_indices((args, kwargs), indices_of_packs)
         batch = self.roles[method].find(args, kwargs)
-        size = check_groups(self.options.quantities, batch.size)
-        check_sample_weight(weight, size)
+        check_groups(self.options.quantities, batch.size)
+        if weight is not None and self.weighted is not None:
+            check_sample_weight(weight, self.weighted.units(batch.size))
         forward = Forward(batch.size, parameters, weight, method)
-        if self.store.guard is not None:
-            self.store.guard.watch(every, self.model)
-            forward.view = self.store.guard.view and self.store.guard.view()
-        self.store.check_clear(forward, forward.enclosing, "a forward")
-        first = self.first_batch
-        if first is not None and first.due(batch.size, parameters):
-            forward.first_batch = first
-        run = self._on_no_samples if batch.size == 0 else self._run
+        self._begin(forward, every)
         before = self.store.enter(forward)
         try:
-            outputs = run(method, forward, batch, args, kwargs)
+            run = self._run if batch.size else self._on_no_samples
+            outputs = run(forward, batch, args, kwargs)
             if type(outputs) is Tensor:
                 tensors = [outputs]
             else:
                 outputs = as_pytorch_packs(outputs, indices_of_packs)
-                tensors = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
+                tensors = _tensors(outputs)
             watch(tensors, self.store, forward)  # of an empty batch, and of code after a graph break
         finally:
             self.store.leave(forward, before)
+        self._end(forward, tensors)
+        return outputs
+
+    def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
+        """Let the guard watch every parameter, and refuse results of an earlier backward."""
+        guard = self.store.guard
+        if guard is not None:
+            guard.watch(every, self.model)
+            forward.view = guard.view and guard.view()
+        self.store.check_clear(forward, forward.enclosing, "a forward")
+        if self.first_batch is not None and self.first_batch.due(forward.size, forward.parameters):
+            forward.first_batch = self.first_batch
+
+    def _end(self, forward: Forward, tensors: Sequence[Tensor]) -> None:
+        """Check what the model's own code may have done in the call."""
         if self.store.guard is None and not self.store.adds_to_grad(forward):
-            check_hooks(parameters)  # after the call, as forward may set hooks
-        if first is not None and first.passed:
+            check_hooks(forward.parameters)  # after the call, as forward may set hooks
+        if self.first_batch is not None and self.first_batch.passed:
             self.first_batch = forward.first_batch = None
         if not self.options.fullgraph:
             forward.outside = used_outside(tensors, self.names())
             for tensor in tensors:
                 tensor.__dict__.pop(SAMPLE_DIM, None)  # the mark was for the next graph
-        return outputs
 
-    def _sample_weight(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Pop ``sample_weight=`` from a call's arguments if a quantity uses it."""
-        if not any(getattr(quantity, "sample_weight", False) for quantity in self.options.quantities):
-            return None
-        weight: Tensor | None = kwargs.pop("sample_weight", None)
-        return weight
+    def _pop_sample_weight(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """Take ``sample_weight=`` out of a call's arguments if a quantity uses it."""
+        return kwargs.pop("sample_weight", None) if self.weighted is not None else None
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters by name."""
         return self.named.now()
-
-    def guard(self) -> None:
-        """Guard p.grad from now on if a quantity clips."""
-        if self.store.guard is not None:
-            self.store.guard.watch(self.parameters(), self.model)
 
     def names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -161,18 +154,20 @@ class Engine:
     def _original(self, method: str) -> Callable[..., Any]:
         return self.model if method == "__call__" else getattr(self.model, method)
 
-    def _run(self, method: str, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        method, fullgraph = forward.method, self.options.fullgraph
         # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
         key = method, *forward.parameters
         compiled = self.compiled.get(key)
         if compiled is None:
-            compiled = self.compiled[key] = self._compile(method)
+            function = fresh_function(self._original(method))
+            compiled = self.compiled[key] = torch.compile(function, backend=self._backend, fullgraph=fullgraph)
         try:
             try:
-                return CapturedCall(batch, args, kwargs, self.options.fullgraph).run(compiled)
+                return CapturedCall(batch, args, kwargs, fullgraph).run(compiled)
             except Exception as error:
                 if moves_states(error):
-                    return self._run(method, forward, self.roles[method].find(args, kwargs), args, kwargs)
+                    return self._run(forward, self.roles[method].find(args, kwargs), args, kwargs)
                 if not fixes_the_batch(error):
                     raise
             # PyTorch's shape rules may confuse the batch size with an equal size (`where` with two rows). Then the
@@ -189,11 +184,6 @@ class Engine:
                 raise
             raise user_error from (None if isinstance(user_error, FxgradError) else error)
 
-    def _compile(self, method: str) -> Callable[..., Any]:
-        return torch.compile(
-            fresh_function(self._original(method)), backend=self._backend, fullgraph=self.options.fullgraph
-        )
-
     def _backend(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         check_configured()
         forward = self.store.current.forward
@@ -201,18 +191,20 @@ class Engine:
         return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
 
     def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward") -> Captured:
-        """Wrap a graph from Dynamo with the model's knowledge of its inputs."""
-        buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-        fullgraph, positional = self.options.fullgraph, self.roles[method].names
-        captured = Captured(gm, examples, size, self.names(), fullgraph, buffers, positional)
-        self._check_states(captured, self.roles[method])
-        return captured
-
-    def _check_states(self, captured: Captured, roles: Roles) -> None:
-        """Learn the states that the graph shows, and raise if their roles differ. See Note [States]."""
+        """Wrap a graph from Dynamo with what the model and its running call know of the inputs."""
         call = current_call()
         assert call is not None
-        states = {id(captured.examples[i]) for i in captured.states()}
+        buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+        fullgraph, roles = self.options.fullgraph, self.roles[method]
+        arguments = {"args": call.args, "kwargs": call.kwargs}
+        captured = Captured(gm, examples, size, self.names(), fullgraph, buffers, roles.names, arguments)
+        self._check_states(captured, roles, call)
+        return captured
+
+    def _check_states(self, captured: Captured, roles: Roles, call: CapturedCall) -> None:
+        """Learn the states that the graph shows, and raise if their roles differ. See Note [States]."""
+        nodes = inputs_as_states(captured.gm)
+        states = {id(captured.examples[i]) for i in captured.inputs if captured.placeholders[i] in nodes}
         fullgraph = self.options.fullgraph  # after a graph break, earlier graphs have already run
         news = fullgraph and roles.learn_states(call.args, call.kwargs, call.batch.size, states)
         if news and any(call.batch.dims.get(one, 1) != 1 for one in states):
@@ -221,21 +213,20 @@ class Engine:
         if call.batch.disagreement is not None and any(id(example) in strays for example in captured.examples):
             raise call.batch.disagreement
 
-    def _on_no_samples(
-        self, method: str, forward: Forward, _: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _on_no_samples(self, forward: Forward, _: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
         stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
         with on_other_tensors(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
-            return self._original(method)(*args, **kwargs)
+            return self._original(forward.method)(*args, **kwargs)
 
 
-def _leaves(outputs: Any) -> list[Any]:
-    leaves = []
+def _tensors(outputs: Any) -> list[Tensor]:
+    """List the tensors in a model's outputs, dataclasses included."""
+    tensors: list[Tensor] = []
     for leaf in tree_leaves(outputs):
-        if hasattr(leaf, "__dataclass_fields__"):
-            leaves.extend(_leaves([getattr(leaf, name) for name in leaf.__dataclass_fields__]))
-        else:
-            leaves.append(leaf)
-    return leaves
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif hasattr(leaf, "__dataclass_fields__"):
+            tensors += _tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+    return tensors

@@ -32,14 +32,8 @@ class FxgradError(RuntimeError):
 
     def __init__(self, sentence: str, *, where: str = "", path: str = "", advice: str = "") -> None:
         self.sentence, self.where, self.path, self.advice = sentence, where, path, advice
-        lines = [sentence]
-        if where:
-            lines.append(f"  {where}")
-        if path:
-            lines.append(f"  path: {path}")
-        if advice:
-            lines.append(f"  {advice}")
-        super().__init__("\n".join(lines))
+        further = [where, f"path: {path}" if path else "", advice]
+        super().__init__("\n".join([sentence, *(f"  {part}" for part in further if part)]))
 
 
 class MixedSamples(FxgradError):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import dedent
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxgrad.api import transform, zero_grad
+from fxgrad.errors import RuleError
 from fxgrad.host import pytree
 from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.verification.oracle import (
@@ -91,16 +94,18 @@ def assert_per_sample_grads(
             plain = _run(model, parameters, fresh(leaves), spec, loss, seed)
         with state_restored(model):
             actual = _run(transformed, None, fresh(leaves), spec, loss, seed)
-        grad_sample = _grad_sample(model, trains=bool(plain["trains"]))
-        pairs: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {
-            "forward output": (actual["output"], plain["output"]),
-            "input gradient": (actual["inputs"], plain["inputs"]),
-        }
-        if plain["trains"]:
-            pairs["grad_sample"] = (grad_sample, expected)
-            if check_sum:
-                pairs["grad_sample.sum(0)"] = ({name: g.sum(0) for name, g in grad_sample.items()}, plain["grads"])
-        return max(_assert_close(what, a, b, tolerance) for what, (a, b) in pairs.items())
+        trains = bool(plain["trains"])
+        grad_sample = _grad_sample(model, trains=trains)
+        errors = [
+            _assert_close("forward output", actual["output"], plain["output"], tolerance),
+            _assert_close("input gradient", actual["inputs"], plain["inputs"], tolerance),
+        ]
+        if trains:
+            errors.append(_assert_close("grad_sample", grad_sample, expected, tolerance))
+        if trains and check_sum:
+            sums = {name: g.sum(0) for name, g in grad_sample.items()}
+            errors.append(_assert_close("grad_sample.sum(0)", sums, plain["grads"], tolerance))
+        return max(errors)
     finally:
         zero_grad(model)
 
@@ -148,7 +153,7 @@ def _run(
 
 def _grad_sample(model: nn.Module, *, trains: bool) -> dict[str, Tensor]:
     """`grad_sample` of every trainable parameter, after checking what can be checked without knowing its value."""
-    found: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         g = getattr(p, "grad_sample", None)
         if p.grad is not None:
@@ -163,8 +168,8 @@ def _grad_sample(model: nn.Module, *, trains: bool) -> dict[str, Tensor]:
             raise AssertionError(f"grad_sample of '{name}' is not contiguous")
         if g.requires_grad:
             raise AssertionError(f"grad_sample of '{name}' requires grad")
-        found[name] = g
-    return found
+        grads[name] = g
+    return grads
 
 
 class _OneOp(nn.Module):
@@ -178,16 +183,13 @@ class _OneOp(nn.Module):
                 self.register_parameter(f"argument_{i}", leaf)
 
     def forward(self, *inputs: Tensor) -> Any:
-        given = iter(inputs)
-        filled = [
-            getattr(self, f"argument_{i}")
-            if isinstance(leaf, nn.Parameter)
-            else next(given)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for i, leaf in enumerate(self.leaves)
-        ]
-        args, kwargs = pytree.tree_unflatten(filled, self.spec)
+        leaves, next_input = list(self.leaves), iter(inputs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, nn.Parameter):
+                leaves[i] = getattr(self, f"argument_{i}")
+            elif isinstance(leaf, Tensor):
+                leaves[i] = next(next_input)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.op(*args, **kwargs)
 
 
@@ -221,18 +223,18 @@ def check_rule(
     >>> check_rule(torch.nn.functional.linear, torch.randn(5, 3), nn.Parameter(torch.randn(2, 3))) < 1e-4
     True
     """
-    from fxgrad.errors import RuleError
-
     leaves, spec = pytree.tree_flatten((args, kwargs))
     model = _OneOp(op, leaves, spec)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
-    how: dict[str, Any] = {"in_dims": in_dims, "backend": backend, "tolerance": tolerance}
+    parameters = list(model.parameters())
     errors = []
-    for frozen in (None, *([p for p in model.parameters()] if len(list(model.parameters())) > 1 else [])):
+    for frozen in (None, *(parameters if len(parameters) > 1 else ())):
         if frozen is not None:
             frozen.requires_grad_(False)
         try:
-            errors.append(assert_per_sample_grads(model, *inputs, **how))
+            errors.append(
+                assert_per_sample_grads(model, *inputs, in_dims=in_dims, backend=backend, tolerance=tolerance)
+            )
         except AssertionError as reason:
             raise RuleError(
                 f"the rule of {getattr(op, '__name__', op)} is wrong: {reason}",
@@ -249,9 +251,6 @@ def assert_graph_snapshot(trace: Any, expected: str) -> None:
 
     >>> assert_graph_snapshot("  graph:\\n    x", "graph:\\n  x")
     """
-    import difflib
-    from textwrap import dedent
-
     actual, wanted = (dedent(str(text)).strip().splitlines() for text in (trace, expected))
     actual, wanted = [line.rstrip() for line in actual], [line.rstrip() for line in wanted]
     if actual != wanted:

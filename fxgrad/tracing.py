@@ -85,9 +85,7 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     return (linear',)
     <BLANKLINE>
     """
-    engine = engine_of(model)
-    if engine is None:
-        engine = engine_of(transform(model))
+    engine = engine_of(model) or engine_of(transform(model))
     assert engine is not None
     return capture(engine, args, kwargs)
 
@@ -103,22 +101,20 @@ def capture(
         captured = engine.captured(gm, examples, batch.size)
         passes_to_run = passes if passes is not None else passes_of(batch.size, engine.options.quantities)
         dims = captured.held() if passes_to_run is ONE else captured.sample_dims()
-        ctx = make_context(captured, engine.options, dims, single=batch.size == 1)
+        ctx = make_context(captured, engine.options, dims)
         rewritten = run_passes(gm, ctx, passes_to_run)
         raise _Captured(Trace(rewritten, ctx))
 
     compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
     try:
         CapturedCall(batch, args, kwargs).run(compiled)
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, _Captured):
-            return error.inner_exception.trace
-        if moves_states(error):
-            return capture(engine, args, kwargs, passes)
-        raise translated(error, engine.options, engine.model) from error
     except FxgradError:
         raise
     except Exception as error:
+        if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, _Captured):
+            return error.inner_exception.trace
+        if moves_states(error):
+            return capture(engine, args, kwargs, passes)
         raise translated(error, engine.options, engine.model) from error
     raise FxgradError("the model has no graph: it uses no trainable parameter in any tensor op")
 

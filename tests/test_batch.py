@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxgrad
-from fxgrad.compile.inner import inner_compiler
+from fxgrad.compile.inductor import inner_compiler
 from fxgrad.errors import BatchSizeError, OptionError
 from fxgrad.samples.batch import SHARED, Roles
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error

@@ -249,13 +249,16 @@ def test_per_parameter_follows_the_model_s_order(batch: int, device: torch.devic
         (dict(quantity=fxgrad.ClippedGrad([1.0, 2.0, 3.0, 4.0], groups="per_parameter")), "in which order"),
         (dict(quantity=fxgrad.ClippedGrad(1.0), mixing="allow"), "refuses mixing='allow'"),
         (dict(quantity=fxgrad.ClippedGrad(1.0, group_size=0)), "group_size has to be"),
+        (dict(quantity=fxgrad.GradSample(), mixing="yes"), "mixing has to be"),
     ],
-    ids=["order", "mixing", "group_size"],
+    ids=["order", "mixing", "group_size", "another mixing"],
 )
 def test_the_backend_checks_its_quantities(options: dict[str, Any], sentence: str, device: torch.device) -> None:
     model = torch.compile(net(device), backend="fxgrad", options={"backend": "eager", **options})
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
     with pytest.raises((OptionError, BackendCompilerFailed), match=sentence):
-        model(torch.randn(5, 3, device=device, dtype=torch.float64))
+        model(x)
+    assert not vars(x), "no mark is left on an input"
 
 
 def test_groups_by_name(device: torch.device) -> None:

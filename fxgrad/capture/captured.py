@@ -1,12 +1,11 @@
-"""One graph from TorchDynamo: its inputs, what they are to the samples, and the passes' own view of them."""
+"""One graph from TorchDynamo: its inputs, and what they are to the samples."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,103 +16,128 @@ from fxgrad.graph.context import source_line
 from fxgrad.host.dynamo import source_of
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.samples.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, SHARED, counting_dim
-from fxgrad.samples.recurrent_states import inputs_as_states
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
-_CALL: ContextVar[dict[str, Any]] = ContextVar("call")  # what Dynamo's names of inputs begin with
 
 
-@contextlib.contextmanager
-def called_with(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
-    """The user's arguments, as long as the call lasts: a size may be all that a graph takes of one."""
-    token = _CALL.set({"args": args, "kwargs": kwargs})
-    try:
-        yield
-    finally:
-        _CALL.reset(token)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Captured:
-    """One graph from Dynamo: its inputs, and what they are to the samples."""
+    """One graph from Dynamo: its inputs by their positions, and what they are to the samples, each computed once."""
 
     gm: fx.GraphModule
     examples: Sequence[Any]
     batch_size: int
-    names: dict[int, str]  # id(parameter) -> the user's name, in the model's order
-    fullgraph: bool = True
+    parameter_names: Mapping[int, str]  # id(parameter) -> the user's name, in the model's order; empty: not known
+    fullgraph: bool
     buffers: frozenset[int] = frozenset()  # id(buffer)
     positional: Sequence[str] = ()  # the names of forward's positional arguments
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the call, by what Dynamo's names begin with
 
-    def __post_init__(self) -> None:
-        self.placeholders = self.gm.graph.find_nodes(op="placeholder")
-        self.values = [EXAMPLE.of(node) for node in self.placeholders]
+    @property
+    def single(self) -> bool:
+        return self.batch_size == 1
 
-    def trainable(self) -> list[int]:
-        """The positions of trainable parameters among the inputs, in the model's own order, as far as it is known."""
-        own = {parameter: place for place, parameter in enumerate(self.names)}
-        found = [
-            i for i, example in enumerate(self.examples) if isinstance(example, nn.Parameter) and example.requires_grad
-        ]
-        return sorted(found, key=lambda i: own.get(id(self.examples[i]), len(own)))
+    @cached_property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.gm.graph.find_nodes(op="placeholder"))
 
+    @cached_property
+    def values(self) -> list[Any]:
+        """The inputs as Dynamo traced them."""
+        return [EXAMPLE.of(node) for node in self.placeholders]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The user's names for the inputs: ``encoder.weight``, ``x``, ``batch['ids']``."""
+        known = [self.parameter_names.get(id(example)) for example in self.examples]
+        pairs = zip(known, self.placeholders, strict=True)
+        return [input_name(node, self.positional) if name is None else name for name, node in pairs]
+
+    @cached_property
+    def parameters(self) -> list[int]:
+        return [i for i, example in enumerate(self.examples) if isinstance(example, nn.Parameter)]
+
+    @cached_property
+    def trainable(self) -> dict[str, int]:
+        """The positions of trainable parameters by their names, in the model's own order, as far as it is known."""
+        order = {parameter: place for place, parameter in enumerate(self.parameter_names)}
+        trainable = [i for i in self.parameters if self.examples[i].requires_grad]
+        trainable.sort(key=lambda i: order.get(id(self.examples[i]), len(order)))
+        return {self.names[i]: i for i in trainable}
+
+    @cached_property
     def frozen(self) -> dict[int, str]:
-        """The positions of the other parameters, with their names."""
-        own = {i for i, example in enumerate(self.examples) if isinstance(example, nn.Parameter)}
-        return {i: self.name(i) for i in own.difference(self.trainable())}
+        """The names of the other parameters, where a graph break may let one become trainable unseen."""
+        trainable = self.trainable.values()
+        return {} if self.fullgraph else {i: self.names[i] for i in self.parameters if i not in trainable}
+
+    @cached_property
+    def inputs(self) -> list[int]:
+        """The positions of tensors that are neither parameters nor buffers."""
+        tensors = [i for i, example in enumerate(self.examples) if isinstance(example, Tensor)]
+        return [i for i in tensors if i not in self.parameters and id(self.examples[i]) not in self.buffers]
+
+    @cached_property
+    def roles(self) -> dict[int, int]:
+        """The inputs' sample dimensions, or the constants in place of one."""
+        return {i: self._role(i) for i in self.inputs}
+
+    @cached_property
+    def dims(self) -> dict[int, int]:
+        """The sample dimensions of the inputs that have one; none of a batch of one."""
+        return {} if self.single else self.sample_dims()
+
+    @cached_property
+    def packed(self) -> dict[int, tuple[int, int] | None]:
+        """The inputs that are a PackedSequence's; the data's with the positions of batch_sizes and sorted_indices."""
+        if self.single:
+            return {}
+        packed = {i: role for i, role in self.roles.items() if role in (PACKED_DATA, PACKED_SIZES, PACKED_ORDER)}
+        return {i: self._fields_beside(i) if role == PACKED_DATA else None for i, role in packed.items()}
 
     def check_leaves(self) -> None:
         """Refuse tensors whose gradients no tap sees: neither arguments of the call nor the model's parameters."""
         for node, example in zip(self.placeholders, self.examples, strict=True):
             if not isinstance(example, Tensor) or not example.requires_grad:
                 continue
-            where = source_line(next(iter(node.users), node))
-            if not isinstance(example, nn.Parameter) and is_argument(node):
-                continue
-            if not isinstance(example, nn.Parameter):
+            if not isinstance(example, nn.Parameter) and not is_argument(node):
                 raise OutsideGraph(
                     f"'{attribute_name(node)}' requires a gradient and is neither a parameter nor an argument: "
                     "gradients that reach it are no sample's",
-                    where=where,
+                    where=_first_use(node),
                     advice="Compute it in forward, from parameters, or detach it; or make it an nn.Parameter.",
                 )
-            if self.names and id(example) not in self.names:
+            if isinstance(example, nn.Parameter) and self.parameter_names and id(example) not in self.parameter_names:
                 raise OutsideGraph(
                     f"'{attribute_name(node)}' is a Parameter that model.parameters() does not have",
-                    where=where,
+                    where=_first_use(node),
                     advice="Register it: as an attribute of a module, in an nn.ParameterList or nn.ParameterDict, or "
                     "its layer in an nn.ModuleList or nn.ModuleDict: a plain list, a closure and a global are none of "
                     "these. As an argument pass a tensor, such as p.detach().",
                 )
 
-    def name(self, i: int) -> str:
-        """The user's name for an input: ``encoder.weight``, ``x``, ``batch['ids']``."""
-        known = self.names.get(id(self.examples[i]))
-        return known if known is not None else input_name(self.placeholders[i], self.positional)
-
-    def parameter_names(self) -> dict[str, str]:
+    def aliases(self) -> dict[str, str]:
         """Every name of a parameter, and the one it goes by here: where Dynamo knows no better, ``l_self_..``."""
-        own = [i for i, example in enumerate(self.examples) if isinstance(example, nn.Parameter)]
-        attributes = [_attribute(self.placeholders[i]) for i in own]
-        known = zip(attributes, own, strict=True)
-        found = {attribute: self.name(i) for attribute, i in known if attributes.count(attribute) == 1}
-        return found | {self.name(i): self.name(i) for i in own}
+        attributes = [_attribute(self.placeholders[i]) for i in self.parameters]
+        pairs = zip(attributes, self.parameters, strict=True)
+        unique = {attribute: self.names[i] for attribute, i in pairs if attributes.count(attribute) == 1}
+        return unique | {self.names[i]: self.names[i] for i in self.parameters}
 
     def sample_dims(self) -> dict[int, int]:
-        """Input position -> sample dimension."""
-        dims = {}
-        for i in self.inputs():
-            dim = self._role(i)
-            if dim == LOST:
-                raise self._lost(i)
-            counted = counting_dim(dim)
-            if counted is not None:
-                dims[i] = counted
-        return dims
+        """Return the sample dimensions of the inputs that have one."""
+        lost = next((i for i, role in self.roles.items() if role == LOST), None)
+        if lost is not None:
+            shape = ", ".join(map(str, self.examples[lost].shape))
+            raise LostLayout(
+                f"where the {self.batch_size} samples are in a value of shape [{shape}] is lost at a graph break",
+                where=_first_use(self.placeholders[lost]),
+                advice="Give the samples a dimension of their own before the break.",
+            )
+        return {i: dim for i, role in self.roles.items() if (dim := counting_dim(role)) is not None}
 
     def held(self) -> dict[int, int]:
         """The inputs that hold the sample of a batch of one: all of each is the sample's."""
-        dims = {i: 0 for i in self.inputs() if self._role(i) != SHARED}
+        dims = {i: 0 for i, role in self.roles.items() if role != SHARED}
         if not dims:
             raise no_samples()
         return dims
@@ -123,42 +147,12 @@ class Captured:
         source: Any = source_of(self.placeholders[i])
         if not isinstance(self.values[i], torch.SymInt) or not hasattr(source, "base"):
             return False
-        role = getattr(_named(source.base), SAMPLE_DIM, None)
+        role = getattr(self._argument(_path(source.base)), SAMPLE_DIM, None)
         return role is not None and role != LOST and counting_dim(role) == getattr(source, "idx", None) is not None
 
-    def packed(self) -> dict[int, tuple[int, int] | None]:
-        """The inputs that are a PackedSequence's; the data's with the positions of batch_sizes and sorted_indices."""
-        found: dict[int, tuple[int, int] | None] = {}
-        places = {self.name(i): i for i in self.inputs()}
-        for i in self.inputs():
-            role = self._role(i)
-            if role in (PACKED_DATA, PACKED_SIZES, PACKED_ORDER):
-                found[i] = None
-            if role == PACKED_DATA:
-                base = self.name(i).removesuffix(".data").removesuffix("[0]")
-                sizes, order = ([places.get(base + form) for form in forms] for forms in _FIELDS)
-                known = [next((place for place in field if place is not None), None) for field in (sizes, order)]
-                if known[0] is None or known[1] is None:
-                    raise LostLayout(
-                        f"which sample a row of {base}.data belongs to is lost: the model reads the data alone",
-                        where=source_line(next(iter(self.placeholders[i].users), self.placeholders[i])),
-                        advice="Pad it with pad_packed_sequence, or return it as a PackedSequence.",
-                    )
-                found[i] = (known[0], known[1])
-        return found
-
-    def states(self) -> list[int]:
-        """The inputs that recurrent layers start from."""
-        states = inputs_as_states(self.gm)
-        return [i for i in self.inputs() if self.placeholders[i] in states]
-
-    def inputs(self) -> list[int]:
-        """The positions of tensors that are neither parameters nor buffers."""
-        return [
-            i
-            for i, example in enumerate(self.examples)
-            if isinstance(example, Tensor) and not isinstance(example, nn.Parameter) and id(example) not in self.buffers
-        ]
+    def traced(self, i: int) -> bool:
+        """Whether a parameter's gradient flows into an input: an earlier graph's output may carry it."""
+        return not self.fullgraph and bool(self.values[i].requires_grad)
 
     def _role(self, i: int) -> int:
         """The mark of a user's input or of an earlier graph's output; else the input's size decides."""
@@ -174,34 +168,51 @@ class Captured:
         multiple = any(size > 0 and size % self.batch_size == 0 for size in example.shape)
         return LOST if multiple else SHARED
 
-    def traced(self, i: int) -> bool:
-        """Whether a parameter's gradient flows into an input: an earlier graph's output may carry it."""
-        return not self.fullgraph and bool(self.values[i].requires_grad)
+    def _fields_beside(self, i: int) -> tuple[int, int]:
+        """The positions of batch_sizes and sorted_indices of the PackedSequence whose data an input is."""
+        base = self.names[i].removesuffix(".data").removesuffix("[0]")
+        places = {self.names[k].removeprefix(base): k for k in self.inputs if self.names[k].startswith(base)}
+        sizes = places.get(".batch_sizes", places.get("[1]"))  # as Dynamo names them
+        order = places.get(".sorted_indices", places.get("[2]"))
+        if sizes is None or order is None:
+            raise LostLayout(
+                f"which sample a row of {base}.data belongs to is lost: the model reads the data alone",
+                where=_first_use(self.placeholders[i]),
+                advice="Pad it with pad_packed_sequence, or return it as a PackedSequence.",
+            )
+        return sizes, order
 
-    def _lost(self, i: int) -> LostLayout:
-        user = next(iter(self.placeholders[i].users), self.placeholders[i])
-        shape = ", ".join(map(str, self.examples[i].shape))
-        return LostLayout(
-            f"where the {self.batch_size} samples are in a value of shape [{shape}] is lost at a graph break",
-            where=source_line(user),
-            advice="Give the samples a dimension of their own before the break.",
-        )
+    def _argument(self, path: str) -> Any:
+        """The value that Dynamo calls ``L['args'][1]['y']``; None where it is reached in another way."""
+        match = re.fullmatch(r"L\['(args|kwargs)'\]((?:\[(?:\d+|'[^']*')\])*)", path)
+        value: Any = self.arguments.get(match[1]) if match else None
+        for number, key in re.findall(r"\[(?:(\d+)|'([^']*)')\]", match[2] if match else ""):
+            try:
+                value = value[int(number) if number else key]
+            except (LookupError, TypeError):
+                return None
+        return value
 
 
-_FIELDS = ((".batch_sizes", "[1]"), (".sorted_indices", "[2]"))  # as Dynamo names them
+def _first_use(node: fx.Node) -> str:
+    """The user's line that first reads an input."""
+    return source_line(next(iter(node.users), node))
+
+
+def _path(source: Any) -> str:
+    """Dynamo's name of an input, such as ``L['args'][0]``: a method, or an attribute in later releases."""
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
 
 
 def input_name(node: fx.Node, positional: Sequence[str]) -> str:
     """The name of a graph input in terms of forward's arguments: ``L['args'][1]['y']`` is ``y['y']``."""
-    source = source_of(node)
-    name = getattr(source, "name", None)
-    text = str(name() if callable(name) else name)
-    found = re.fullmatch(r"L\['args'\]\[(\d+)\](.*)", text)
-    if found:
-        i = int(found[1])
-        return (positional[i] if i < len(positional) else f"args[{i}]") + found[2]
-    found = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\](.*)", text)
-    return found[1] + found[2] if found else node.name
+    path = _path(source_of(node))
+    if match := re.fullmatch(r"L\['args'\]\[(\d+)\](.*)", path):
+        i = int(match[1])
+        return (positional[i] if i < len(positional) else f"args[{i}]") + match[2]
+    match = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\](.*)", path)
+    return match[1] + match[2] if match else node.name
 
 
 def is_argument(node: fx.Node) -> bool:
@@ -216,8 +227,7 @@ def is_argument(node: fx.Node) -> bool:
 
 def attribute_name(node: fx.Node) -> str:
     """The name of an attribute in the user's terms: ``L['original'].head.t`` is ``head.t``."""
-    name = getattr(source_of(node), "name", node.name)
-    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", str(name() if callable(name) else name))
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", _path(source_of(node)) or node.name)
     text = re.sub(r"^[LG]\['(?:original|self)'\]\.(?:__self__\.)?|^[LG]\['(\w+)'\]", r"\1", text)
     text = re.sub(r"^__import_\w+\.", "", text)  # a global of a module
     return re.sub(r"^(.*)\.__closure__\[\d+\]\.cell_contents", r"closure of \1", text)
@@ -225,22 +235,7 @@ def attribute_name(node: fx.Node) -> str:
 
 def _attribute(node: fx.Node) -> str:
     """A parameter's name in its module: ``L['self']._modules['0']._parameters['weight']`` is ``0.weight``."""
-    name = getattr(source_of(node), "name", "")
-    text = str(name() if callable(name) else name)
-    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", text))
-
-
-def _named(source: Any) -> Any:
-    """The value that Dynamo calls ``L['args'][1]['y']``; None where it is reached in another way."""
-    name = getattr(source, "name", None)
-    found = re.fullmatch(r"L\['(args|kwargs)'\]((?:\[(?:\d+|'[^']*')\])*)", str(name() if callable(name) else name))
-    value: Any = _CALL.get({}).get(found[1]) if found else None
-    for number, key in re.findall(r"\[(?:(\d+)|'([^']*)')\]", found[2] if found else ""):
-        try:
-            value = value[int(number) if number else key]
-        except (LookupError, TypeError):
-            return None
-    return value
+    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", _path(source_of(node))))
 
 
 def no_samples() -> BatchSizeError:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from fxgrad.capture.distributed import check_whole
 from fxgrad.errors import BatchSizeError, OptionError, OutsideGraph
 from fxgrad.host.functorch import forward_level, innermost_transform, is_batched
 from fxgrad.host.modules import FSDP_FLAT
@@ -20,7 +21,7 @@ from fxgrad.runtime.slot import Slot
 
 
 def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
-    """Whether `check_whole` and the checks below have nothing to refuse: in every call, so each tensor is met once."""
+    """Whether `check_call` has nothing to refuse: in every call, so each tensor is met once."""
     if innermost_transform() is not None or forward_level() >= 0:
         return False
     for name, parameter in parameters.items():
@@ -28,6 +29,14 @@ def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool
         if not plain or parameter.layout is not torch.strided or parameter.is_complex() or is_batched(parameter):
             return False
     return all([type(value) is Tensor and value.grad_fn is None and not is_batched(value) for value in inputs])
+
+
+def check_call(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> None:
+    """Refuse parameters and inputs for which there are no per-sample gradients, in a call that is not ordinary."""
+    check_whole(model, parameters, inputs)
+    check_parameters(parameters)
+    _check_reverse_mode([*parameters.values(), *inputs])
+    _check_inputs(inputs, parameters)
 
 
 def check_parameters(parameters: Mapping[str, Tensor]) -> None:
@@ -52,14 +61,14 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_inputs(values: Sequence[Any], parameters: Mapping[str, Tensor]) -> None:
+def _check_inputs(values: Sequence[Any], parameters: Mapping[str, Tensor]) -> None:
     """An input that was computed from the model's own parameters has gradients for them that no graph sees."""
     computed = [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
-    found = used_outside(computed, {id(p): name for name, p in parameters.items()}) if computed else ()
-    if found:
+    names = used_outside(computed, {id(p): name for name, p in parameters.items()}) if computed else ()
+    if names:
         raise OutsideGraph(
             "an input was computed from the model's own parameters, outside of the transformed call: "
-            f"{', '.join(found)}",
+            f"{', '.join(names)}",
             advice="Compute it in forward, in a method named in methods=, or under torch.no_grad().",
         )
 
@@ -94,30 +103,26 @@ def check_hooks(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_groups(quantities: Sequence[Quantity], size: int) -> int:
-    """How many samples the rows of a batch are, for the quantity that takes weights."""
+def check_groups(quantities: Sequence[Quantity], size: int) -> None:
+    """Refuse a batch that is not made of whole groups of samples."""
     for quantity in quantities:
         if size % quantity.group_size:
             raise BatchSizeError(
                 f"{size} rows cannot be groups of {quantity.group_size}, as {quantity} has them",
                 advice="Fill the batch up, or leave out the last rows.",
             )
-    weighted = [quantity for quantity in quantities if getattr(quantity, "sample_weight", False)]
-    return weighted[0].units(size) if weighted else size
 
 
 def check_sample_weight(weight: Any, size: int) -> None:
     """One number, not negative, for each sample."""
-    if weight is None:
-        return
     if not isinstance(weight, Tensor) or tuple(weight.shape) != (size,) or weight.is_complex():
-        found = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise OptionError(f"sample_weight has to be a tensor of {size} numbers, one for each sample, not {found}")
+        kind = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise OptionError(f"sample_weight has to be a tensor of {size} numbers, one for each sample, not {kind}")
     if size and not bool((weight >= 0).all()):
         raise OptionError("sample_weight has to be 0 or more for every sample")
 
 
-def check_reverse_mode(values: Sequence[Any]) -> None:
+def _check_reverse_mode(values: Sequence[Any]) -> None:
     """Per-sample gradients come from one reverse pass, not from within another transform."""
     func = innermost_transform() is not None
     if func or any(isinstance(v, Tensor) and is_batched(v) for v in values):

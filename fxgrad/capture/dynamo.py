@@ -4,10 +4,13 @@ A call that finds its graph needs none of it, so a call configures Dynamo only w
 
     call            run() sets itself as this thread's call and calls the compiled function
     Dynamo          finds a graph: it runs. Finds none: it calls its start callbacks, `_on_start` among them
-    _on_start       configure(): tensors are marked, patches are entered, until the call ends
+    _on_start       configure() enters all settings, context managers, until the call ends
     backend         check_configured(): the callback did not fire, as another compilation was in progress
     call            catches the error, configures Dynamo, and calls the compiled function again
-    call            restores all settings
+    call            leaves all settings
+
+The settings are, in their order: the lock, `marked`, `sizes_unseen`, `symbolic_shape_rules`, `recurrent_modules` and
+`messages_ignored`. The lock comes first and goes last, because all threads share what the others change.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.backends import opt_einsum
 
-from fxgrad.capture.captured import SAMPLE_DIM, called_with
+from fxgrad.capture.captured import SAMPLE_DIM
 from fxgrad.capture.recurrent_modules import recurrent_modules
 from fxgrad.capture.shape_rules import symbolic_shape_rules
 from fxgrad.host.dynamo import MARKS as PYTORCH_MARKS
@@ -47,17 +51,11 @@ _MARKED = frozenset(MARKS)
 _COUNT = itertools.count()
 
 
+@dataclass
 class _Capturing:
     """The number of fxgrad's calls in progress: what Dynamo traces then is for fxgrad."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *exception: object) -> None:
-        self.depth -= 1
+    depth: int = 0
 
 
 CAPTURING = _Capturing()  # in every call: where a transformed model calls another, the graph is guarded by it
@@ -84,19 +82,20 @@ class CapturedCall:
         if _on_start not in compilation.start_callbacks:  # torch._dynamo.reset() forgets it
             compilation.register_start_callback(_on_start)
         enclosing, _CURRENT.call = _CURRENT.call, self
+        CAPTURING.depth += 1
         try:
             if any(not _MARKED.isdisjoint(tensor.__dict__) for tensor in self.batch.tensors):
                 self.configure()  # guards would see the user's marks
-            with CAPTURING:
-                try:
-                    return compiled(*self.args, **self.kwargs)
-                except TorchDynamoException:
-                    if self.settings is not None:
-                        raise
-                # The callback did not fire, because another compilation was in progress: configure, and call again.
-                self.configure()
+            try:
                 return compiled(*self.args, **self.kwargs)
+            except TorchDynamoException:
+                if self.settings is not None:
+                    raise
+            # The callback did not fire, because another compilation was in progress: configure, and call again.
+            self.configure()
+            return compiled(*self.args, **self.kwargs)
         finally:
+            CAPTURING.depth -= 1
             _CURRENT.call = enclosing
             if self.settings is not None:
                 self.settings.close()
@@ -107,15 +106,13 @@ class CapturedCall:
 
     def configure(self) -> None:
         """Configure Dynamo from now to the end of the call."""
-        if self.settings is None:
-            self.settings = contextlib.ExitStack()
-            self.settings.enter_context(compile_lock)  # all threads share the marks and the settings
-            self.settings.enter_context(marked(self.batch, self.every_size))
-            self.settings.enter_context(called_with(self.args, self.kwargs))
-            self.settings.enter_context(sizes_unseen())
-            self.settings.enter_context(symbolic_shape_rules())
-            self.settings.enter_context(recurrent_modules())
-            self.settings.enter_context(messages_ignored())
+        if self.settings is not None:
+            return
+        self.settings = contextlib.ExitStack()
+        marks = marked(self.batch, self.every_size)
+        patches = (sizes_unseen(), symbolic_shape_rules(), recurrent_modules(), messages_ignored())
+        for setting in (compile_lock, marks, *patches):
+            self.settings.enter_context(setting)
 
 
 def _on_start(_: Any) -> None:
@@ -154,6 +151,12 @@ def fresh_function(original: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, call.__globals__, name, None, call.__closure__)
 
 
+def unmark(tensor: Tensor) -> None:
+    """Remove all marks from a tensor, fxgrad's and PyTorch's."""
+    for mark in MARKS:
+        tensor.__dict__.pop(mark, None)
+
+
 @contextlib.contextmanager
 def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
     """Mark the user's tensors with their roles, and their sample dimensions as dynamic, until the context ends."""
@@ -162,8 +165,7 @@ def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
         for tensor, role in batch.roles():
             attributes = tensor.__dict__
             kept.append((weakref.ref(tensor), {k: attributes[k] for k in MARKS if k in attributes}))
-            for mark in MARKS:
-                attributes.pop(mark, None)
+            unmark(tensor)
             setattr(tensor, SAMPLE_DIM, role)
             dim = dynamic_dim(role)
             if dim is not None and batch.size > 1:
@@ -177,8 +179,7 @@ def marked(batch: Batch, fullgraph: bool = True) -> Iterator[None]:
         for reference, before in kept:
             tensor_kept = reference()
             if tensor_kept is not None:
-                for mark in MARKS:
-                    tensor_kept.__dict__.pop(mark, None)
+                unmark(tensor_kept)
                 tensor_kept.__dict__.update(before)
 
 

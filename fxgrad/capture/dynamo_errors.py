@@ -26,9 +26,9 @@ from fxgrad.host.modules import has_backward_hooks
 
 def fails_without_dynamo(error: Exception) -> bool:
     """Whether it looks like the model's own exception: wrong shapes, wrong arguments, an assert."""
-    raised = ("failed to bind arguments", "Observed exception", "Assertion failed on symbolic shapes")
-    own = isinstance(error, Unsupported) and any(words in str(error) for words in raised)
-    return own or isinstance(error, TorchRuntimeError)
+    raised = "failed to bind arguments|Observed exception|Assertion failed on symbolic shapes"
+    own = isinstance(error, Unsupported) and re.search(raised, str(error))
+    return bool(own) or isinstance(error, TorchRuntimeError)
 
 
 def fixes_the_batch(error: Exception) -> bool:
@@ -42,52 +42,43 @@ def translated(error: Exception, options: Options, model: nn.Module) -> Exceptio
     if isinstance(error, BackendCompilerFailed):
         inner = error.inner_exception
         return inner if isinstance(inner, Exception) else error
-    text = str(error)
+    said = _in_our_words(error, str(error), options)
+    if said is None:
+        return error
+    sentence, advice = said
+    hooked = _with_backward_hooks(model) if sentence.startswith("a module has a backward hook") else ""
+    return GraphBreak(sentence, where=_user_line(error) or hooked, advice=advice)
+
+
+def _in_our_words(error: Exception, text: str, options: Options) -> tuple[str, str] | None:
+    """What is wrong with a line that breaks the graph, and what to do about it; None if the error is not Dynamo's."""
     if isinstance(error, Unsupported):
-        sentence, advice = _unsupported(text, options)
-        hooked = _with_backward_hooks(model) if sentence.startswith("a module has a backward hook") else ""
-        return GraphBreak(sentence, where=_user_line(error) or hooked, advice=advice)
+        for words, sentence, advice in _KNOWN:
+            if match := re.search(words, text):
+                return sentence.format(*match.groups()), advice
+        breaks = ", or pass fullgraph=False" if options.takes(fullgraph=False) else ""
+        advice = f"Write that line in traceable PyTorch{breaks}."
+        return f"the model does not capture as one graph: {_reason(text)}", advice
     if isinstance(error, TorchRuntimeError):  # an op that works outside of Dynamo, and not on its fake tensors
         said = re.search(r"call_\w+ (\S+?)\(.*: got \w+\([\"'](.+)[\"']\)", text)
-        return GraphBreak(
-            f"TorchDynamo cannot follow {f'{said[1]}: {said[2]}' if said else 'an op of the model'}",
-            where=_user_line(error),
-            advice="Write it with another op: torch.compile(model) fails there as well.",
-        )
+        op = f"{said[1]}: {said[2]}" if said else "an op of the model"
+        advice = "Write it with another op: torch.compile(model) fails there as well."
+        return f"TorchDynamo cannot follow {op}", advice
     if "hook removal" in text:
-        return GraphBreak(
-            "forward removes a hook (register_hook), which one graph cannot hold",
-            where=_user_line(error),
-            advice=f"Leave the hook out where it is not wanted. {_HOOK}",
-        )
+        sentence = "forward removes a hook (register_hook), which one graph cannot hold"
+        return sentence, f"Leave the hook out where it is not wanted. {_HOOK}"
     if isinstance(error, UserError | InternalTorchDynamoError) or "\nfrom user code:\n" in text:
-        return GraphBreak(
-            f"TorchDynamo does not capture the model: {_reason(text)}",
-            where=_user_line(error),
-            advice="See what torch.compile(model, fullgraph=True) says of it.",
-        )
-    return error
-
-
-def _unsupported(text: str, options: Options) -> tuple[str, str]:
-    """What is wrong with a line that breaks the graph, and what to do about it."""
-    for words, sentence, advice in _KNOWN:
-        found = re.search(words, text)
-        if found:
-            return sentence.format(*found.groups()), advice
-    breaks = ", or pass fullgraph=False" if options.takes(fullgraph=False) else ""
-    return f"the model does not capture as one graph: {_reason(text)}", f"Write that line in traceable PyTorch{breaks}."
+        advice = "See what torch.compile(model, fullgraph=True) says of it."
+        return f"TorchDynamo does not capture the model: {_reason(text)}", advice
+    return None
 
 
 def _with_backward_hooks(model: nn.Module) -> str:
+    """The modules that have backward hooks, in words."""
     hooked = [name for name, module in model.named_modules() if has_backward_hooks(module)]
     return "on " + ", ".join(f"'{name}'" if name else "the model itself" for name in hooked)
 
 
-_LOSS_OUTSIDE = (
-    "Let the model return what the loss takes, and compute the loss outside of it: there it may be any function of "
-    "each sample's own values."
-)
 _HOOK = "Compute what the hook computes in an autograd.Function inside of the model, whose backward fxgrad follows."
 
 # What Dynamo's message says, and what it means here.
@@ -110,7 +101,8 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"_ctc_loss",
         "ctc_loss has lengths inside that the data decides, which one graph cannot hold",
-        _LOSS_OUTSIDE,
+        "Let the model return what the loss takes, and compute the loss outside of it: there it may be any function "
+        "of each sample's own values.",
     ),
     (
         r"torch\.nn\.Parameter\(\)` constructor",

@@ -33,42 +33,38 @@ class NamedParameters:
 
     def now(self) -> Mapping[str, nn.Parameter]:
         """The same mapping as long as the same modules have the same parameters by the same names."""
-        modules, content, parameters = self.last
-        found = _content(modules)
-        if len(found) == len(content) and all(map(is_, found, content)):
-            return parameters
-        self.last = _walked(self.model)
+        content = _content(self.last.modules)
+        if len(content) != len(self.last.content) or not all(map(is_, content, self.last.content)):
+            self.last = _walked(self.model)
         return self.last.parameters
 
 
 def _content(modules: Iterable[nn.Module]) -> list[Any]:
     """The names, the parameters and the inner modules of these modules."""
-    found: list[Any] = []
+    content: list[Any] = []
     for module in modules:
-        for own in held_by(module):
-            if own:
-                found += own
-                found += own.values()
-    return found
+        for members in held_by(module):
+            if members:
+                content += members
+                content += members.values()
+    return content
 
 
 def _walked(model: nn.Module) -> _Walk:
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    """Meet each module and each parameter once; not by the methods of nn.Module, which a model may override."""
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     met: dict[int, nn.Module] = {}
-    _find(model, "", found, met)
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        met[id(module)] = module
+        parameters, modules = held_by(module)
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                named.setdefault(id(parameter), (prefix + name, parameter))
+        for name, inner in modules.items():
+            if inner is not None and id(inner) not in met:
+                walk(inner, f"{prefix}{name}.")
+
+    walk(model, "")
     modules = list(met.values())
-    return _Walk(modules, _content(modules), MappingProxyType(dict(found.values())))
-
-
-def _find(
-    module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Parameter]], met: dict[int, nn.Module]
-) -> None:
-    """Find each parameter once; not by the methods of nn.Module, which a model may override."""
-    met[id(module)] = module
-    parameters, modules = held_by(module)
-    for name, parameter in parameters.items():
-        if parameter is not None and id(parameter) not in found:
-            found[id(parameter)] = prefix + name, parameter
-    for name, inner in modules.items():
-        if inner is not None and id(inner) not in met:
-            _find(inner, f"{prefix}{name}.", found, met)
+    return _Walk(modules, _content(modules), MappingProxyType(dict(named.values())))

@@ -34,34 +34,35 @@ class Options:
     memory_limit: int | str | None = FREE  # bytes; FREE: what there is; None: not looked at
     settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
 
-    def check(self) -> None:
-        """Raise where options do not go together."""
-        self.check_each()
-        for quantity in self.quantities:
-            if not self.fullgraph and not quantity.adds:
-                raise OptionError(
-                    f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
-                    advice="Pass fullgraph=True, which names the line of a graph break.",
-                )
-
     def takes(self, **changes: Any) -> bool:
         """Whether other values of these options would pass: no error may advise what the next one refuses."""
         other = dataclasses.replace(self, **changes)
         try:
-            if self.fullgraph or "fullgraph" in changes:
-                other.check()
-            else:
-                other.check_each()
+            other.check(one_graph=self.fullgraph or "fullgraph" in changes)
         except OptionError:
             return False
         return self.settled.isdisjoint(changes)
 
-    def check_each(self) -> None:
-        """The same for each quantity by itself, whoever decides about graph breaks."""
+    def check(self, one_graph: bool = True) -> None:
+        """Raise where an option has no such value, or options do not go together.
+
+        With one_graph=False torch.compile decides about graph breaks, and not fullgraph=.
+        """
+        if self.mixing not in ("error", "allow"):
+            raise OptionError(f"mixing has to be 'error' or 'allow', not {self.mixing!r}")
+        limit = self.memory_limit
+        number = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if limit is not None and limit != FREE and not number:
+            raise OptionError(f"memory_limit has to be a positive number of bytes, None or 'free', not {limit!r}")
         for quantity in self.quantities:
             quantity.check(self)
             if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
                 raise OptionError(f"group_size has to be a positive int, not {quantity.group_size!r}")
+            if one_graph and not self.fullgraph and not quantity.adds:
+                raise OptionError(
+                    f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
+                    advice="Pass fullgraph=True, which names the line of a graph break.",
+                )
 
     def ways(self, device: torch.device | None, batch: int) -> Ways:
         """What chooses how terms are contracted; where everything is multiplied out nothing has to be measured."""

@@ -9,48 +9,18 @@ skips, become the operators of fxgrad.kernels.recurrent.packed.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import (
-    PackedSequence,
-    pack_padded_sequence,
-    pack_sequence,
-    pad_packed_sequence,
-)
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from fxgrad.host.dynamo import graph_break, recurrent_modules_allowed, substitute
 from fxgrad.host.rnn import flat_weight_names
 
 
-@torch.library.custom_op("fxgrad::recurrent_layers", mutates_args=())
-def recurrent_layers(
-    input: Tensor,
-    batch_sizes: Tensor | None,
-    order: Tensor | None,
-    rows: int,
-    hx: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    mode: str,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    training: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``[T, B, in] -> [T, B, directions * out]`` and the last states, ``[layers * directions, B, out]``.
-
-    The arguments are those of ``aten::lstm.input`` and its kin. The last result is the LSTM's cell state. Of
-    packed data, input and output are padded; ``batch_sizes``, ``order`` and ``rows`` say how it was packed.
-    """
-    raise NotImplementedError("a pass of fxgrad replaces this op by its definition")
-
-
-@recurrent_layers.register_fake
-def _(
+def _shapes(
     input: Tensor,
     batch_sizes: Tensor | None,
     order: Tensor | None,
@@ -69,22 +39,19 @@ def _(
     return out, torch.empty_like(hx[0]), torch.empty_like(hx[-1])
 
 
-def _run(
-    self: nn.RNNBase, sequence: Tensor, states: list[Tensor], weights: list[Tensor], packed: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.fxgrad.recurrent_layers(
-        sequence,
-        *packed,
-        states,
-        weights,
-        self.mode,
-        self.bias,
-        self.num_layers,
-        float(self.dropout),
-        self.training,
-        self.bidirectional,
-    )
-    return result
+@torch.library.custom_op(
+    "fxgrad::recurrent_layers", mutates_args=(), schema=torch.library.infer_schema(_shapes, mutates_args=())
+)
+def recurrent_layers(*_: Any) -> Any:
+    """``[T, B, in] -> [T, B, directions * out]`` and the last states, ``[layers * directions, B, out]``.
+
+    The arguments are those of ``aten::lstm.input`` and its kin. The last result is the LSTM's cell state. Of
+    packed data, input and output are padded; ``batch_sizes``, ``order`` and ``rows`` say how it was packed.
+    """
+    raise NotImplementedError("a pass of fxgrad replaces this op by its definition")
+
+
+recurrent_layers.register_fake(_shapes)
 
 
 def _forward_packed(self: nn.RNNBase, input: PackedSequence, hx: Any) -> Any:
@@ -92,11 +59,8 @@ def _forward_packed(self: nn.RNNBase, input: PackedSequence, hx: Any) -> Any:
     data, batch_sizes, order, back = input
     if data.dim() != 2:
         raise RuntimeError(f"input must have 2 dimensions, got {data.dim()}")
-    weights = [getattr(self, name) for name in flat_weight_names(self)]
-    _check_input(self, data, weights[0])
     sequence = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, batch_sizes.shape[0], 0.0)
-    states = _states(self, sequence, hx, False)
-    out, h, c = _run(self, sequence, states, weights, (batch_sizes, order, data.shape[0]))
+    out, h, c = _run(self, data, sequence, hx, False, (batch_sizes, order, data.shape[0]))
     packed = PackedSequence(torch.ops.fxgrad.repack(out, batch_sizes, order, data.shape[0]), batch_sizes, order, back)
     return packed, (h, c) if self.mode == "LSTM" else h
 
@@ -107,16 +71,26 @@ def _forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
         raise ValueError(f"{type(self).__name__}: Expected input to be 2D or 3D, got {input.dim()}D instead")
     unbatched = input.dim() == 2
     sequence = input.unsqueeze(1) if unbatched else input.transpose(0, 1) if self.batch_first else input
-    lstm = self.mode == "LSTM"
-    weights = [getattr(self, name) for name in flat_weight_names(self)]
-    _check_input(self, input, weights[0])
-    states = _states(self, sequence, hx, unbatched)
-    out, h, c = _run(self, sequence, states, weights, (None, None, 0))
+    out, h, c = _run(self, input, sequence, hx, unbatched, (None, None, 0))
     if unbatched:
         out, h, c = out.squeeze(1), h.squeeze(1), c.squeeze(1)
     elif self.batch_first:
         out = out.transpose(0, 1)
-    return out, (h, c) if lstm else h
+    return out, (h, c) if self.mode == "LSTM" else h
+
+
+def _run(
+    self: nn.RNNBase, input: Tensor, sequence: Tensor, hx: Any, unbatched: bool, packed: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the user's input and states as PyTorch does, and call the operator on the sequence ``[T, B, in]``."""
+    weights = [getattr(self, name) for name in flat_weight_names(self)]
+    _check_input(self, input, weights[0])
+    states = _states(self, sequence, hx, unbatched)
+    settings = (self.mode, self.bias, self.num_layers, float(self.dropout), self.training, self.bidirectional)
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.fxgrad.recurrent_layers(
+        sequence, *packed, states, weights, *settings
+    )
+    return result
 
 
 def _check_input(self: nn.RNNBase, input: Tensor, weight: Tensor) -> None:
@@ -151,40 +125,28 @@ def _states(self: nn.RNNBase, sequence: Tensor, hx: Any, unbatched: bool) -> lis
 
 
 _KINDS: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.LSTM, nn.GRU)
-_LOCK = threading.Lock()
-_ORIGINALS: dict[type, Callable[..., Any]] = {}
-_depth = 0
+_depth = 0  # of captures that are in progress
 
 
 @contextlib.contextmanager
 def recurrent_modules() -> Iterator[None]:
-    """Let Dynamo see recurrent modules as one node each; eager calls are what they were."""
-    _enter()
+    """Let Dynamo see recurrent modules as one node each; eager calls are what they were.
+
+    All threads share the classes, so the caller has Dynamo's lock.
+    """
+    global _depth
+    _substitute()
+    originals = [(kind, kind.forward) for kind in _KINDS]
     try:
+        _depth += 1
+        for kind, forward in originals:
+            kind.forward = _captured_or(forward)
         with recurrent_modules_allowed():
             yield
     finally:
-        _leave()
-
-
-def _enter() -> None:
-    global _depth
-    with _LOCK:
-        _substitute()
-        if _depth == 0:
-            for kind in _KINDS:
-                _ORIGINALS[kind] = kind.forward
-                kind.forward = _captured_or(kind.forward)
-        _depth += 1
-
-
-def _leave() -> None:
-    global _depth
-    with _LOCK:
         _depth -= 1
-        if _depth == 0:
-            for kind in _KINDS:
-                kind.forward = _ORIGINALS.pop(kind)
+        for kind, forward in originals:
+            kind.forward = forward
 
 
 def _captured_or(original: Callable[..., Any]) -> Callable[..., Any]:

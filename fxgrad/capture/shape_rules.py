@@ -6,8 +6,8 @@ fxgrad captures, such an op has a definition in Python, by other ops, which keep
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,20 +26,15 @@ def take_along_dim(self: Tensor, indices: Tensor, dim: int | None = None) -> Ten
             f"{self.dim()} dimensions for input, and {indices.dim()} dimensions for indices"
         )
     dim = dim % self.dim()
-    before, after = (torch.broadcast_shapes(self.shape[part], indices.shape[part]) for part in _around(dim))
+    around = (slice(dim), slice(dim + 1, None))
+    before, after = (torch.broadcast_shapes(self.shape[part], indices.shape[part]) for part in around)
     source = self.expand(*before, self.shape[dim], *after)
     return source.gather(dim, indices.expand(*before, indices.shape[dim], *after))
-
-
-def _around(dim: int) -> tuple[slice, slice]:
-    return slice(dim), slice(dim + 1, None)
 
 
 _DEFINITIONS: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.take_along_dim.default: take_along_dim}
 
 
-@contextlib.contextmanager
-def symbolic_shape_rules() -> Iterator[None]:
-    """The definitions above in the place of PyTorch's, for whatever is traced meanwhile."""
-    with defined_in_python(_DEFINITIONS):
-        yield
+def symbolic_shape_rules() -> AbstractContextManager[None]:
+    """Put the definitions above in the place of PyTorch's, for whatever is traced meanwhile."""
+    return defined_in_python(_DEFINITIONS)

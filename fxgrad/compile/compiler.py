@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,10 @@ from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.options import Inner, Options
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
-from fxgrad.compile.facts import Facts, facts_of
-from fxgrad.compile.inner import inner_compiler
+from fxgrad.compile.inductor import inner_compiler
+from fxgrad.compile.interface import Interface, Uniform, interface_of, output_roles, outputs_of
 from fxgrad.compile.memory_limit import Room
-from fxgrad.compile.outputs import (
-    Uniform,
-    output_roles,
-    reached_by_parameters_alone,
-    uniform_outputs,
-)
-from fxgrad.compile.pipeline import DEFINITIONS, LAST, ONE, PASSES, passes_of, run_passes
+from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, ONE, SINGLE, passes_of, run_passes
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.graph.context import Context
@@ -34,7 +28,6 @@ from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import memory_of, tensors_of
-from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.quantities import Delivery
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Ghosts, watch
@@ -44,66 +37,51 @@ from fxgrad.terms.work import Way
 
 
 def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
-    """The callable that Dynamo runs in the graph's place."""
+    """Compile a graph: Dynamo runs what is returned in the graph's place."""
     captured.check_leaves()
-    trainable = captured.trainable()
     inner = inner_compiler(options.backend)
-    if not trainable:
+    if not captured.trainable:
         return _without_parameters(captured, options, inner)
-    check_parameters({captured.name(i): captured.examples[i] for i in trainable})
-    single = captured.batch_size == 1
+    parameters = {name: captured.examples[i] for name, i in captured.trainable.items()}
+    check_parameters(parameters)
     passes = passes_of(captured.batch_size, options.quantities)
-    dims = {} if single else captured.sample_dims()
-    ctx = make_context(captured, options, captured.held() if passes is ONE else dims, single=single)
+    dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
+    ctx = make_context(captured, options, dims)
+    room = Room(options.quantities, parameters, options.memory_limit)
     with _own_saved_tensors():
         gm = run_passes(captured.gm, ctx, (*passes, *LAST))
-        if options.wishes and not single:
-            _check_wishes(gm, ctx, captured.batch_size, options)
-        room = _room(gm, ctx, captured, options)
-    uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
-    roles = {} if single or options.fullgraph else output_roles(gm)
-    names = [captured.name(i) for i in trainable]
-    facts = facts_of(gm, {} if single else captured.packed())
+        if not captured.single:
+            _rehearse(gm, ctx, captured.batch_size, options, room)
+    room.check(captured.batch_size)
+    interface = interface_of(captured, gm)
     with _outputs_kept(gm):
-        compiled = inner(gm, _inner_inputs(captured, options, trainable, names, dims))
+        compiled = inner(gm, _inner_inputs(captured, options))
     keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
-    frozen = {} if options.fullgraph else captured.frozen()
-    size = captured.batch_size
-    return Transformed(compiled, trainable, names, dims, uniform, roles, store, size, frozen, facts, room)
+    return Transformed(compiled, interface, store, captured.batch_size, room)
 
 
-def _room(gm: fx.GraphModule, ctx: Context, captured: Captured, options: Options) -> Room:
-    """The graph's memory, checked for this batch. Where it may be tight, a rehearsal says which gradients are held."""
-    parameters = {captured.name(i): captured.examples[i] for i in captured.trainable()}
-    room = Room(options.quantities, parameters, options.memory_limit)
-    dense = any(quantity.dense for quantity in options.quantities)
-    if not dense and not ctx.single and room.is_tight(captured.batch_size):
-        room.held = _held(gm, ctx, captured.batch_size)
-    room.check(captured.batch_size)
-    return room
+def _rehearse(gm: fx.GraphModule, ctx: Context, size: int, options: Options, room: Room) -> None:
+    """Run a backward on fake tensors if it shows more: which strategies fit, and which gradients fill the memory.
 
-
-def _held(gm: fx.GraphModule, ctx: Context, size: int) -> frozenset[str]:
-    """The parameters whose gradients are multiplied out where they are used, and kept to the end."""
-    try:
-        chosen = rehearse(gm, ctx, size).chosen
-    except Exception:  # what cannot be rehearsed is not counted
-        return frozenset()
-    return frozenset(name for name, uses in chosen.items() if any(one.way is Way.MATERIALISE for one in uses))
-
-
-def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
-    """Raise before anything runs where strategy= does not fit: a backward on fake tensors tells what there is."""
-    try:
-        chosen = rehearse(gm, ctx, size).chosen
-    except FxgradError:
-        raise
-    except Exception:  # what cannot be rehearsed is seen when the backward is traced
+    Raise before anything runs where strategy= does not fit.
+    """
+    tight = not any(quantity.dense for quantity in options.quantities) and room.is_tight(size)
+    if not options.wishes and not tight:
         return
-    if not all(quantity.adds for quantity in options.quantities) or options.fullgraph:  # this graph is all of it
+    try:
+        chosen = rehearse(gm, ctx, size).chosen
+    except Exception as error:  # what cannot be rehearsed is not counted, and is seen when the backward is traced
+        if options.wishes and isinstance(error, FxgradError):
+            raise
+        return
+    whole = options.fullgraph or not all(quantity.adds for quantity in options.quantities)  # this graph is all of it
+    if options.wishes and whole:
         check_applied(options.wishes, chosen)
+    if tight:
+        # Their gradients are multiplied out where they are used, and kept to the end.
+        room.held = frozenset(name for name, uses in chosen.items() if any(one.way is Way.MATERIALISE for one in uses))
 
 
 # Note [Donated buffers]
@@ -118,10 +96,8 @@ def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options)
 @contextlib.contextmanager
 def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
     """See Note [Donated buffers]."""
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
     tapped = {memory for node in gm.graph.nodes if isinstance(node.target, TAPS) for memory in _memories(node)}
-    parts = [node for node in outputs if isinstance(node, fx.Node) and not isinstance(node.target, TAPS)]
+    parts = [node for node in outputs_of(gm) if isinstance(node, fx.Node) and not isinstance(node.target, TAPS)]
     if not any(memory in tapped for node in parts for memory in _memories(node)):
         yield
         return
@@ -145,23 +121,21 @@ def _own_saved_tensors() -> Any:
 
 def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
     """A graph without trainable parameters runs as it is; a later one has to find the samples in its outputs."""
-    dims = {} if captured.fullgraph or captured.batch_size == 1 else captured.sample_dims()
-    defined = run_passes(captured.gm, make_context(captured, options, {}, single=True), (*DEFINITIONS, *LAST))
+    dims = {} if captured.fullgraph else captured.dims
+    defined = run_passes(captured.gm, make_context(captured, options, None), (*DEFINITIONS, *LAST))
     compiled = inner(defined, captured.values)
-    frozen = {} if captured.fullgraph else captured.frozen()
-    if not dims and not frozen:
+    if not dims and not captured.frozen:
         return compiled
-    passes = PASSES[: PASSES.index(infer_samples) + 1]
-    roles = output_roles(run_passes(captured.gm, make_context(captured, options, dims), passes)) if dims else {}
+    roles = output_roles(run_passes(captured.gm, make_context(captured, options, dims), ANALYSIS)) if dims else {}
 
     def run(*args: Any) -> Any:
-        check_frozen(frozen, args)
+        check_frozen(captured.frozen, args)
         return _with_roles(compiled(*args), roles)
 
     return run
 
 
-def check_frozen(frozen: dict[int, str], args: Sequence[Any], now_frozen: Sequence[str] = ()) -> None:
+def check_frozen(frozen: Mapping[int, str], args: Sequence[Any], now_frozen: Sequence[str] = ()) -> None:
     """Behind a graph break Dynamo of torch 2.11 does not look at requires_grad, and uses the same graph again."""
     changed = [name for i, name in frozen.items() if args[i].requires_grad] + list(now_frozen)
     if changed:
@@ -171,28 +145,22 @@ def check_frozen(frozen: dict[int, str], args: Sequence[Any], now_frozen: Sequen
         )
 
 
-def _with_roles(outputs: Any, roles: dict[int, int]) -> Any:
+def _with_roles(outputs: Any, roles: Mapping[int, int]) -> Any:
     """A graph's outputs, marked for the graph behind a graph break."""
     for i, role in roles.items():
         setattr(outputs[i], SAMPLE_DIM, role)
     return outputs
 
 
-def _inner_inputs(
-    captured: Captured, options: Options, trainable: Sequence[int], names: Sequence[str], dims: dict[int, int]
-) -> list[Any]:
+def _inner_inputs(captured: Captured, options: Options) -> list[Any]:
     """What the inner compiler sees: parameters that need no gradient, a ghost for each delivery, what is given."""
     values = list(captured.values)
-    n: Any = captured.batch_size
-    if dims and captured.batch_size != 1:
-        i, dim = next(iter(dims.items()))
-        n = values[i].shape[dim]
-    parameters = {name: values[i] for name, i in zip(names, trainable, strict=True)}
-    mode = values[trainable[0]].fake_mode
-    with mode:
+    n: Any = next((values[i].shape[dim] for i, dim in captured.dims.items()), captured.batch_size)
+    parameters = {name: values[i] for name, i in captured.trainable.items()}
+    with next(iter(parameters.values())).fake_mode:
         ghosts = [_empty(d).requires_grad_() for q in options.quantities for d in q.deliveries(q.units(n), parameters)]
         given = [_full(d) for q in options.quantities for d in q.inputs(q.units(n), parameters)]
-        for i in trainable:
+        for i in captured.trainable.values():
             values[i] = values[i].detach()
     return values + ghosts + given
 
@@ -211,37 +179,32 @@ class Transformed:
     """A compiled graph with its ghosts."""
 
     compiled: Callable[..., Any]
-    trainable: Sequence[int]
-    names: Sequence[str]  # of the trainable parameters
-    dims: dict[int, int]
-    uniform: Sequence[int]
-    roles: dict[int, int]
+    interface: Interface
     store: Store
     batch_size: int
-    frozen: dict[int, str]  # parameters that were not trainable, where there may be graph breaks
-    facts: Facts
     room: Room
 
     def __call__(self, *args: Any) -> Any:
         n = self.size_of(args)
-        parameters = dict(zip(self.names, [args[i] for i in self.trainable], strict=True))
+        interface = self.interface
+        parameters = {name: args[i] for name, i in interface.trainable.items()}
         forward = self.store.current.forward or self._own_forward(n, parameters)
         self._check_size(n, forward.size)
         self.room.check(forward.size)
         names = tuple(parameters)
-        if self.frozen or names != forward.names:
-            check_frozen(self.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
+        if interface.frozen or names != forward.names:
+            check_frozen(interface.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
         ghosts = Ghosts.apply(self.store, forward, names, *parameters.values())  # type: ignore[no-untyped-call]
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
         if forward.first_batch is not None:
             forward.first_batch.check(self, args, parameters, given)
         inputs = list(args)
-        for i in self.trainable:
+        for i in interface.trainable.values():
             inputs[i] = args[i].detach()
         outputs = list(self.compiled(*inputs, *ghosts, *given))
-        for i in self.uniform:
+        for i in interface.uniform:
             outputs[i] = Uniform.apply(outputs[i], ghosts[0])  # type: ignore[no-untyped-call]
-        _with_roles(outputs, self.roles)
+        _with_roles(outputs, interface.roles)
         if torch.is_grad_enabled():
             self.store.began(forward, ghosts[0].grad_fn)
             watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
@@ -268,7 +231,7 @@ class Transformed:
         """The number of samples in the graph's inputs."""
         if self.batch_size == 1:
             return 1
-        sizes = {args[i].shape[dim] for i, dim in self.dims.items()}
+        sizes = {args[i].shape[dim] for i, dim in self.interface.dims.items()}
         if len(sizes) != 1:
             raise LostLayout(
                 f"values that held the same samples now have different sizes: {sorted(sizes)}",

@@ -16,50 +16,41 @@ from fxgrad.samples.symbols import Symbols, expression
 UNLIKELY = 7  # the length that a size is taken to have of which nothing is known: no other size should be
 
 
-def make_context(captured: Captured, options: Options, dims: dict[int, int], *, single: bool = False) -> Context:
-    """The passes' context: their own symbols, and the inputs as fake values in them."""
+def make_context(captured: Captured, options: Options, dims: dict[int, int] | None) -> Context:
+    """The passes' context: their own symbols, and the inputs as fake values in them; none where dims is None."""
     symbols = Symbols()
-    placeholders = captured.placeholders
+    nodes = [node.name for node in captured.placeholders]
     parameters = [
-        TrainableParameter(placeholders[i].name, captured.name(i), tuple(example.shape), example.dtype)
-        for i, example in ((i, captured.examples[i]) for i in captured.trainable())
+        TrainableParameter(nodes[i], name, tuple(captured.examples[i].shape), captured.examples[i].dtype)
+        for name, i in captured.trainable.items()
     ]
-    packed = {} if single else captured.packed()
-    inputs = {} if single and not dims else _own_inputs(captured, symbols, dims, packed, single)
-    size = captured.batch_size
+    packed = {} if dims is None else captured.packed
+    device = captured.examples[captured.parameters[0]].device if captured.parameters else None
     return Context(
         symbols,
-        inputs,
+        {} if dims is None else _own_inputs(captured, symbols, dims),
         parameters,
-        {placeholders[i].name: dim for i, dim in dims.items()},
+        {nodes[i]: dim for i, dim in (dims or {}).items()},
         options.quantities,
         options.loss_scale,
         options.mixing,
-        {placeholders[i].name: captured.name(i) for i in range(len(placeholders))},
-        {
-            placeholders[i].name: None if rows is None else (placeholders[rows[0]].name, placeholders[rows[1]].name)
-            for i, rows in packed.items()
-        },
-        single=single,
+        dict(zip(nodes, captured.names, strict=True)),
+        {nodes[i]: None if rows is None else (nodes[rows[0]], nodes[rows[1]]) for i, rows in packed.items()},
+        single=captured.single,
         may_mix=options.takes(mixing="allow"),
-        ways=options.ways(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
+        ways=options.ways(device, captured.batch_size),
     )
 
 
-def _own_inputs(
-    captured: Captured,
-    symbols: Symbols,
-    dims: dict[int, int],
-    packed: dict[int, tuple[int, int] | None],
-    single: bool,
-) -> dict[str, Any]:
+def _own_inputs(captured: Captured, symbols: Symbols, dims: dict[int, int]) -> dict[str, Any]:
     """Fake inputs in which the sample dims, and they alone, carry B; of a batch of one, none do."""
     if not dims:
         raise no_samples()
-    batch = symbols.batch(hint=_hint(captured))
+    # A number of samples that no other size is mistaken for, with the real one's divisors.
+    batch = symbols.batch(hint=captured.batch_size * 1009)
     known: dict[Any, Any] = {}
     for i, dim in dims.items():
-        size = 1 if single else captured.values[i].shape[dim]
+        size = 1 if captured.single else captured.values[i].shape[dim]
         if isinstance(size, torch.SymInt):
             known[expression(size)] = batch
     known |= {expression(size): batch for i, size in enumerate(captured.values) if captured.counts(i)}
@@ -73,10 +64,10 @@ def _own_inputs(
             known[expr] = symbols.new(f"T{len(known)}", likely)
         return known[expr]
 
-    for i, rows in packed.items():
+    for i, rows in captured.packed.items():
         if rows is not None:
             symbols.count_rows(translate(captured.values[i].shape[0]))
-    at = {} if single else dims
+    at = {} if captured.single else dims
     return {
         node.name: _own_input(value, at.get(i), batch, translate, symbols, traced=i in dims and captured.traced(i))
         for i, (node, value) in enumerate(zip(captured.placeholders, captured.values, strict=True))
@@ -97,8 +88,3 @@ def _own_input(value: Any, dim: int | None, batch: Any, translate: Any, symbols:
         if traced:
             return own.requires_grad_().clone()  # no leaf: the graph may change it in place
         return nn.Parameter(own) if parameter else own
-
-
-def _hint(captured: Captured) -> int:
-    """A number of samples that no other size is mistaken for, with the real one's divisors."""
-    return captured.batch_size * 1009

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -75,20 +74,20 @@ def rehearse(gm: fx.GraphModule, ctx: Context, size: int) -> Rehearsal:
 
 
 def _rehearse(gm: fx.GraphModule, ctx: Context, size: int | None) -> Rehearsal:
-    found = Rehearsal()
+    rehearsal = Rehearsal()
     values = _inputs(gm, ctx, size)
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with ctx.symbols.mode, enable_python_dispatcher(), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _saved(found, [value for value in values if isinstance(value, Tensor)]), forward:
-            outputs = _Interpreter(gm, ctx, found, backward).run(*values)
+        with _saved(rehearsal, [value for value in values if isinstance(value, Tensor)]), forward:
+            outputs = _Interpreter(gm, ctx, rehearsal, backward).run(*values)
         reached = [y for y in tensors_of(outputs) if y.requires_grad]
         with backward:
             if reached:
                 torch.autograd.backward(reached, [torch.empty_like(y) for y in reached])
-    found.forward = _flops(forward)
-    found.backward += _flops(backward)
-    return found
+    rehearsal.forward = _flops(forward)
+    rehearsal.backward += _flops(backward)
+    return rehearsal
 
 
 def _flops(counter: FlopCounterMode) -> sympy.Expr:
@@ -98,42 +97,40 @@ def _flops(counter: FlopCounterMode) -> sympy.Expr:
 def _inputs(gm: fx.GraphModule, ctx: Context, size: int | None) -> list[Any]:
     """Fake values for the placeholders, a ghost for each parameter among them; B as a number if ``size`` is one."""
     batch: Any = ctx.symbols.b if size is None else size
+    device = next(value.device for value in ctx.inputs.values() if isinstance(value, Tensor))
     with ctx.symbols.mode:
-        own = {name: value if size is None else _at(value, ctx, size) for name, value in ctx.inputs.items()}
-        values: list[Any] = []
         added = iter([*((d, True) for d in ctx.deliveries(batch)), *((d, False) for d in ctx.given(batch))])
-        device = next(value.device for value in own.values() if isinstance(value, Tensor))
+        values: list[Any] = []
         for node in gm.graph.find_nodes(op="placeholder"):
-            if node.name not in own:
+            if node.name in ctx.inputs:
+                values.append(_fresh(ctx.inputs[node.name], ctx, size))
+            else:
                 delivery, ghost = next(added)
                 empty = torch.empty((), dtype=delivery.dtype, device=device).expand(delivery.shape)
                 values.append(empty.requires_grad_(ghost))
-                continue
-            value = own[node.name]
-            fresh = isinstance(value, Tensor)
-            values.append(value.detach().requires_grad_(value.requires_grad) if fresh else value)
     return values
 
 
-def _at(value: Any, ctx: Context, size: int) -> Any:
+def _fresh(value: Any, ctx: Context, size: int | None) -> Any:
+    """An input's value as a leaf of its own, with B as a number if ``size`` is one."""
     if not isinstance(value, Tensor):
-        return ctx.symbols.evaluate(value, size)
+        return value if size is None else ctx.symbols.evaluate(value, size)
+    if size is None:
+        return value.detach().requires_grad_(value.requires_grad)
     sizes = [ctx.symbols.evaluate(s, size) for s in value.shape]
     return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
 
 
 @contextmanager
-def _saved(found: Rehearsal, inputs: Sequence[Tensor]) -> Iterator[None]:
+def _saved(rehearsal: Rehearsal, inputs: Sequence[Tensor]) -> Iterator[None]:
     """Count the memory that is kept for the backward, each storage once."""
-    seen = {identity(tensor.untyped_storage()) for tensor in inputs}
-    kept = []
+    seen: dict[int, Any] = {identity(tensor.untyped_storage()): None for tensor in inputs}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if identity(storage) not in seen:
-            seen.add(identity(storage))
-            kept.append(storage)
-            found.saved += expression(storage.nbytes())
+            seen[identity(storage)] = storage  # alive, so no other storage has its identity
+            rehearsal.saved += expression(storage.nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -143,14 +140,14 @@ def _saved(found: Rehearsal, inputs: Sequence[Tensor]) -> Iterator[None]:
 class _Interpreter(fx.Interpreter):
     """Runs a graph with a tape that remembers."""
 
-    def __init__(self, gm: fx.GraphModule, ctx: Context, found: Rehearsal, counter: FlopCounterMode) -> None:
+    def __init__(self, gm: fx.GraphModule, ctx: Context, rehearsal: Rehearsal, counter: FlopCounterMode) -> None:
         super().__init__(gm)
-        self.ctx, self.found, self.counter = ctx, found, counter
+        self.graph_module, self.ctx, self.rehearsal, self.counter = gm, ctx, rehearsal, counter
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(target, NewTape):
             tape = _RememberingDenseTape if target.tape is DenseTape else _RememberingFactorTape
-            return tape(target, self.module, self.ctx, self.found, self.counter)
+            return tape(target, self)
         return super().call_function(target, args, dict(kwargs))
 
 
@@ -163,18 +160,21 @@ class _Watched(SampleGrads):
         return super().dense()
 
 
-class _RememberingTape(Tape, ABC):
+class _RememberingTape(Tape):
     """A tape that notes every contribution with its flops; what computing it took natively is not counted twice."""
 
     grads = _Watched
 
-    def __init__(
-        self, target: NewTape, gm: torch.nn.Module, ctx: Context, found: Rehearsal, counter: FlopCounterMode
-    ) -> None:
+    def __init__(self, target: NewTape, run: _Interpreter) -> None:
         self.log: list[tuple[str, Choice]] = []
         ways = replace(target.ways, log=self.log)
         super().__init__(target.quantities, target.loss_scale, target.likes, target.given, ways)
-        self.gm, self.ctx, self.found, self.counter = gm, ctx, found, counter
+        self.nodes, self.ctx, self.rehearsal, self.counter = (
+            run.graph_module.graph.nodes,
+            run.ctx,
+            run.rehearsal,
+            run.counter,
+        )
         self.each: sympy.Expr | None = None  # flops of a gradient that is no term
 
     def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
@@ -183,7 +183,7 @@ class _RememberingTape(Tape, ABC):
         self.each = None if strategy.name == "generic" else ZERO if moves else 2 * elements(g)
         super().record(strategy, g, values, n)
         self.each = None
-        self.found.backward -= _flops(self.counter) - before
+        self.rehearsal.backward -= _flops(self.counter) - before
 
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
         for slot, part in parts:
@@ -194,13 +194,13 @@ class _RememberingTape(Tape, ABC):
             with self._placed(use):
                 super().add(use, [(slot, part)], n, scaled=scaled)
             choice = self._choice(use.wrt[slot], moved)
-            self.found.parts.append(Part(use, slot, term, flops, choice))
+            self.rehearsal.parts.append(Part(use, slot, term, flops, choice))
             if choice is None and term is not None and flops is not None and term.in_flop_counter():
-                self.found.backward += flops
+                self.rehearsal.backward += flops
 
-    @abstractmethod
     def _choice(self, key: int, moved: bool) -> Choice | None:
         """How what was just written down is kept to the end; None where gradients are all that is asked for."""
+        return None
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
         self.log.clear()
@@ -221,8 +221,7 @@ class _RememberingTape(Tape, ABC):
 
     def _node(self, use: Use | None, error: OptionError) -> fx.Node | None:
         """The op of a use; of no use in particular, the last one of the parameter that the error names."""
-        assert isinstance(self.gm, fx.GraphModule)
-        for node in reversed(self.gm.graph.nodes):
+        for node in reversed(self.nodes):
             if isinstance(node.target, TAPS):
                 own: Use = node.target.strategy.use
                 named = any(f"'{self.name_of(key)}'" in error.sentence for key in own.wrt.values())
@@ -234,9 +233,6 @@ class _RememberingTape(Tape, ABC):
 
 class _RememberingDenseTape(_RememberingTape, DenseTape):
     """One that multiplies out: nothing is chosen."""
-
-    def _choice(self, key: int, moved: bool) -> None:
-        return None
 
 
 class _RememberingFactorTape(_RememberingTape, FactorTape):
@@ -253,7 +249,7 @@ class _RememberingFactorTape(_RememberingTape, FactorTape):
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
         before = _flops(self.counter)
         results = super().results(n, like, given)
-        self.found.backward -= _flops(self.counter) - before
+        self.rehearsal.backward -= _flops(self.counter) - before
         self._settle()
         return results
 
@@ -262,21 +258,21 @@ class _RememberingFactorTape(_RememberingTape, FactorTape):
         at_the_end: dict[str, dict[str, Choice]] = {}
         for name, choice in self.log:
             at_the_end.setdefault(name, {}).setdefault(_kind(choice), choice)
-        for i, part in enumerate(self.found.parts):
+        for i, part in enumerate(self.rehearsal.parts):
             name = self.name_of(part.use.wrt[part.slot])
             own, last = part.choice, at_the_end.get(name, {})
             if own is None:
                 continue
             if own.found is None and part.term is not None and part.term.in_flop_counter():
-                self.found.backward += part.flops or ZERO
+                self.rehearsal.backward += part.flops or ZERO
             if own.way is Way.MATERIALISE:
                 self._count(own)
             else:
                 settled = last.get("") or last.get(_kind(own)) or own
                 sizes = [one.found.factors if one.found is not None else None for one in (own, settled)]
                 why = settled.why if sizes[1] in (None, sizes[0]) else f"{settled.why}, of its uses together"
-                self.found.parts[i] = replace(part, choice=replace(own, way=settled.way, why=why))
-            self.found.chosen.setdefault(name, []).append(own)
+                self.rehearsal.parts[i] = replace(part, choice=replace(own, way=settled.way, why=why))
+            self.rehearsal.chosen.setdefault(name, []).append(own)
         for choices in at_the_end.values():
             for choice in choices.values():
                 self._count(choice)
@@ -284,7 +280,7 @@ class _RememberingFactorTape(_RememberingTape, FactorTape):
     def _count(self, choice: Choice) -> None:
         if choice.found is not None:
             flops = choice.work(self.ways.sums).flops
-            self.found.backward += choice.found.expression(flops, self.ctx.symbols.symbol, expression)
+            self.rehearsal.backward += choice.found.expression(flops, self.ctx.symbols.symbol, expression)
 
 
 def _kind(choice: Choice) -> str:

@@ -1,4 +1,4 @@
-"""Inductor, with one of its bugs mended.
+"""The compiler behind fxgrad, by the name the user gave: Inductor, with one of its bugs mended, and others.
 
 Note [Lost renames]
 ~~~~~~~~~~~~~~~~~~~
@@ -19,6 +19,8 @@ import torch
 import torch.compiler.config
 from torch import Tensor, fx
 
+from fxgrad.capture.options import Inner
+from fxgrad.errors import OptionError
 from fxgrad.host import inductor
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors
@@ -46,3 +48,16 @@ def _keep_renames() -> None:
         return
     torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag} renames kept"
     inductor.keep_renames()
+
+
+def inner_compiler(backend: str | Inner) -> Inner:
+    """The compiler behind: Inductor, AOTAutograd alone, nothing, or the user's own."""
+    if callable(backend):
+        return backend
+    if backend == "inductor":
+        return compile_fx
+    if backend == "aot_eager":
+        return inductor.aot_eager()
+    if backend == "eager":
+        return lambda gm, example_inputs: gm.forward
+    raise OptionError(f"backend has to be 'inductor', 'aot_eager', 'eager' or a callable, not {backend!r}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fxgrad.capture.options import FREE
-from fxgrad.errors import NotEnoughMemory, OptionError
+from fxgrad.errors import NotEnoughMemory
 from fxgrad.graph.printing import table
 from fxgrad.quantities import Quantity
 from fxgrad.quantities.base import GRAD
@@ -19,13 +19,7 @@ WORTH_A_LOOK = 0.1  # of the room: below it, which gradients are held need not b
 _LISTED = 5
 
 
-def check_limit(limit: int | str | None) -> None:
-    """Raise where memory_limit= is no number of bytes."""
-    number = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
-    if limit is not None and limit != FREE and not number:
-        raise OptionError(f"memory_limit has to be a positive number of bytes, None or 'free', not {limit!r}")
-
-
+@dataclass
 class Room:
     """The memory that one graph's results take, compared with what there is, once for each larger batch.
 
@@ -33,23 +27,20 @@ class Room:
     The activations are the plain model's as well.
     """
 
-    def __init__(
-        self, quantities: Sequence[Quantity], parameters: Mapping[str, Tensor], limit: int | str | None
-    ) -> None:
-        self.quantities, self.parameters, self.limit = quantities, parameters, limit
-        self.held: frozenset[str] = frozenset()  # parameters whose gradients are held, and are no result
-        self.largest = 0 if limit is not None else math.inf  # the batch that was seen to fit
+    quantities: Sequence[Quantity]
+    parameters: Mapping[str, Tensor]
+    limit: int | str | None
+    held: frozenset[str] = frozenset()  # parameters whose gradients are held, and are no result
+    largest: int = 0  # the batch that was seen to fit
 
     def is_tight(self, n: int) -> bool:
         """Whether holding all gradients would take a part of the room that is worth a look."""
-        if self.limit is None:
-            return False
         every = sum(n * p.numel() * p.element_size() for p in self.parameters.values())
-        return every > WORTH_A_LOOK * min(self._room(device) for device in self._devices())
+        return self.limit is not None and every > WORTH_A_LOOK * min(map(self._room, self._devices()))
 
     def check(self, n: int) -> None:
         """Raise where a batch of n samples will not fit."""
-        if n <= self.largest:
+        if self.limit is None or n <= self.largest:
             return
         for device in self._devices():
             costs, room = self._costs(n, device), self._room(device)

@@ -87,6 +87,7 @@ PASSES: tuple[Pass, ...] = (
     prove_coverage,
     prove_independence,
 )
+ANALYSIS: tuple[Pass, ...] = PASSES[: PASSES.index(infer_samples) + 1]  # up to where a graph's samples are known
 
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
 DEFINITIONS: tuple[Pass, ...] = (inline_regions, decompose_recurrent)  # what a graph says, in ops there are rules for
@@ -147,7 +148,7 @@ def _undecided(error: GuardOnDataDependentSymNode) -> LostLayout:
 
 def _analyse(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """The body of an op, up to where its samples are known."""
-    return run_passes(gm, ctx, PASSES[: PASSES.index(infer_samples) + 1])
+    return run_passes(gm, ctx, ANALYSIS)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

@@ -120,7 +120,7 @@ class FirstBatch:
         self, graph: Transformed, args: Sequence[Any], parameters: Mapping[str, Tensor], given: Sequence[Tensor]
     ) -> tuple[Verdict, str]:
         size = graph.size_of(args)
-        inputs = held_inputs(args, size, graph.dims, graph.facts.packed)
+        inputs = held_inputs(args, size, graph.interface.dims, graph.interface.packed)
         change = chosen(inputs, size, min(2, self._units(size) - 1))
         if change is None:
             return Verdict.SKIPPED, ""
@@ -132,7 +132,7 @@ class FirstBatch:
         after = self._after(steps, other, inputs)
         if not any(largest(rows.values) for rows in before):
             return Verdict.SKIPPED, ""
-        seen = moved(before, after, graph.facts.tolerance)
+        seen = moved(before, after, graph.interface.tolerance)
         if seen is None:
             return Verdict.PASSED, ""
         return Verdict.MIXED, f"{steps.changed()} new values in the first batch, and {seen}"
@@ -183,14 +183,14 @@ class _Steps:
 
     def inputs(self) -> list[Any]:
         """Copy the graph's inputs, except parameters that it only reads."""
-        written = self.graph.facts.written
+        written = self.graph.interface.written
         copied = {
             i: arg
             for i, arg in enumerate(self.args)
             if isinstance(arg, Tensor) and (i in written or not isinstance(arg, nn.Parameter))
         }
         new = copies(copied, written)
-        trainable = {i: self.args[i].detach() for i in self.graph.trainable}
+        trainable = {i: self.args[i].detach() for i in self.graph.interface.trainable.values()}
         return [new.get(i, trainable.get(i, arg)) for i, arg in enumerate(self.args)]
 
     def altered(self, batched: Mapping[int, Held]) -> list[Any] | None:
@@ -207,7 +207,7 @@ class _Steps:
             taken = [
                 (i, y)
                 for i, y in enumerate(outputs)
-                if isinstance(y, Tensor) and y.requires_grad and i not in self.graph.uniform
+                if isinstance(y, Tensor) and y.requires_grad and i not in self.graph.interface.uniform
             ]
             if not taken:
                 return []
@@ -224,7 +224,7 @@ class _Steps:
         wide_y = real.to(accumulating(real.dtype))
         if not y.dim():
             return torch.ones_like(y)
-        layout = self.graph.facts.batched.get(i)
+        layout = self.graph.interface.batched.get(i)
         r = _varied(wide_y, layout.dim if layout is not None and layout.merged else None)
         if layout is not None:
             if i not in self.scales:

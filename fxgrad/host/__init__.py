@@ -1,8 +1,11 @@
 """The private names of PyTorch that fxgrad needs, each under a name of our own, with why and since when.
 
 All other rooms take them from here: a release of PyTorch that moves one is met in one place. What a step reads is an
-alias of PyTorch's own object, without a call in between. A docstring says why fxgrad needs the name, since which
-release it stands there ("tested": the tests ran on these releases), and what happens without it.
+alias of PyTorch's own object, without a call in between. A docstring says why fxgrad needs the name and what happens
+without it; one behind several names speaks of all of them. A docstring says since when only where the room's sentence
+does not hold:
+
+Since: torch 2.11 to 2.13, tested: the tests ran on these releases, and each name stands there.
 
 What we patch
 ~~~~~~~~~~~~~

@@ -12,57 +12,34 @@ import torch
 from torch.autograd import graph as _graph
 
 current_task = torch._C._current_graph_task_id
-"""The number of the running backward call; -1 outside of one.
-
-Why: it distinguishes the deliveries of one backward from those of another.
-Since: torch 2.11 to 2.13, tested.
-Without: two backwards through one forward are mixed up.
-"""
-
 will_execute = torch._C._will_engine_execute_node
-"""Whether the running backward call goes through a node; an error of a leaf under `autograd.grad`.
-
-Why: `autograd.grad` runs a part of the graph, and adds nothing to p.grad.
-Since: torch 2.11 to 2.13, tested.
-Without: per-sample gradients are stored for backward calls that are none.
-"""
-
 autograd_engine = torch.autograd.Variable._execution_engine
-"""Autograd's engine, for ``autograd_engine.queue_callback(function)`` at the end of the running backward call.
+"""The running backward call: its number, -1 outside of one; whether it goes through a node; a callback at its end.
 
-Why: PyTorch has no public hook for the end of a backward. The object, not its method: Dynamo knows the object.
-Since: torch 2.11 to 2.13, tested.
-Without: p.grad is not checked when all hooks have run.
+`will_execute` raises for a leaf under `autograd.grad`. ``autograd_engine.queue_callback(function)`` adds a callback;
+the name is the object's, not the method's, as Dynamo knows the object.
+
+Why: deliveries of one backward are not another's, `autograd.grad` runs a part of the graph and leaves p.grad alone, and
+PyTorch has no public hook for the end of a backward.
+Without: two backwards through one forward are mixed up, gradients are stored for calls of `autograd.grad`, and p.grad
+is not checked when all hooks have run.
 """
 
 BACKWARD_CODE: CodeType = _graph._engine_run_backward.__code__
-"""The code of the function that calls the engine, by which its frame is found.
+outputs_of_backward: Callable[[Mapping[str, Any]], Iterable[Any]] = itemgetter("t_outputs")
+"""The code of the function that calls the engine; and what backward was called on, from that frame's variables.
 
 Why: the engine does not name the outputs that backward began from; its caller's variables do.
-Since: torch 2.11 to 2.13, tested.
 Without: a loss that does not go through the model, or one that a GradScaler scaled, is not noticed.
 """
 
-outputs_of_backward: Callable[[Mapping[str, Any]], Iterable[Any]] = itemgetter("t_outputs")
-"""What backward was called on, from the variables of a frame of `BACKWARD_CODE`.
-
-Why, since, without: as `BACKWARD_CODE`.
-"""
-
 function_of: Callable[[type], type] = attrgetter("_forward_cls")
-"""The autograd.Function of a class of nodes, those of users' own functions.
-
-Why: our own functions stand between a model and its parameters, where paths end.
-Since: torch 2.11 to 2.13, tested.
-Without: what fxgrad delivers looks like a use of the parameter outside of the model.
-"""
-
 outputs_like: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")
-"""What a node's outputs were like in the forward, each with its ``shape``.
+"""The autograd.Function of a class of nodes; and what a node's outputs were like in the forward (``shape``).
 
-Why: it distinguishes a number times a penalty on parameters from a tensor of samples.
-Since: torch 2.11 to 2.13, tested.
-Without: penalties like ``0.1 * w.square().sum()`` are refused.
+Why: our own functions stand between a model and its parameters, where paths end; a shape distinguishes a number times
+a penalty on parameters from a tensor of samples.
+Without: what fxgrad delivers, or a penalty ``0.1 * w.square().sum()``, looks like another use of the parameter.
 """
 
 
@@ -71,7 +48,6 @@ def saved_tensors_hooks_aside() -> Iterator[None]:
     """Take away all hooks on saved tensors, and put them back in their order.
 
     Why: fxgrad's first check runs forwards inside of the user's, and a checkpoint around it counts saved tensors.
-    Since: torch 2.11 to 2.13, tested.
     Without: a checkpoint around a transformed model fails in the first batch.
     """
     hooks = []

@@ -11,27 +11,19 @@ import torch
 from torch._dispatch import python as _python
 from torch.utils import _python_dispatch
 
-disable_current_modes = _python_dispatch._disable_current_modes
-"""Run ops on plain tensors inside of a trace, out of sight of every dispatch mode.
-
-Why: ids, trial values and timings are computed while a fake mode or a tracer is on.
-Since: torch 2.11 to 2.13, tested.
-Without: the proof of independence would compute on fake tensors, which have no values.
-"""
-
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""The base class of modes that see each op.
+disable_current_modes = _python_dispatch._disable_current_modes
+"""The base class of modes that see each op; and how to run ops on plain tensors, out of sight of every mode.
 
-Why: the proof follows samples through every ATen op, and `verify` counts them.
-Since: torch 2.11 to 2.13, tested.
-Without: nothing is proved.
+Why: the proof follows samples through every ATen op, and `verify` counts them. Ids, trial values and timings are
+computed while a fake mode or a tracer is on.
+Without: nothing is proved, as fake tensors have no values.
 """
 
 enable_python_dispatcher = _python.enable_python_dispatcher
 """Let Python's definitions of composite ops run, which keep symbolic sizes.
 
 Why: C++ definitions turn symbolic sizes into numbers, or fail on them.
-Since: torch 2.11 to 2.13, tested.
 Without: shapes of many models (attention, interpolation) are not found with a symbolic batch.
 """
 
@@ -39,23 +31,14 @@ tracer: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._Torch
 """The mode by which make_fx, AOTAutograd's tracer, records ops; None where nothing is traced.
 
 Why: a selective checkpoint's policy is asked once for each traced op, and not when the graph runs.
-Since: torch 2.11 to 2.13, tested.
 Without: policies are asked twice, and those that count ops answer wrongly.
 """
 
 KeySet = torch._C.DispatchKeySet
-"""A set of dispatch keys.
-
-Why: `without_keys` takes one.
-Since: torch 2.11 to 2.13, tested.
-Without: see `autocast_keys`.
-"""
-
 without_keys = torch._C._ExcludeDispatchKeyGuard
-"""A context in which the dispatcher passes over a set of keys; the class itself, as each step uses it.
+"""A context in which the dispatcher passes over a set of keys, and such a set; no function, as each step uses it.
 
 Why: an operator's autocast kernel calls the operator again, below autocast.
-Since: torch 2.11 to 2.13, tested.
 Without: fxgrad::recurrence calls itself without end under autocast.
 """
 
@@ -63,9 +46,7 @@ Without: fxgrad::recurrence calls itself without end under autocast.
 def autocast_keys(device_type: str) -> KeySet:
     """The key of autocast for ``"cpu"`` or ``"cuda"``, as a set, to be passed over by `without_keys`.
 
-    Why: an operator's autocast kernel calls the operator again, below autocast.
-    Since: torch 2.11 to 2.13, tested.
-    Without: see `without_keys`.
+    Why, without: as `without_keys`.
     """
     return KeySet(getattr(torch._C.DispatchKey, autocast_key(device_type)))
 
@@ -74,7 +55,6 @@ def autocast_key(device_type: str) -> str:
     """The name of autocast's key for a device: ``AutocastCPU``, under which a `torch.library.Library` has a kernel.
 
     Why: PyTorch documents how a Library takes such a name, and not the names.
-    Since: torch 2.11 to 2.13, tested.
     Without: fxgrad::recurrence computes in float32 under autocast.
     """
     return f"Autocast{device_type.upper()}"
@@ -84,7 +64,6 @@ def with_autograd() -> contextlib.AbstractContextManager[None]:
     """Let autograd record again inside of the body of an operator, where the dispatcher has switched it off.
 
     Why: the body of our operator computes a vjp; `torch.enable_grad` alone does not bring the key back.
-    Since: torch 2.11 to 2.13, tested.
     Without: custom ops that torch.func cannot differentiate have no per-sample gradients.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()

@@ -12,35 +12,18 @@ import torch._functorch.config
 from torch.autograd import forward_ad as _forward_ad
 
 innermost_transform = torch._C._functorch.peek_interpreter_stack
-"""The transform of torch.func (grad, jvp, vmap) that runs; None outside of all.
-
-Why: a transformed model computes by one reverse pass of its own, which no transform may go through.
-Since: torch 2.11 to 2.13, tested.
-Without: a transformed model inside of torch.func gives wrong gradients or an error of PyTorch's.
-"""
-
 is_batched = torch._C._functorch.is_batchedtensor
-"""Whether a tensor is vmap's stand-in for many.
-
-Why: one may be kept after its vmap, and given to a transformed model.
-Since: torch 2.11 to 2.13, tested.
-Without: such an input fails with an error of PyTorch's.
-"""
-
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is a stand-in of a transform of torch.func.
-
-Why: it has no storage that could be compared.
-Since: torch 2.11 to 2.13, tested.
-Without: models that call torch.vmap inside fail in the search for shared memory.
-"""
-
 forward_level: Callable[[], int] = partial(getattr, _forward_ad, "_current_level")
-"""How many `dual_level`s are open, less one: -1 outside of forward mode; no Python frame, as each step asks.
+"""The transform of torch.func that runs, or None; whether a tensor is vmap's, or any transform's; the forward level.
 
-Why: forward-mode AD does not go through a transformed model.
-Since: torch 2.11 to 2.13, tested.
-Without: dual inputs lose their tangents without a word.
+The forward level is the number of open `dual_level`s, less one: -1 outside of forward mode. As each step asks for it,
+it has no Python frame.
+
+Why: a transformed model computes by one reverse pass of its own, which no transform may go through. A stand-in may be
+kept after its vmap, and has no storage that could be compared.
+Without: a transformed model inside of torch.func gives wrong gradients or an error of PyTorch's, dual inputs lose their
+tangents without a word, and models that call torch.vmap inside fail in the search for shared memory.
 """
 
 
@@ -48,7 +31,6 @@ def aot_settings(**settings: Any) -> contextlib.AbstractContextManager[Any]:
     """Set AOTAutograd's settings for one compilation.
 
     Why: a compiled backward may write over what the user's outputs share memory with (``donated_buffer``).
-    Since: torch 2.11 to 2.13, tested.
     Without: an output of the model may change in the backward.
     """
     context: contextlib.AbstractContextManager[Any] = torch._functorch.config.patch(**settings)

@@ -13,7 +13,6 @@ def import_toolchain() -> None:
     """Import what `load_library` and `find_vectors` need.
 
     Why: two threads that import it at once may see half of it, so the caller's thread imports it first.
-    Since: torch 2.11 to 2.13, tested.
     Without: ImportError, and no kernels in C++.
     """
     importlib.import_module("torch._inductor.codecache")
@@ -22,7 +21,7 @@ def import_toolchain() -> None:
 def import_compiler() -> None:
     """Import what `compile_fx` and `compile_traced` need.
 
-    Why, since: as `import_toolchain`.
+    Why: as `import_toolchain`.
     Without: ImportError; backend="inductor", the default, does not work.
     """
     importlib.import_module("torch._inductor.compile_fx")
@@ -32,7 +31,6 @@ def load_library(text: str) -> ctypes.CDLL:
     """Compile C++ with Inductor's compiler, flags and cache, and load it.
 
     Why: `torch.utils.cpp_extension` needs ninja, and knows nothing of Inductor's flags for vectors.
-    Since: torch 2.11 to 2.13, tested.
     Without: no kernels in C++: the same numbers, computed by PyTorch's ops, and slower.
     """
     from torch._inductor.codecache import CppCodeCache
@@ -45,7 +43,6 @@ def find_vectors() -> None:
     """Let Inductor ask the compiler which vectors it knows, and keep the answer for the process.
 
     Why: that takes seconds, which another thread can spend while the model is traced.
-    Since: torch 2.11 to 2.13, tested.
     Without: the first compilation takes longer.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -57,7 +54,6 @@ def compile_fx(gm: Any, examples: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own entry point, which torch.compile calls.
 
     Why: the string "inductor" is for torch.compile; a backend of our own calls it with a graph.
-    Since: torch 2.11 to 2.13, tested.
     Without: backend="inductor", the default, does not work.
     """
     from torch._inductor import compile_fx as inductor
@@ -69,7 +65,6 @@ def compile_traced(*args: Any, **kwargs: Any) -> Any:
     """Inductor behind AOTAutograd: what `compile_fx` calls for each graph (``inner_compile=``).
 
     Why: what is waited for before code is generated, is waited for here.
-    Since: torch 2.11 to 2.13, tested.
     Without: nothing compiles on CPU while the model is traced.
     """
     from torch._inductor import compile_fx as inductor
@@ -81,7 +76,6 @@ def aot_eager() -> Callable[..., Any]:
     """The backend that traces with AOTAutograd and runs the graph as it is.
 
     Why: ``backend="aot_eager"``, and every test that needs no generated code.
-    Since: torch 2.11 to 2.13, tested.
     Without: backend="aot_eager" does not work.
     """
     from torch._dynamo.backends.debugging import aot_eager

@@ -14,44 +14,28 @@ from torch.nn.modules import batchnorm as _batchnorm
 from torch.nn.utils import stateless as _stateless
 
 BatchNorm = _batchnorm._BatchNorm
-"""The base class of nn.BatchNorm1d and its kin, SyncBatchNorm included.
-
-Why: Opacus's validator has to refuse them by name, and there is no public base class.
-Since: torch 2.11 to 2.13, tested.
-Without: subclasses of batch norms pass the validator, and are refused later.
-"""
-
 NormBase = _batchnorm._NormBase
-"""The base class of batch norms and instance norms.
+"""The base class of batch norms, SyncBatchNorm included; and that of batch norms and instance norms.
 
-Why: those in training mode that keep running statistics mix samples.
-Since: torch 2.11 to 2.13, tested.
-Without: instance norms that track statistics pass the validator, and are refused later.
+Why: Opacus's validator refuses them by name if they mix samples, and there is no public base class.
+Without: subclasses of batch norms, and instance norms that track statistics, pass it and are refused later.
 """
 
 INNER = "_modules"
-"""The attribute that holds a module's inner modules, as it stands in the paths that Dynamo writes.
-
-Why: errors and pages name a module as the user does, without it.
-Since: torch 2.11 to 2.13, tested.
-Without: ``Linear '_modules'`` in errors.
-"""
-
 held_by: Callable[[nn.Module], tuple[dict[str, nn.Parameter | None], dict[str, nn.Module | None]]] = attrgetter(
     "_parameters", INNER
 )
-"""A module's own parameters and inner modules, by name.
+"""The attribute of inner modules, as Dynamo's paths have it; and a module's own parameters and inner modules.
 
-Why: ``module.parameters()`` may be overridden; each step compares the dicts themselves, which is quick.
-Since: torch 2.11 to 2.13, tested.
-Without: each step would walk the model by its public methods, which takes longer.
+Why: errors and pages name a module without it. ``module.parameters()`` may be overridden, and each step compares the
+dicts themselves, which is quick.
+Without: ``Linear '_modules'`` in errors, and each step would walk the model by its public methods.
 """
 
 wrapped_by_ddp: Callable[[], Any] = partial(getattr, nn.parallel.DistributedDataParallel, "_active_ddp_module")
 """The DistributedDataParallel whose forward is running; None outside of one.
 
 Why: it averages p.grad over its processes, whose number a quantity has to know. Dynamo asks for it, too.
-Since: torch 2.11 to 2.13, tested.
 Without: gradients of several processes are scaled wrongly.
 """
 
@@ -59,24 +43,15 @@ step_pre_hooks: Callable[[optim.Optimizer], OrderedDict[int, Any]] = attrgetter(
 """The hooks of `register_step_pre_hook` by their keys, in their order.
 
 Why: the check of a private step stands behind every other hook.
-Since: torch 2.11 to 2.13, tested.
 Without: a hook that changes p.grad after the clipping goes unnoticed.
 """
 
 FSDP_MANAGED = "_is_fsdp_managed_module"
-"""The attribute that FullyShardedDataParallel sets on the modules inside of it.
+FSDP_FLAT = "_flat_param"
+"""The attribute that FullyShardedDataParallel sets on modules; and how the names of its flat parameters end.
 
 Why: a model that was put into FSDP before is refused by name.
-Since: torch 2.11 to 2.13, tested.
 Without: such a model fails later, with an error of PyTorch's.
-"""
-
-FSDP_FLAT = "_flat_param"
-"""How the names of FullyShardedDataParallel's flat parameters end.
-
-Why: as `FSDP_MANAGED`.
-Since: torch 2.11 to 2.13, tested.
-Without: as `FSDP_MANAGED`.
 """
 
 
@@ -84,7 +59,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of `register_full_backward_hook` or `register_full_backward_pre_hook`.
 
     Why: the refusal names the module that has them.
-    Since: torch 2.11 to 2.13, tested.
     Without: the refusal does not say which module it is.
     """
     return bool(module._backward_hooks or module._backward_pre_hooks)
@@ -94,7 +68,6 @@ def refuse_replicas(kind: type[nn.Module], error: Callable[[], Exception]) -> No
     """Let `nn.DataParallel` raise where it is about to copy a module of this class.
 
     Why: a replica's parameters are not the model's, and nn.DataParallel calls nothing public before.
-    Since: torch 2.11 to 2.13, tested.
     Without: per-sample gradients are delivered to the replicas, and lost.
     """
 
@@ -108,7 +81,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called.
 
     Why: a compiled model is refused by `fxgrad.transform`, which compiles it itself.
-    Since: torch 2.11 to 2.13, tested.
     Without: a model that is compiled in place is compiled twice.
     """
     return module._compiled_call_impl is not None
@@ -118,7 +90,6 @@ def on_other_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> context
     """Let a module compute on other tensors in its parameters' places, tied ones included.
 
     Why: `torch.func.functional_call` calls the model itself; we call any of its methods.
-    Since: torch 2.11 to 2.13, tested.
     Without: an empty batch cannot run.
     """
     context: contextlib.AbstractContextManager[None] = _stateless._reparametrize_module(
@@ -131,7 +102,6 @@ def own_step_hooks(optimizer: Any) -> None:
     """Give an optimizer that never ran ``Optimizer.__init__`` empty hooks around its step.
 
     Why: `Optimizer.__setstate__` of any optimizer makes the class's step read them.
-    Since: torch 2.11 to 2.13, tested.
     Without: Opacus's optimizer fails in its step once another optimizer of its class was copied.
     """
     optimizer._optimizer_step_pre_hooks = OrderedDict()
@@ -142,7 +112,6 @@ def has_scaled(scaler: Any) -> bool:
     """Whether a torch.amp.GradScaler has multiplied a loss.
 
     Why: one that was made and never used is no reason for a refusal; ``get_scale()`` says the same of both.
-    Since: torch 2.11 to 2.13, tested.
     Without: norms of scaled gradients would be clipped, or models with an idle scaler refused.
     """
     return getattr(scaler, "_scale", None) is not None

@@ -8,39 +8,21 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._ops import HigherOrderOperator as _HigherOrderOperator
-from torch._ops import OpOverload as _OpOverload
-from torch._ops import OpOverloadPacket as _OpOverloadPacket
 
-OpOverload = _OpOverload
-"""The class of ``torch.ops.aten.add.Tensor``.
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+"""The classes of ``torch.ops.aten.add.Tensor``, of ``torch.ops.aten.add``, and of operators that take functions.
 
-Why: it distinguishes a graph's calls of operators from calls of Python functions.
-Since: torch 2.11 to 2.13, tested.
-Without: no ATen op has a name, a rule or a schema.
-"""
-
-OpOverloadPacket = _OpOverloadPacket
-"""The class of ``torch.ops.aten.add``.
-
-Why: models call ``torch.ops.library.op``, of which the arguments choose an overload.
-Since: torch 2.11 to 2.13, tested.
-Without: custom ops called in this way are unknown.
-"""
-
-HigherOrderOperator = _HigherOrderOperator
-"""The class of operators that take functions, such as ``cond``, ``scan`` and a checkpoint's.
-
-Why: their bodies are graphs of their own, into which the passes go.
-Since: torch 2.11 to 2.13, tested.
-Without: control flow and checkpoints are unknown ops.
+Why: they distinguish a graph's calls of operators from calls of Python functions. The arguments of a packet choose an
+overload. The bodies of ``cond``, ``scan`` or a checkpoint are graphs of their own, into which the passes go.
+Without: no ATen op has a name, a rule or a schema; custom ops, control flow and checkpoints are unknown ops.
 """
 
 set_grad_enabled = torch._C._set_grad_enabled
 """The function by which Dynamo writes `torch.no_grad` into a graph.
 
 Why: what stands between two calls of it has no gradient.
-Since: torch 2.11 to 2.13, tested.
 Without: calls under no_grad count as uses of parameters with gradients.
 """
 
@@ -49,7 +31,6 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
     """What an overload is called, takes and writes to.
 
     Why: PyTorch has no public way to the names, defaults and aliases of an overload's arguments.
-    Since: torch 2.11 to 2.13, tested.
     Without: positional arguments have no names, and ops that write in place are not known.
     """
     return op._schema
@@ -58,7 +39,7 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
 def schemas(target: Any) -> list[torch.FunctionSchema]:
     """The schema of an overload, those of all overloads of a packet, none of anything else.
 
-    Why, since, without: as `schema`.
+    Why, without: as `schema`.
     """
     if isinstance(target, OpOverloadPacket):
         return [getattr(target, name)._schema for name in target.overloads()]
@@ -70,7 +51,6 @@ def schemas_of_name(name: str) -> list[torch.FunctionSchema]:
     """The schemas of all overloads of ``aten::add``; none of a name that is no operator's.
 
     Why: `torch.add` and `Tensor.add` have no Python signature.
-    Since: torch 2.11 to 2.13, tested.
     Without: arguments of builtin functions cannot be bound to names.
     """
     return list(torch._C._jit_get_schemas_for_operator(name))
@@ -80,7 +60,6 @@ def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
     """``aten::add``, of any of its overloads too.
 
     Why: rules and tables know ops by name; a packet prints only as ``aten.add``.
-    Since: torch 2.11 to 2.13, tested.
     Without: ops have no names, so no rules.
     """
     name: str = op._schema.name if isinstance(op, OpOverload) else op._qualified_op_name
@@ -91,7 +70,6 @@ def overload_of(target: Any) -> Any:
     """The overload that `torch.library.custom_op` made; any other target as it is.
 
     Why: a user's ``@custom_op`` function is an object that is no operator itself.
-    Since: torch 2.11 to 2.13, tested.
     Without: users' custom ops are unknown functions.
     """
     return getattr(target, "_opoverload", target)
@@ -102,7 +80,6 @@ def defined_in_python(definitions: Mapping[OpOverload, Callable[..., Any]]) -> I
     """Let ops that have no definition in Python have these while a trace runs.
 
     Why: C++ shape rules of composite ops turn a symbolic batch into a number.
-    Since: torch 2.11 to 2.13, tested.
     Without: ``take_along_dim`` fixes the batch size of the graph.
     """
     key = DispatchKey.CompositeImplicitAutograd
@@ -122,7 +99,6 @@ def core_decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions to core ATen ops, by overload; the dict is the caller's own.
 
     Why: PyTorch's public table, `torch.export.default_decompositions`, is for exported programs.
-    Since: torch 2.11 to 2.13, tested.
     Without: composite ops without a rule of ours get the generic rule, which is slower, or are refused.
     """
     return dict(torch._decomp.core_aten_decompositions().items())

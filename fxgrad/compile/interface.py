@@ -1,0 +1,140 @@
+"""What a graph's inputs and outputs are to the parameters and to the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.capture.captured import SAMPLE_DIM, Captured
+from fxgrad.errors import UniformOutput
+from fxgrad.kernels.precision import TOLERANCE
+from fxgrad.ops.calls import CALL, op_name
+from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
+from fxgrad.ops.values import memory_of, tensors_of
+from fxgrad.ops.written import written_to
+from fxgrad.samples.batch import LOST, SHARED
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The inputs and outputs of a compiled graph, by position: read off while the passes' notes are there."""
+
+    trainable: Mapping[str, int]  # inputs: the trainable parameters
+    frozen: Mapping[int, str]  # inputs: parameters that were not trainable, where there may be graph breaks
+    dims: Mapping[int, int]  # inputs: the sample dimensions
+    packed: Mapping[int, tuple[int, int] | None]  # inputs: of packed sequences, as `Captured.packed` has them
+    written: frozenset[int]  # inputs: those that the graph writes to
+    uniform: Sequence[int]  # outputs: those that depend on trainable parameters and on no sample
+    batched: Mapping[int, Layout]  # outputs: where those that hold the samples have them
+    roles: Mapping[int, int]  # outputs: where a later graph, behind a graph break, finds the samples
+    tolerance: float  # by the coarsest dtype that the graph computes in
+
+
+def interface_of(captured: Captured, gm: fx.GraphModule) -> Interface:
+    """Read off what a graph's callers have to know."""
+    samples = _samples(gm)
+    layouts = {i: one.layout for i, one in samples.items()}
+    dtypes = {value.dtype for node in gm.graph.nodes for value in tensors_of(FAKE.get(node))}
+    return Interface(
+        captured.trainable,
+        captured.frozen,
+        captured.dims,
+        captured.packed,
+        _written_inputs(gm),
+        _reached_by_parameters_alone(captured) if captured.single else _uniform(gm, samples),
+        {i: layout for i, layout in layouts.items() if layout is not None},
+        {} if captured.single or captured.fullgraph else output_roles(gm),
+        max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0),
+    )
+
+
+def outputs_of(gm: fx.GraphModule) -> Sequence[Any]:
+    """Return the nodes that a graph returns, and the constants among them."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    return outputs
+
+
+def _samples(gm: fx.GraphModule) -> dict[int, Samples]:
+    """What each output is to the samples, where the passes know."""
+    known = {i: SAMPLES.get(node) for i, node in enumerate(outputs_of(gm)) if isinstance(node, fx.Node)}
+    return {i: samples for i, samples in known.items() if isinstance(samples, Samples)}
+
+
+def _uniform(gm: fx.GraphModule, samples: Mapping[int, Samples]) -> list[int]:
+    outputs = outputs_of(gm)
+    return [i for i, one in samples.items() if one.kind is Kind.UNIFORM and TRACED.get(outputs[i], True)]
+
+
+def output_roles(gm: fx.GraphModule) -> dict[int, int]:
+    """Output position -> where a later graph, behind a graph break, finds the samples in it."""
+    roles = {}
+    for i, samples in _samples(gm).items():
+        if samples.kind is Kind.BATCHED and samples.layout is not None and not samples.layout.merged:
+            roles[i] = samples.layout.dim
+        else:
+            roles[i] = LOST if samples.kind in (Kind.BATCHED, Kind.MIXED) else SHARED
+    return roles
+
+
+def _written_inputs(gm: fx.GraphModule) -> frozenset[int]:
+    calls = [(node, CALL.of(node)) for node in gm.graph.nodes if CALL.on(node)]
+    memories = {memory_of(FAKE.of(place)) for node, call in calls for place in written_to(node, call)}
+    inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return frozenset(i for i, node in inputs if memory_of(FAKE.get(node)) in memories - {None})
+
+
+def _reached_by_parameters_alone(captured: Captured) -> list[int]:
+    """The uniform outputs for a batch of one, whose graph says nothing about samples."""
+    examples, nodes = captured.examples, captured.placeholders
+    held = {nodes[i] for i in captured.inputs if getattr(examples[i], SAMPLE_DIM, None) != SHARED}
+    traced = {nodes[i] for i in captured.trainable.values()}
+    for node in captured.gm.graph.nodes:
+        for reached in (held, traced):
+            if reached.intersection(node.all_input_nodes):
+                reached.update((node, *_written(node)))
+    return [i for i, node in enumerate(outputs_of(captured.gm)) if node in traced and node not in held]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The earlier values whose memory an op in place writes to."""
+    base = node.args[0] if node.args else None
+    if node.op not in ("call_function", "call_method") or not isinstance(base, fx.Node):
+        return []
+    memory = _memory(base) if op_name(node.target).endswith("_") else None
+    return [other for other in node.graph.nodes if memory is not None and _memory(other) == memory]
+
+
+def _memory(node: fx.Node) -> int | None:
+    """A value's memory as Dynamo saw it; None inside torch.func, whose wrappers have none."""
+    try:
+        return memory_of(EXAMPLE.get(node))
+    except NotImplementedError:
+        return None
+
+
+class Uniform(torch.autograd.Function):
+    """An output of parameters alone: a gradient that arrives belongs to no sample."""
+
+    @staticmethod
+    def forward(value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is not None:
+            raise UniformOutput(
+                "a gradient arrived at an output of the model that depends on parameters alone: "
+                "it belongs to no sample",
+                advice="Compute penalties on parameters outside of the model.",
+            )
+        return None, None
