@@ -1,8 +1,9 @@
-"""New calls in a graph, with the facts on them that the passes before would have left there."""
+"""Additions to a graph: calls with the facts that earlier passes would have left on them, ghosts, the tape, Collect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context, place_beside
 from fxgrad.host.dispatch import enable_python_dispatcher
-from fxgrad.ops.calls import CALL, bind, map_nodes
+from fxgrad.ops.calls import CALL, bind, map_nodes, op_name
 from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.values import tensors_of
+from fxgrad.runtime.tape import Like
+from fxgrad.runtime.targets import CollectTarget, NewTape
 
 
 def make(
@@ -43,8 +46,66 @@ def make(
     return node
 
 
+def replace_outputs(node: fx.Node, values: Sequence[fx.Node]) -> None:
+    """Let the readers of a call's outputs read other values, and erase the call."""
+    for user in list(node.users):
+        assert op_name(user.target) == "getitem" and isinstance(user.args[1], int)
+        user.replace_all_uses_with(values[user.args[1]])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def function_of(node: fx.Node) -> str:
+    """The name of the function that a node calls; "" for any other node."""
+    return op_name(node.target) if node.op == "call_function" else ""
+
+
+def made_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that a value is made of, the nearest first."""
+    queue = deque([node])
+    seen = {node}
+    while queue:
+        fresh = [arg for arg in queue.popleft().all_input_nodes if arg not in seen]
+        seen.update(fresh)
+        queue.extend(fresh)
+        yield from fresh
+
+
 def bind_again(nodes: Iterable[fx.Node]) -> None:
     """Let the calls of nodes name the operands that the nodes have by now."""
     for node in nodes:
         if CALL.on(node):
             CALL.put(node, bind(node))
+
+
+def add_ghosts(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list[fx.Node]]:
+    """New inputs behind the others: a ghost for each tensor that is delivered, and what the quantities are given."""
+    nodes = {parameter.name: parameter.node for parameter in ctx.parameters}
+    cursor = graph.find_nodes(op="placeholder")[-1]
+    made: list[list[fx.Node]] = [[], []]
+    ghosts, given = ctx.deliveries(1), ctx.given(1)
+    for kind, (group, word) in enumerate(((ghosts, "ghost"), (given, "given"))):
+        for i, delivery in enumerate(group):
+            whose = f"model_{i}" if delivery.parameter is None else nodes[delivery.parameter]
+            name = f"{word}_{whose}" if delivery.place == "grad_sample" else f"{word}_{delivery.place}_{whose}"
+            with graph.inserting_after(cursor):
+                cursor = graph.placeholder(name)
+            ctx.labels[cursor.name] = (
+                f"{word}({delivery.parameter})"
+                if delivery.place == "grad_sample"
+                else f"{word}({delivery.parameter or 'model'}.{delivery.place})"
+            )
+            made[kind].append(cursor)
+    return made[0], made[1]
+
+
+def open_tape(
+    graph: fx.Graph, ctx: Context, before: fx.Node, n: Any, ghosts: Sequence[fx.Node], given: Sequence[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """``tape = new_tape(); handle = collect(tape, n, ghosts.., given..)`` behind a node."""
+    likes = [Like(parameter.name, parameter.shape, parameter.dtype) for parameter in ctx.parameters]
+    with graph.inserting_after(before):
+        tape = graph.call_function(NewTape(ctx.quantities, ctx.loss_scale, likes, ctx.counts_given(), ctx.ways))
+    with graph.inserting_after(tape):
+        handle = graph.call_function(CollectTarget(len(ghosts)), (tape, n, *ghosts, *given))
+    return tape, handle
