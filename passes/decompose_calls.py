@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -66,46 +66,45 @@ def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
     if call.get("reduction") not in ("mean", "sum") or call.given & {"size_average", "reduce"}:
         return False
     fakes = [(FAKE.of(arg), TRACED.of(arg)) for arg in node.all_input_nodes]
-    held = [bool(ctx.symbols.batch_dims(fake.shape)) for fake, _ in fakes if isinstance(fake, Tensor)]
-    shared = [t for fake, t in fakes if isinstance(fake, Tensor) and not ctx.symbols.batch_dims(fake.shape)]
-    return any(held) and any(_any_traced(traced) for traced in shared)
+    tensors = [(bool(ctx.symbols.batch_dims(fake.shape)), traced) for fake, traced in fakes if isinstance(fake, Tensor)]
+    return any(batched for batched, _ in tensors) and any(_any_traced(t) for batched, t in tensors if not batched)
 
 
 def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
     """The loss of each element, and its sum or mean: a tap can stand between the two."""
-    flat, spec = pytree.tree_flatten(dict(CALL.of(node).arguments))
-    operands = [arg for arg in flat if isinstance(arg, fx.Node)]
 
-    def loss(*values: Any) -> Any:
-        given = iter(values)
-        leaves = [next(given) if isinstance(arg, fx.Node) else arg for arg in flat]
-        arguments = pytree.tree_unflatten(leaves, spec)
+    def loss(arguments: dict[str, Any]) -> Any:
         each = node.target(**{**arguments, "reduction": "none"})  # type: ignore[operator]
         return each.mean() if arguments["reduction"] == "mean" else each.sum()
 
-    body = _traced(loss, [FAKE.of(arg) for arg in operands], None, ctx, derives=False)
-    if body is None or any(_foreign(inner) for inner in body.graph.nodes):
-        return None
-    body.meta["operands"] = operands
-    return body
+    return _body(loss, dict(CALL.of(node).arguments), (None,), ctx, derives=False)
 
 
 def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
     """The op's graph in ATen ops; None where it has none in classified ones."""
-    flat, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+
+    def call(arguments: Any) -> Any:
+        args, kwargs = arguments
+        target: Any = getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
+        return target(*args, **kwargs)
+
+    derives = op_name(node.target) == _TORCH_FUNC
+    return _body(call, (node.args, dict(node.kwargs)), (None, _core_table()), ctx, derives=derives)
+
+
+def _body(
+    call: Callable[[Any], Any], arguments: Any, tables: Sequence[Any], ctx: Context, *, derives: bool
+) -> fx.GraphModule | None:
+    """A function of a nest of arguments as a graph of classified ops, by the first table that gives one."""
+    flat, spec = pytree.tree_flatten(arguments)
     operands = [arg for arg in flat if isinstance(arg, fx.Node)]
 
-    def call(*values: Any) -> Any:
-        given = iter(values)
-        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(arg, fx.Node) else arg for arg in flat], spec)
-        if isinstance(node.target, str):
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+    def of_operands(*values: Any) -> Any:
+        rest = iter(values)
+        return call(pytree.tree_unflatten([next(rest) if isinstance(arg, fx.Node) else arg for arg in flat], spec))
 
-    values = [FAKE.of(arg) for arg in operands]
-    for table in (None, _core_table()):
-        body = _traced(call, values, table, ctx, derives=op_name(node.target) == _TORCH_FUNC)
+    for table in tables:
+        body = _traced(of_operands, [FAKE.of(arg) for arg in operands], table, ctx, derives=derives)
         if body is not None and not any(_foreign(inner) or _lost(body, inner) for inner in body.graph.nodes):
             body.meta["operands"] = operands
             return body

@@ -89,9 +89,9 @@ def _fits(index: fx.Node, source: fx.Node, ctx: Context, batch: int, data: int) 
     places = _Evaluation(ctx, batch, data).value(index)
     if places.shape[0] % batch:
         return False
-    own = places.unflatten(0, (batch, -1))
-    own = own - (torch.arange(batch) * rows).view(-1, *[1] * (own.dim() - 1))
-    return bool((own == own[:1]).all())
+    rest = places.unflatten(0, (batch, -1))
+    rest = rest - (torch.arange(batch) * rows).view(-1, *[1] * (rest.dim() - 1))
+    return bool((rest == rest[:1]).all())
 
 
 class _Evaluation:
@@ -142,16 +142,16 @@ def _split(graph: fx.Graph, node: fx.Node, index: fx.Node, ctx: Context) -> None
         samples = call(torch.arange, n, device=device)
         for _ in range(FAKE.of(places).dim() - 1):
             samples = call(torch.unsqueeze, samples, -1)
-        own = call(torch.sub, places, call(torch.mul, samples, length))
-        inside = call(torch.logical_and, call(torch.ge, own, 0), call(torch.lt, own, length))
-        said = f"an index leaves the rows of its own sample, for those of another: {source_line(node)}"
-        call(torch.ops.aten._assert_async.msg, call(torch.all, inside), said)
-        found = call(operator.getitem, rows, (samples, own))
+        row = call(torch.sub, places, call(torch.mul, samples, length))
+        inside = call(torch.logical_and, call(torch.ge, row, 0), call(torch.lt, row, length))
+        message = f"an index leaves the rows of its own sample, for those of another: {source_line(node)}"
+        call(torch.ops.aten._assert_async.msg, call(torch.all, inside), message)
+        result = call(operator.getitem, rows, (samples, row))
         if several:
-            found = call(torch.flatten, found, 0, 1)
-    TRACED.put(found, TRACED.of(node))
-    node.replace_all_uses_with(found)
-    bind_again(found.users)
+            result = call(torch.flatten, result, 0, 1)
+    TRACED.put(result, TRACED.of(node))
+    node.replace_all_uses_with(result)
+    bind_again(result.users)
     graph.erase_node(node)
 
 

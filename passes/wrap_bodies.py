@@ -9,6 +9,7 @@ from torch import fx
 
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line
+from fxgrad.graph.edit import function_of
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
@@ -28,7 +29,7 @@ def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if op_name(node.target) == _HOOKED:  # the value itself, as PyTorch returns it: a second hook is on that, too
             node.replace_all_uses_with(node.args[0])
     for node in list(gm.graph.nodes):
-        name = op_name(node.target) if node.op == "call_function" else ""
+        name = function_of(node)
         if name == "higher_order::autograd_function_apply":
             _wrap_function(gm, node)
         elif name == _HOOKED:
@@ -93,8 +94,7 @@ def _hook_behind(gm: fx.GraphModule, node: fx.Node, value: fx.Node, hook: fx.Gra
         for other in gm.graph.nodes
         if other.op.startswith("call_") and memory is not None
     )
-    order = {one: place for place, one in enumerate(gm.graph.nodes)}
-    early = any(order[reader] < order[arg] for reader in readers for arg in given if isinstance(arg, fx.Node))
+    early = any(reader < arg for reader in readers for arg in given if isinstance(arg, fx.Node))
     if written or early:
         raise UnsupportedOp(
             "a hook (register_hook) on a value that is written over in place"
@@ -105,8 +105,7 @@ def _hook_behind(gm: fx.GraphModule, node: fx.Node, value: fx.Node, hook: fx.Gra
         )
     if not readers:
         return
-    first = min(readers, key=order.__getitem__)
-    with gm.graph.inserting_before(first):
+    with gm.graph.inserting_before(min(readers)):
         identity = UserFunction(_identity(len(given)), _backward(hook, len(given)), _SETTINGS, HOOK)
         outs = gm.graph.call_function(identity, (value, *given))
         out = gm.graph.call_function(operator.getitem, (outs, 0))
