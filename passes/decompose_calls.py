@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxgrad.graph.context import Context, place_beside
-from fxgrad.graph.edit import bind_again
+from fxgrad.graph.context import Context
+from fxgrad.graph.edit import bind_again, flows_through, put_facts_beside
 from fxgrad.host import pytree
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, core_decompositions
-from fxgrad.ops.calls import CALL, Call, bind, op_name
-from fxgrad.ops.facts import FAKE, TRACED
+from fxgrad.ops.calls import CALL, Call, op_name
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.inlining import inline
 from fxgrad.ops.values import tensors_of
@@ -65,9 +65,9 @@ def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
         return False
     if call.get("reduction") not in ("mean", "sum") or call.given & {"size_average", "reduce"}:
         return False
-    fakes = [(FAKE.of(arg), TRACED.of(arg)) for arg in node.all_input_nodes]
-    tensors = [(bool(ctx.symbols.batch_dims(fake.shape)), traced) for fake, traced in fakes if isinstance(fake, Tensor)]
-    return any(batched for batched, _ in tensors) and any(_any_traced(t) for batched, t in tensors if not batched)
+    operands = [arg for arg in node.all_input_nodes if isinstance(FAKE.of(arg), Tensor)]
+    shared = [arg for arg in operands if not ctx.symbols.batch_dims(FAKE.of(arg).shape)]
+    return len(shared) < len(operands) and any(map(flows_through, shared))
 
 
 def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
@@ -143,24 +143,9 @@ def _lost(body: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _leave_facts(node: fx.Node, copy: fx.Node, inner: fx.Node) -> None:
-    """What the earlier passes would have found out about a node of the body."""
-    fake = inner.meta.get("val")
-    arrives = any(_any_traced(TRACED.of(arg)) for arg in copy.all_input_nodes)
-    copy.meta = {FAKE.key: fake, TRACED.key: _flows(fake, arrives and _any_traced(TRACED.of(node)))}
-    place_beside(node, copy)
-    if copy.op == "call_function":
-        CALL.put(copy, bind(copy))
-
-
-def _flows(fake: Any, arrives: bool) -> Any:
-    """A gradient flows on wherever it flows in; traced values say nothing about it themselves."""
-    if isinstance(fake, tuple | list):
-        return [_flows(item, arrives) for item in fake]
-    return isinstance(fake, Tensor) and fake.is_floating_point() and arrives
-
-
-def _any_traced(traced: Any) -> bool:
-    return any(_any_traced(item) for item in traced) if isinstance(traced, list) else bool(traced)
+    """What the earlier passes would have found out about a node of the body: traced values say nothing of gradients."""
+    copy.meta = {}
+    put_facts_beside(node, copy, inner.meta.get("val"), stops=not flows_through(node))
 
 
 def _drop_unused_sizes(graph: fx.Graph) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from fxgrad.errors import UncoveredParameter
 from fxgrad.graph.context import Context, source_line, without_gradients
+from fxgrad.graph.edit import is_inplace
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.pytree import tree_map
 from fxgrad.ops.calls import CALL, alike, equal, map_nodes, op_name
@@ -16,11 +17,9 @@ from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.forms import HANDS_OUT
 from fxgrad.ops.values import tensors_of
 from fxgrad.rules.uses import Slot
-from fxgrad.runtime.targets import CollectTarget, DeriveTarget, OwnTapTarget, TapSeveralTarget, TapTarget
+from fxgrad.runtime.targets import TAPS, CollectTarget, DeriveTarget, TapSeveralTarget, TapTarget
 from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 from fxgrad.samples.symbols import expression
-
-_FOR_THE_BACKWARD = (TapTarget, TapSeveralTarget, DeriveTarget, CollectTarget)
 
 
 def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -34,7 +33,9 @@ def prove_coverage(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     for node in gm.graph.nodes:
         if node.op == "output":
             coverage.check_returned(node)
-        elif node.op in ("call_function", "call_method") and not isinstance(node.target, _FOR_THE_BACKWARD):
+        elif isinstance(node.target, TapTarget | TapSeveralTarget):
+            coverage.check_tap(node)
+        elif node.op in ("call_function", "call_method") and not isinstance(node.target, DeriveTarget | CollectTarget):
             coverage.check(node)
     return gm
 
@@ -61,7 +62,11 @@ class _Coverage:
         reached = [arg for arg in source.all_input_nodes if arg in self.keys]
         if not reached or node in self.stopped:
             return
-        if not isinstance(FAKE.get(node), Tensor) and not isinstance(node.target, OwnTapTarget):
+        if isinstance(source.target, TAPS):
+            if node is source and not self._describes(node, node, 2):  # an op that is its own tap
+                self._refuse(node, reached[0])
+            return
+        if not isinstance(FAKE.get(node), Tensor):
             if tensors_of(FAKE.get(node)):  # a gradient passes each output by itself
                 self.keys[node] = set()
             return
@@ -70,33 +75,37 @@ class _Coverage:
             self.keys[node] = keys
             if keys and CALL.of(node).inplace:
                 self.keys[node.args[0]] = keys  # type: ignore[index]
-        elif self._carries(source, select):
+        elif not _read_by_taps_alone(node) and self._carries(source, select):
             self._refuse(node, reached[0])
 
+    def check_tap(self, tap: fx.Node) -> None:
+        """Raise UncoveredParameter where a tap stands behind a value of parameters alone, which its readers miss."""
+        for value in _behind(tap).values():
+            if self.keys.get(value):
+                self._refuse(tap, value)
+
     def check_returned(self, output: fx.Node) -> None:
-        """Raise UncoveredParameter where a value is returned past its tap; `compile.outputs` guards functions of
-        parameters alone."""
-        for node in output.all_input_nodes:
+        """Raise UncoveredParameter where a value is returned past its tap, or past the guard of `compile.outputs`."""
+        for node in filter(self.keys.__contains__, output.all_input_nodes):
             samples = SAMPLES.get(node)
             guarded = isinstance(samples, Samples) and samples.kind is Kind.UNIFORM and TRACED.get(node, True)
-            if node in self.keys and not guarded and FAKE.of(node).is_floating_point():
+            if not guarded and any(map(_differentiable, tensors_of(FAKE.of(node)))):
                 self._refuse(output, node)
 
     def _keys_behind(self, node: fx.Node, source: fx.Node, select: int | None) -> set[int] | None:
         """The keys by which readers may name a value; None where no tap and no derive describes it."""
-        if isinstance(node.target, OwnTapTarget):
-            return set() if self._describes(node, node, 2) else None
-        for tap in node.users:
-            if isinstance(tap.target, TapTarget) and tap.args[2] is node and self._describes(tap, node, 3):
-                return set()
-            if isinstance(tap.target, TapSeveralTarget):
-                outputs = [place for place, _ in tap.target.strategy.use.several]
-                ys: dict[int | None, Any] = dict(zip(outputs, tap.args[2:], strict=False))
-                if ys.get(select) is node and self._describes(tap, source, 2 + len(outputs)):
-                    return set()
+        taps = [user for user in node.users if node in _behind(user).values()]
+        if taps:
+            return set() if all(self._taps(tap, node, source, select) for tap in taps) else None
         derives = [one for one in self.derives if one.target.strategy.use.select == select]
         keys = {one.target.key for one in derives if self._describes(one, source, 2)}
         return keys or self._keys_of_copies(node) or None
+
+    def _taps(self, tap: fx.Node, node: fx.Node, source: fx.Node, select: int | None) -> bool:
+        """Whether a tap describes the call behind whose value, or behind whose several outputs, it stands."""
+        values = _behind(tap)
+        call, place = (source, select) if isinstance(tap.target, TapSeveralTarget) else (node, None)
+        return values.get(place) is node and self._describes(tap, call, 2 + len(values))
 
     def _describes(self, reader: fx.Node, source: fx.Node, start: int) -> bool:
         """Whether a tap or a derive is of this call: of its op and arguments, by its parameters' keys and handles."""
@@ -141,7 +150,7 @@ class _Coverage:
     def _carries(self, source: fx.Node, select: int | None) -> bool:
         """Ask autograd whether the result of a call needs a gradient where the values that reach it do."""
         fake = FAKE.get(source) if select is None else FAKE.of(source)[select]
-        if not isinstance(fake, Tensor) or not (fake.is_floating_point() or fake.is_complex()):
+        if not isinstance(fake, Tensor) or not _differentiable(fake):
             return False
 
         def fresh(arg: fx.Node) -> Any:
@@ -167,12 +176,30 @@ def _native(parameter: fx.Node) -> fx.Node:
     return users[0]
 
 
+def _read_by_taps_alone(node: fx.Node) -> bool:
+    """Whether a value is there for backwards to read, such as a copy of what is written to later."""
+    saved = all(isinstance(user.target, _READERS) and node not in _behind(user).values() for user in node.users)
+    return saved and bool(node.users) and not is_inplace(node)
+
+
+_READERS = (TapTarget, TapSeveralTarget, DeriveTarget)
+
+
+def _behind(tap: fx.Node) -> dict[int | None, Any]:
+    """The outputs of an op, by their places, behind which a tap stands; the place of an only output is None."""
+    if isinstance(tap.target, TapTarget):
+        return {None: tap.args[2]}
+    if isinstance(tap.target, TapSeveralTarget):
+        return {place: tap.args[2 + i] for i, (place, _) in enumerate(tap.target.strategy.use.several)}
+    return {}
+
+
 def _producer(node: fx.Node) -> tuple[fx.Node, int | None]:
     """The op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
-    source = node.args[0] if node.args else None
-    if op_name(node.target) == "getitem" and isinstance(source, fx.Node) and not isinstance(FAKE.get(source), Tensor):
-        assert isinstance(node.args[1], int)
-        return source, node.args[1]
+    if op_name(node.target) == "getitem":
+        source, index = node.args
+        if isinstance(source, fx.Node) and isinstance(FAKE.get(source), tuple | list) and isinstance(index, int):
+            return source, index
     return node, None
 
 
@@ -185,5 +212,8 @@ def _fresh(value: Any, needs_gradient: bool) -> Any:
     """A value like another one, which the op may write to."""
     if not isinstance(value, Tensor):
         return value
-    differentiable = value.is_floating_point() or value.is_complex()
-    return value.detach().requires_grad_(needs_gradient and differentiable).clone()
+    return value.detach().requires_grad_(needs_gradient and _differentiable(value)).clone()
+
+
+def _differentiable(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()

@@ -86,7 +86,7 @@ def _starts_at_own_rows(index: fx.Node, node: fx.Node, ctx: Context) -> bool:
 
 def _fits(index: fx.Node, source: fx.Node, ctx: Context, batch: int, data: int) -> bool:
     rows = ctx.symbols.evaluate(FAKE.of(source).shape[0], batch) // batch
-    places = _Evaluation(ctx, batch, data).value(index)
+    places = _value(index, ctx, batch, data)
     if places.shape[0] % batch:
         return False
     rest = places.unflatten(0, (batch, -1))
@@ -94,23 +94,17 @@ def _fits(index: fx.Node, source: fx.Node, ctx: Context, batch: int, data: int) 
     return bool((rest == rest[:1]).all())
 
 
-class _Evaluation:
-    """Values of an index at a number of samples, one number being in the place of all data."""
-
-    def __init__(self, ctx: Context, batch: int, data: int) -> None:
-        self.ctx, self.batch, self.data = ctx, batch, data
-
-    def value(self, node: fx.Node) -> Any:
-        fake, call = FAKE.of(node), CALL.get(node)
-        if not isinstance(fake, Tensor):
-            return tree_map(lambda size: self.ctx.symbols.evaluate(size, self.batch), fake)
-        if call is None or call.op not in _FOLLOWED or call.inplace or not _integers(node):
-            shape = [self.ctx.symbols.evaluate(size, self.batch) for size in fake.shape]
-            return torch.full(shape, self.data, dtype=fake.dtype)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
-        kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items()}
-        target: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-        return target(*args, **kwargs)
+def _value(node: fx.Node, ctx: Context, batch: int, data: int) -> Any:
+    """The value of an index at a number of samples, one number being in the place of all data."""
+    fake, call = FAKE.of(node), CALL.get(node)
+    if not isinstance(fake, Tensor):
+        return tree_map(lambda size: ctx.symbols.evaluate(size, batch), fake)
+    if call is None or call.op not in _FOLLOWED or call.inplace or not _integers(node):
+        return torch.full([ctx.symbols.evaluate(size, batch) for size in fake.shape], data, dtype=fake.dtype)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda arg: _value(arg, ctx, batch, data))
+    kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items()}
+    target: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return target(*args, **kwargs)
 
 
 def _integers(node: fx.Node) -> bool:

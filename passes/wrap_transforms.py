@@ -9,8 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxgrad.graph.context import Context, place_beside
-from fxgrad.graph.edit import function_of
-from fxgrad.ops.calls import op_name
+from fxgrad.graph.edit import function_of, is_inplace
 
 _BEGIN = frozenset("_grad_increment_nesting _vmap_increment_nesting _jvp_increment_nesting _enter_dual_level".split())
 _END = frozenset("_grad_decrement_nesting _vmap_decrement_nesting _jvp_decrement_nesting _exit_dual_level".split())
@@ -70,7 +69,7 @@ def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
     stretch = set(inside)
     inputs = list(dict.fromkeys(arg for node in inside for arg in node.all_input_nodes if arg not in stretch))
     outputs = [node for node in inside if any(user not in stretch for user in node.users)]
-    if not outputs and not any(_writes(node) for node in inside):  # Dynamo leaves levels without a reader
+    if not outputs and not any(map(is_inplace, inside)):  # Dynamo leaves levels without a reader
         return _erase(gm, inside)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {arg: graph.placeholder(arg.name) for arg in inputs}
@@ -86,12 +85,6 @@ def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
             value.meta = dict(whole.meta)
             node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in stretch)
     _erase(gm, inside)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a node may change a value that lies outside of its stretch."""
-    name = op_name(node.target)
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _erase(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context, place_beside
 from fxgrad.host.dispatch import enable_python_dispatcher
+from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import CALL, bind, map_nodes, op_name
 from fxgrad.ops.facts import FAKE, TRACED, put_facts
-from fxgrad.ops.values import tensors_of
 from fxgrad.runtime.tape import Like
 from fxgrad.runtime.targets import CollectTarget, NewTape
 
@@ -30,7 +30,7 @@ def make(
 ) -> fx.Node:
     """A call of a function, or of the method of that name, where the graph inserts; part of the node ``beside``.
 
-    A gradient flows on wherever one flows in. What an op in place returns is its first argument.
+    What an op in place returns is its first argument.
     """
     method, given = isinstance(target, str), kwargs or {}
     node = graph.create_node("call_method" if method else "call_function", target, tuple(args), given)
@@ -38,12 +38,37 @@ def make(
     call = getattr(torch.Tensor, target) if isinstance(target, str) else target
     with torch.no_grad(), ctx.symbols.mode, enable_python_dispatcher():
         fake = values[0] if inplace else call(*values, **given)
-    carries = any(tensor.is_floating_point() for tensor in tensors_of(fake))
-    arrives = any(TRACED.of(arg) is True for arg in node.all_input_nodes)
-    put_facts(node, {FAKE: fake, TRACED: isinstance(fake, Tensor) and carries and arrives})
-    place_beside(beside, node)
-    CALL.put(node, bind(node))
+    put_facts_beside(beside, node, fake)
     return node
+
+
+def put_facts_beside(node: fx.Node, new: fx.Node, fake: Any, *, stops: bool = False) -> None:
+    """Leave on a new node, a part of another one, what the passes before would have found out about it.
+
+    A gradient flows on wherever one flows in, if it does not stop here.
+    """
+    arrives = not stops and any(flows_through(arg) for arg in new.all_input_nodes)
+    put_facts(new, {FAKE: fake, TRACED: _flow(fake, arrives)})
+    place_beside(node, new)
+    if new.op in ("call_function", "call_method"):
+        CALL.put(new, bind(new))
+
+
+def flows_through(node: fx.Node) -> bool:
+    """Whether a gradient flows through a value, or through one of an op's several."""
+    return any(tree_leaves(TRACED.of(node)))
+
+
+def _flow(fake: Any, arrives: bool) -> bool | list[Any]:
+    if isinstance(fake, tuple | list):
+        return [_flow(item, arrives) for item in fake]
+    return isinstance(fake, Tensor) and fake.is_floating_point() and arrives
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Whether a node calls an op by the name of its form in place: ``mul_``."""
+    name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+    return name.endswith("_") and not name.endswith("__")
 
 
 def replace_outputs(node: fx.Node, values: Sequence[fx.Node]) -> None:

@@ -85,6 +85,18 @@ def beside_another_reader(graph: fx.Graph) -> None:
     tap.replace_all_uses_with(tap.args[2])  # type: ignore[arg-type]
 
 
+def behind_the_parameter(graph: fx.Graph) -> None:
+    """``tap(x @ w)`` -> ``x @ tap(w)``"""
+    (tap,) = taps(graph)
+    product = tap.args[2]
+    assert isinstance(product, fx.Node) and isinstance(tap.target, TapTarget)
+    weight = product.args[1]
+    without_tap(graph)
+    with graph.inserting_before(product):
+        moved = graph.call_function(tap.target, (*tap.args[:2], weight, *tap.args[3:]))
+    product.replace_input_with(weight, moved)  # type: ignore[arg-type]
+
+
 def flagged_without_gradient(graph: fx.Graph) -> None:
     behind = taps(graph)[0].args[2]
     assert isinstance(behind, fx.Node)
@@ -158,6 +170,7 @@ DERIVED = Program(lambda m, x: x @ m.w.exp() + x @ m.w.sin())
         (without_tap, RELU),
         (behind_another_value, RELU),
         (beside_another_reader, RELU),
+        (behind_the_parameter, RELU),
         (flagged_without_gradient, RELU),
         (names_the_other_parameter, TWO),
         (names_no_parameter, RELU),
@@ -201,8 +214,9 @@ def test_copies_of_a_parameter() -> None:
         lambda m, x: (h := x * 2, h @ m.w, h.add_(1), h @ m.w)[1::2],  # what a tap reads is copied before it is written
         lambda m, x: (u := m.w * 2, u.mul_(3), x @ u)[2],  # a function of parameters in its second version
         lambda m, x: sum(x @ part for part in m.w.t().chunk(2, 1)),
+        lambda m, x: x.reshape(x.shape[:1] + m.w.size()[1:]) @ m.w.view(m.w.size()).max(0)[0],
         lambda m, x: (x @ m.w).add_(m.b).relu_() + m.w.t()[0] * m.w[:, 1],
-        lambda m, x: m.w[(x > 0).long()].sum((1, 2)) + m.w.expand(x.shape[0], 4, 4)[:, 0] * m.b.expand_as(x),
+        lambda m, x: m.w[(x > 0).long()].sum(1) + m.w.expand(x.shape[0], 4, 4)[:, 0] * m.b.expand_as(x),
     ],
 )
 def test_what_is_covered(program: Callable[..., Any]) -> None:
