@@ -14,26 +14,20 @@ from torch import Tensor, fx
 
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.graph.context import Context, path_to, place_beside, source_line
-from fxgrad.graph.edit import bind_again, make
-from fxgrad.graph.prologue import add_ghosts, open_tape
+from fxgrad.graph.edit import add_ghosts, bind_again, make, open_tape
+from fxgrad.graph.recording import Recorder
 from fxgrad.ops.calls import CALL, Call, map_nodes
-from fxgrad.ops.facts import COPIES, FAKE, TRACED, put_facts
+from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.families import Family, family_of
+from fxgrad.ops.forms import HANDS_OUT
 from fxgrad.ops.user_functions import UserFunction
-from fxgrad.ops.values import memory_of
 from fxgrad.ops.written import places_of_result, written_to
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
-from fxgrad.rules.strategies import Strategy, choose, choose_own, choose_several
+from fxgrad.rules.strategies import choose, choose_own, choose_several
 from fxgrad.rules.uses import USE, Slot, Use
-from fxgrad.runtime.targets import (
-    DeriveTarget,
-    OwnTapTarget,
-    TapSeveralTarget,
-    TapTarget,
-)
+from fxgrad.runtime.targets import DeriveTarget, OwnTapTarget, TapSeveralTarget, TapTarget
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
-from fxgrad.samples.symbols import expression
 
 
 def attach_taps(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -42,54 +36,45 @@ def attach_taps(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     ``y = linear(x, w)`` -> ``y = linear(x, w.detach()); y = tap_linear(tape, n, y, handle, x)``, with
     ``handle = collect(tape, n, *ghosts)`` in front, the ghosts being new inputs ``[B, *w.shape]``.
     """
-    _Attachment(gm, ctx).run()
+    if ctx.parameters:
+        nodes = list(gm.graph.nodes)
+        attachment = _Attachment(gm.graph, ctx)
+        for node in nodes:
+            if node.op in ("call_function", "call_method"):
+                attachment.visit(node)
     return gm
 
 
 class _Attachment:
-    def __init__(self, gm: fx.GraphModule, ctx: Context) -> None:
-        self.gm, self.graph, self.ctx = gm, gm.graph, ctx
-        self.keys: dict[fx.Node, int] = {}  # values that a tap can differentiate by
+    def __init__(self, graph: fx.Graph, ctx: Context) -> None:
+        self.graph, self.ctx = graph, ctx
+        self.recorder = Recorder(graph, ctx)
+        self.keys, self.copied, self.replaced = self.recorder.keys, self.recorder.copied, self.recorder.replaced
         self.handles: dict[int, fx.Node] = {}
-        self.replaced: dict[fx.Node, fx.Node] = {}  # what stands for a node now
-        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self.written = self._writes()
-        self.copied: dict[fx.Node, fx.Node] = {}  # copies of a parameter for all samples, and the one of them
-        self.values: dict[str, fx.Node] = {node.name: node for node in gm.graph.nodes}
-
-    def run(self) -> None:
-        nodes = list(self.graph.nodes)
-        if not self.ctx.parameters:
-            return
         self._open()
-        for node in nodes:
-            if node.op in ("call_function", "call_method"):
-                self._visit(node)
 
     def _open(self) -> None:
         """ghosts, n, tape, handle and the native values of the parameters."""
         ghosts, given = add_ghosts(self.graph, self.ctx)
         cursor = (ghosts + given)[-1]
-        natives = []
-        for node in self.ctx.trainable(self.graph):
+        for key, node in enumerate(self.ctx.trainable(self.graph)):
             with self.graph.inserting_after(cursor):
                 cursor = self.graph.call_method("detach", (node,))
             put_facts(cursor, {FAKE: FAKE.of(node), SAMPLES: SAMPLES.of(node), TRACED: True})
             node.replace_all_uses_with(cursor, delete_user_cb=partial(is_not, cursor))
             self.replaced[node] = cursor
-            natives.append(cursor)
+            self.keys[cursor] = key
         if self.ctx.single:
             self.n: Any = 1
         else:
             batched, dim = next(iter(self.ctx.sample_dims.items()))
+            size = (self.recorder.values[batched], dim)
             with self.graph.inserting_after(cursor):
-                self.n = cursor = self.graph.call_function(torch.ops.aten.sym_size.int, (self.values[batched], dim))
+                self.n = cursor = self.graph.call_function(torch.ops.aten.sym_size.int, size)
         self.tape, handle = open_tape(self.graph, self.ctx, cursor, self.n, ghosts, given)
-        for key, native in enumerate(natives):
-            self.keys[native] = key
-            self.handles[key] = handle
+        self.handles = dict.fromkeys(self.keys.values(), handle)
 
-    def _visit(self, node: fx.Node) -> None:
+    def visit(self, node: fx.Node) -> None:
         samples = SAMPLES.get(node)
         call: Call = CALL.of(node)
         self._check_written(node, call)
@@ -106,7 +91,7 @@ class _Attachment:
         if samples.kind is Kind.UNIFORM:
             return self._derive(node, source, select)
         if samples.kind is Kind.BATCHED:
-            if call.op in _HANDS_OUT and used == [node.args[0]]:
+            if call.op in HANDS_OUT and used == [node.args[0]]:
                 self._see_through(node, samples)
                 if not node.users:
                     return self.graph.erase_node(node)
@@ -166,130 +151,22 @@ class _Attachment:
                 advice="Write it in terms of ops that return one tensor.",
             )
 
-    def _tap_several(self, node: fx.Node, samples: list[Samples | None]) -> None:
-        several = [(i, s.layout) for i, s in enumerate(samples) if s is not None and s.traced and s.layout is not None]
-        use, operands = self._use(node, several[0][1], None)
-        use = replace(use, several=tuple(several))
-        strategy = choose_several(use, CALL.of(node), where=source_line(node))
-        handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
-        rest = self._saved(node, operands, strategy)
-        readers = [user for user in node.users if user.args[:1] == (node,)]
-        with self.graph.inserting_after(node):
-            tap = self.graph.call_function(TapSeveralTarget(strategy, len(handles)))
-        ys = [self._output(node, i, tap) for i, _ in several]
-        tap.args = (self.tape, self.n, *ys, *handles, *rest)
-        facts = {FAKE: tuple(FAKE.of(y) for y in ys), SAMPLES: [SAMPLES.of(y) for y in ys]}
-        put_facts(tap, {USE: use, **facts})
-        place_beside(node, tap)
-        places = {i: place for place, (i, _) in enumerate(several)}
-        for reader in readers:
-            place = places.get(reader.args[1])  # type: ignore[arg-type]
-            if place is not None:
-                reader.args = (tap, place)
-
-    def _output(self, node: fx.Node, i: int, before: fx.Node) -> fx.Node:
-        with self.graph.inserting_before(before):
-            y = self.graph.call_function(operator.getitem, (node, i))
-        put_facts(y, {fact: fact.of(node)[i] for fact in (FAKE, SAMPLES, TRACED)})
-        return y
-
-    def _use(self, node: fx.Node, layout: Layout | None, select: int | None) -> tuple[Use, list[Any]]:
-        operands: list[Any] = []
-
-        def slot(arg: fx.Node) -> Any:
-            arg = self.copied.get(arg, arg)
-            fake = FAKE.of(arg)
-            if isinstance(fake, torch.SymInt | torch.SymFloat | int | float) and self._one_sample(fake) is not None:
-                return self._one_sample(fake)
-            if isinstance(fake, tuple | list) and not any(isinstance(item, Tensor) for item in fake):
-                return self._sizes(node, fake)
-            if arg not in operands:
-                operands.append(arg)
-            return Slot(operands.index(arg))
-
-        args = map_nodes(node.args, slot)
-        kwargs = map_nodes(dict(node.kwargs), slot)
-        packed = self._packed(operands, layout)
-        call: Call = CALL.of(node)
-        arguments = map_nodes(dict(call.arguments), lambda arg: slot(self.replaced.get(arg, arg)))
-        use = Use(
-            call.op,
-            node.target,
-            node.op == "call_method",
-            args,
-            kwargs,
-            arguments,
-            tuple(self._layout(arg, layout) for arg in operands),
-            {i: self.keys[arg] for i, arg in enumerate(operands) if arg in self.keys},
-            layout,
-            select,
-            call.inplace,
-            packed,
-        )
-        return use, operands
-
-    def _packed(self, operands: list[Any], layout: Layout | None) -> tuple[int, int] | None:
-        """The slots of what says how packed data was packed, added to the operands."""
-        if layout is None or layout.rows is None:
-            return None
-        slots = []
-        for name in layout.rows:
-            found = self._value(name)
-            if found not in operands:
-                operands.append(found)
-            slots.append(operands.index(found))
-        return slots[0], slots[1]
-
-    def _value(self, name: str) -> fx.Node:
-        """The node that `Layout.rows` names: an input, or one of an op's outputs."""
-        source, _, index = name.removesuffix("]").partition("[")
-        node = self.values[source]
-        if not index:
-            return node
-        if name not in self.values:
-            with self.graph.inserting_after(node):
-                self.values[name] = self.graph.call_function(operator.getitem, (node, int(index)))
-            put_facts(self.values[name], {fact: fact.of(node)[int(index)] for fact in (FAKE, SAMPLES)})
-        return self.values[name]
-
-    def _one_sample(self, size: Any) -> Any:
-        """A size that changes with B, as one sample's call has it; None for another symbolic size."""
-        if not isinstance(size, torch.SymInt | torch.SymFloat):
-            return size
-        if expression(size).free_symbols <= {self.ctx.symbols.symbol}:
-            return self.ctx.symbols.evaluate(size, 1)
-        return None
-
-    def _sizes(self, node: fx.Node, sizes: Sequence[Any]) -> tuple[Any, ...]:
-        found = tuple(self._one_sample(size) for size in sizes)
-        if None in found:
-            raise UnsupportedOp("a shape with two changing sizes meets a parameter", where=source_line(node))
-        return found
-
-    def _layout(self, arg: fx.Node, output: Layout | None) -> Layout | None:
-        """Where an operand holds the samples; constants of B's size line up with the output."""
-        samples = SAMPLES.get(arg)
-        fake = FAKE.of(arg)
-        if not isinstance(samples, Samples) or output is None:
-            return None
-        if samples.kind is Kind.BATCHED:
-            return samples.layout
-        dims = self.ctx.symbols.batch_dims(fake.shape)
-        return output.at(dims[0]) if len(dims) == 1 and samples.kind is Kind.CONSTANT else None
+    def _handles_of(self, use: Use) -> list[fx.Node]:
+        return list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
 
     def _tap(self, node: fx.Node, layout: Layout | None) -> None:
-        use, operands = self._use(node, layout, None)
+        use, operands = self.recorder.use(node, layout)
         strategy = choose(use, CALL.of(node), _shapes(operands), where=source_line(node))
         if SAMPLES.of(node).met and strategy.name == "generic":  # it calls the op on one sample alone
             raise self._uncovered(node)
-        rest = self._saved(node, operands, strategy)
-        handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
+        rest = self.recorder.saved(node, operands, strategy)
+        handles = self._handles_of(use)
         target = TapTarget(strategy, len(handles))
         with self.graph.inserting_after(node):
             tap = self.graph.call_function(target, (self.tape, self.n, node, *handles, *rest))
         put_facts(tap, {FAKE: FAKE.of(node), SAMPLES: SAMPLES.of(node), USE: use})
         place_beside(node, tap)
-        node.replace_all_uses_with(tap, delete_user_cb=lambda user: user is not tap)
+        node.replace_all_uses_with(tap, delete_user_cb=partial(is_not, tap))
         self.replaced[node] = tap
 
     def _tap_own(self, node: fx.Node, samples: list[Samples | None]) -> bool:
@@ -298,44 +175,37 @@ class _Attachment:
         used = any(arg in self.keys for arg in node.all_input_nodes)
         if not used or known is None or known.kind is not Kind.BATCHED:
             return False
-        use, operands = self._use(node, known.layout, None)
+        use, operands = self.recorder.use(node, known.layout)
         strategy = choose_own(use, where=source_line(node))
-        handles = list(dict.fromkeys(self.handles[key] for key in use.wrt.values()))
+        handles = self._handles_of(use)
         node.target, node.kwargs = OwnTapTarget(strategy, len(handles)), {}
         node.args = (self.tape, self.n, *handles, *operands)
         USE.put(node, use)
         return True
 
-    def _writes(self) -> dict[int, int]:
-        """Where each memory is last written by an op in place: storage -> position in the graph."""
-        written = {}
-        for node, i in self.order.items():
-            base = node.args[0] if CALL.on(node) and CALL.of(node).inplace else None
-            storage = memory_of(FAKE.of(base)) if isinstance(base, fx.Node) else None
-            if storage is not None:
-                written[storage] = i
-        return written
+    def _tap_several(self, node: fx.Node, samples: list[Samples | None]) -> None:
+        several = {i: s.layout for i, s in enumerate(samples) if s is not None and s.traced and s.layout is not None}
+        use, operands = self.recorder.use(node, next(iter(several.values())))
+        use = replace(use, several=tuple(several.items()))
+        strategy = choose_several(use, CALL.of(node), where=source_line(node))
+        handles = self._handles_of(use)
+        rest = self.recorder.saved(node, operands, strategy)
+        readers = [user for user in node.users if user.args[:1] == (node,)]
+        with self.graph.inserting_after(node):
+            tap = self.graph.call_function(TapSeveralTarget(strategy, len(handles)))
+        ys = [self._output(node, i, tap) for i in several]
+        tap.args = (self.tape, self.n, *ys, *handles, *rest)
+        put_facts(tap, {USE: use, FAKE: tuple(map(FAKE.of, ys)), SAMPLES: list(map(SAMPLES.of, ys))})
+        place_beside(node, tap)
+        for reader in readers:
+            if reader.args[1] in several:
+                reader.args = (tap, list(several).index(reader.args[1]))  # type: ignore[arg-type]
 
-    def _saved(self, node: fx.Node, operands: Sequence[fx.Node], strategy: Strategy) -> list[fx.Node | None]:
-        """The operands the strategy looks at; of one that this op or a later one writes over, a copy."""
-        return [
-            None
-            if i not in strategy.needs and i not in (strategy.use.packed or ())
-            else self._copy(arg, node)
-            if self._written_from(node, arg)
-            else arg
-            for i, arg in enumerate(operands)
-        ]
-
-    def _written_from(self, node: fx.Node, value: fx.Node) -> bool:
-        storage = memory_of(FAKE.of(value))
-        return storage is not None and self.written.get(storage, -1) >= self.order[node]
-
-    def _copy(self, value: fx.Node, before: fx.Node) -> fx.Node:
+    def _output(self, node: fx.Node, i: int, before: fx.Node) -> fx.Node:
         with self.graph.inserting_before(before):
-            copy = self.graph.call_method("clone", (value,))
-        put_facts(copy, {FAKE: FAKE.of(value), SAMPLES: SAMPLES.of(value)})
-        return copy
+            y = self.graph.call_function(operator.getitem, (node, i))
+        put_facts(y, {fact: fact.of(node)[i] for fact in (FAKE, SAMPLES, TRACED)})
+        return y
 
     def _see_through(self, node: fx.Node, samples: Samples) -> None:
         """Let what reads copies of a parameter be a use of the one: autograd would add up what they give it.
@@ -358,8 +228,7 @@ class _Attachment:
             copies = self.graph.node_copy(node)
         SAMPLES.put(one, Samples(Kind.UNIFORM, traced=True))
         copies.meta.update(node.meta)
-        put_facts(copies, {COPIES: True, TRACED: False, SAMPLES: Samples(Kind.BATCHED, layout)})
-        self.order[one] = self.order[copies] = self.order[node]
+        put_facts(copies, {TRACED: False, SAMPLES: Samples(Kind.BATCHED, layout)})
         self._derive(one, one, None)
         self.copied[copies] = one
         for reader in readers:
@@ -370,12 +239,11 @@ class _Attachment:
         """Give each reader copies of its own, and so a tap: what several give to one, autograd would add up."""
         for reader in sorted(node.users)[1:]:
             with self.graph.inserting_before(reader):
-                own = self.graph.node_copy(node)
-            own.meta.update(node.meta)
-            self.order[own] = self.order[node]
-            reader.replace_input_with(node, own)
-            bind_again([own, reader])
-            self._tap(own, SAMPLES.of(node).layout)
+                copies = self.graph.node_copy(node)
+            copies.meta.update(node.meta)
+            reader.replace_input_with(node, copies)
+            bind_again([copies, reader])
+            self._tap(copies, SAMPLES.of(node).layout)
 
     def _reads_copies(self, reader: fx.Node, copies: fx.Node) -> bool:
         call: Call | None = CALL.get(reader)
@@ -392,16 +260,15 @@ class _Attachment:
 
     def _derive(self, node: fx.Node, source: fx.Node, select: int | None) -> None:
         self._check_function(source)
-        use, operands = self._use(source, None, select)
+        use, operands = self.recorder.use(source, None, select)
         strategy = choose(use, CALL.of(source), _shapes(operands), where=source_line(node))
-        rest = self._saved(source, operands, strategy)
-        key = len(self.handles)
-        handles = list(dict.fromkeys(self.handles[parent] for parent in use.wrt.values()))
-        target = DeriveTarget(strategy, key, len(handles))
+        rest = self.recorder.saved(source, operands, strategy)
+        handles, key = self._handles_of(use), len(self.handles)
         with self.graph.inserting_after(node):
-            handle = self.graph.call_function(target, (self.tape, self.n, *handles, *rest))
-        USE.put(handle, use)
-        self.keys[node], self.handles[key] = key, handle
+            target = DeriveTarget(strategy, key, len(handles))
+            self.handles[key] = self.graph.call_function(target, (self.tape, self.n, *handles, *rest))
+        USE.put(self.handles[key], use)
+        self.keys[node] = key
         if use.inplace and isinstance(node.args[0], fx.Node):
             self.keys[node.args[0]] = key
 
@@ -421,7 +288,6 @@ class _Attachment:
             )
 
 
-_HANDS_OUT = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
 _PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "baddbmm", "einsum", "tensordot"})
 _READS = frozenset({"gather", "take_along_dim", "index_select", "getitem", "index"})
 

@@ -40,21 +40,21 @@ def count_one_sample(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
     """The kind of every node's value, as far as it is known what is written to each memory."""
-    found: Kinds = {}
+    kinds_of_nodes: Kinds = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             sample, parameter = node.name in ctx.sample_dims, node.name in ctx.by_node
-            found[node] = Kind.UNIFORM if parameter else Kind.BATCHED if sample else Kind.CONSTANT
+            kinds_of_nodes[node] = Kind.UNIFORM if parameter else Kind.BATCHED if sample else Kind.CONSTANT
             continue
-        kinds = [found[arg] for arg in _read(node)]
+        kinds = [kinds_of_nodes[arg] for arg in _read(node)]
         kinds += [written[memory] for memory in _memories(node) if memory in written]
-        found[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
+        kinds_of_nodes[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
         call: Call | None = CALL.get(node)
         for base in written_to(node, call) if call is not None else ():
             if base.name not in ctx.by_node:
                 memory = memory_of(FAKE.of(base))
-                written[memory] = max(written.get(memory, Kind.CONSTANT), found[node], key=_ORDER.index)
-    return found
+                written[memory] = max(written.get(memory, Kind.CONSTANT), kinds_of_nodes[node], key=_ORDER.index)
+    return kinds_of_nodes
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

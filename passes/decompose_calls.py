@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxgrad.graph.context import Context, place_beside
-from fxgrad.graph.edit import bind_again
+from fxgrad.graph.context import Context
+from fxgrad.graph.edit import bind_again, flows_through, put_facts_beside
 from fxgrad.host import pytree
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, core_decompositions
-from fxgrad.ops.calls import CALL, Call, bind, op_name
-from fxgrad.ops.facts import FAKE, TRACED
+from fxgrad.ops.calls import CALL, Call, op_name
+from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.inlining import inline
 from fxgrad.ops.values import tensors_of
@@ -65,47 +65,46 @@ def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
         return False
     if call.get("reduction") not in ("mean", "sum") or call.given & {"size_average", "reduce"}:
         return False
-    fakes = [(FAKE.of(arg), TRACED.of(arg)) for arg in node.all_input_nodes]
-    held = [bool(ctx.symbols.batch_dims(fake.shape)) for fake, _ in fakes if isinstance(fake, Tensor)]
-    shared = [t for fake, t in fakes if isinstance(fake, Tensor) and not ctx.symbols.batch_dims(fake.shape)]
-    return any(held) and any(_any_traced(traced) for traced in shared)
+    operands = [arg for arg in node.all_input_nodes if isinstance(FAKE.of(arg), Tensor)]
+    shared = [arg for arg in operands if not ctx.symbols.batch_dims(FAKE.of(arg).shape)]
+    return len(shared) < len(operands) and any(map(flows_through, shared))
 
 
 def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
     """The loss of each element, and its sum or mean: a tap can stand between the two."""
-    flat, spec = pytree.tree_flatten(dict(CALL.of(node).arguments))
-    operands = [arg for arg in flat if isinstance(arg, fx.Node)]
 
-    def loss(*values: Any) -> Any:
-        given = iter(values)
-        leaves = [next(given) if isinstance(arg, fx.Node) else arg for arg in flat]
-        arguments = pytree.tree_unflatten(leaves, spec)
+    def loss(arguments: dict[str, Any]) -> Any:
         each = node.target(**{**arguments, "reduction": "none"})  # type: ignore[operator]
         return each.mean() if arguments["reduction"] == "mean" else each.sum()
 
-    body = _traced(loss, [FAKE.of(arg) for arg in operands], None, ctx, derives=False)
-    if body is None or any(_foreign(inner) for inner in body.graph.nodes):
-        return None
-    body.meta["operands"] = operands
-    return body
+    return _body(loss, dict(CALL.of(node).arguments), (None,), ctx, derives=False)
 
 
 def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
     """The op's graph in ATen ops; None where it has none in classified ones."""
-    flat, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+
+    def call(arguments: Any) -> Any:
+        args, kwargs = arguments
+        target: Any = getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
+        return target(*args, **kwargs)
+
+    derives = op_name(node.target) == _TORCH_FUNC
+    return _body(call, (node.args, dict(node.kwargs)), (None, _core_table()), ctx, derives=derives)
+
+
+def _body(
+    call: Callable[[Any], Any], arguments: Any, tables: Sequence[Any], ctx: Context, *, derives: bool
+) -> fx.GraphModule | None:
+    """A function of a nest of arguments as a graph of classified ops, by the first table that gives one."""
+    flat, spec = pytree.tree_flatten(arguments)
     operands = [arg for arg in flat if isinstance(arg, fx.Node)]
 
-    def call(*values: Any) -> Any:
-        given = iter(values)
-        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(arg, fx.Node) else arg for arg in flat], spec)
-        if isinstance(node.target, str):
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+    def of_operands(*values: Any) -> Any:
+        rest = iter(values)
+        return call(pytree.tree_unflatten([next(rest) if isinstance(arg, fx.Node) else arg for arg in flat], spec))
 
-    values = [FAKE.of(arg) for arg in operands]
-    for table in (None, _core_table()):
-        body = _traced(call, values, table, ctx, derives=op_name(node.target) == _TORCH_FUNC)
+    for table in tables:
+        body = _traced(of_operands, [FAKE.of(arg) for arg in operands], table, ctx, derives=derives)
         if body is not None and not any(_foreign(inner) or _lost(body, inner) for inner in body.graph.nodes):
             body.meta["operands"] = operands
             return body
@@ -144,24 +143,9 @@ def _lost(body: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _leave_facts(node: fx.Node, copy: fx.Node, inner: fx.Node) -> None:
-    """What the earlier passes would have found out about a node of the body."""
-    fake = inner.meta.get("val")
-    arrives = any(_any_traced(TRACED.of(arg)) for arg in copy.all_input_nodes)
-    copy.meta = {FAKE.key: fake, TRACED.key: _flows(fake, arrives and _any_traced(TRACED.of(node)))}
-    place_beside(node, copy)
-    if copy.op == "call_function":
-        CALL.put(copy, bind(copy))
-
-
-def _flows(fake: Any, arrives: bool) -> Any:
-    """A gradient flows on wherever it flows in; traced values say nothing about it themselves."""
-    if isinstance(fake, tuple | list):
-        return [_flows(item, arrives) for item in fake]
-    return isinstance(fake, Tensor) and fake.is_floating_point() and arrives
-
-
-def _any_traced(traced: Any) -> bool:
-    return any(_any_traced(item) for item in traced) if isinstance(traced, list) else bool(traced)
+    """What the earlier passes would have found out about a node of the body: traced values say nothing of gradients."""
+    copy.meta = {}
+    put_facts_beside(node, copy, inner.meta.get("val"), stops=not flows_through(node))
 
 
 def _drop_unused_sizes(graph: fx.Graph) -> None:

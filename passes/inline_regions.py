@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxgrad.graph.context import OF_A_CHECKPOINT, Context
-from fxgrad.ops.calls import op_name
+from fxgrad.graph.edit import function_of
 from fxgrad.ops.inlining import inline
 from fxgrad.runtime.checkpointing import policy_of
 
@@ -29,18 +29,14 @@ def inline_regions(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     backward, as the checkpoint operator itself would tag them; those of a selective one have its ``policy``. A tap
     among them is part of the one graph.
     """
-    while regions := [node for node in gm.graph.nodes if _name(node) in _OPERANDS]:
+    while regions := [node for node in gm.graph.nodes if function_of(node) in _OPERANDS]:
         for node in regions:
             _inline(gm, node)
     return gm
 
 
-def _name(node: fx.Node) -> str:
-    return op_name(node.target) if node.op == "call_function" else ""
-
-
 def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
-    name, attribute = _name(node), node.args[0]
+    name, attribute = function_of(node), node.args[0]
     assert isinstance(attribute, fx.Node)
     body = getattr(gm, str(attribute.target))
     checkpointed = name == "higher_order::tag_activation_checkpoint"

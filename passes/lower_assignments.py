@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fxgrad.graph.context import Context, without_gradients
 from fxgrad.graph.edit import bind_again, make
-from fxgrad.graph.selections import Selections
+from fxgrad.graph.selections import Selections, is_tensor
 from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.values import memory_of
@@ -30,15 +30,18 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     selections = Selections(gm.graph, ctx)
     for node in list(gm.graph.nodes):
         call = CALL.get(node)
-        if call is not None and call.op != "setitem":
-            selections.visit(node, call)
-        if call is not None and call.op == "setitem":
-            _Assignment(gm.graph, node, ctx, traced, node in stopped).lower(selections.written_back(node))
-        elif call is not None and call.op == "index_put":
-            _Assignment(gm.graph, node, ctx, traced, node in stopped).spread(call)
-        elif call is not None and call.inplace and call.op in _SAVED and any(map(_flows, node.args[1:])):
-            _Assignment(gm.graph, node, ctx, traced, node in stopped).keep_result(call)
-        elif call is not None and call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
+        if call is None:
+            continue
+        assignment = _Assignment(gm.graph, node, ctx, traced, node in stopped)
+        if call.op == "setitem":
+            assignment.lower(selections.written_back(node))
+            continue
+        selections.visit(node, call)
+        if call.op == "index_put":
+            assignment.spread(call)
+        elif call.inplace and call.op in _SAVED and any(map(_flows, node.args[1:])):
+            assignment.keep_result(call)
+        elif call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
             traced.add(memory_of(FAKE.of(node.args[0])))
     selections.erase()
     return gm
@@ -60,7 +63,7 @@ class _Assignment:
 
     def __init__(self, graph: fx.Graph, node: fx.Node, ctx: Context, traced: set[int | None], stopped: bool) -> None:
         self.graph, self.node, self.ctx, self.traced, self.stopped = graph, node, ctx, traced, stopped
-        self.base = node.args[0]
+        self.base: Any = node.args[0] if node.args else None
 
     def lower(self, whole: fx.Node | None = None) -> None:
         """``whole``: the value that is written under a mask, for the places where the mask is off as well."""
@@ -112,9 +115,8 @@ class _Assignment:
         return self._call("expand_as", value, self._call(torch.ops.aten.index.Tensor, view, indices))
 
     def _write(self, view: fx.Node) -> None:
-        if isinstance(self.value, fx.Node) and isinstance(FAKE.of(self.value), Tensor):
-            value = self._without_ones(self.value, FAKE.of(view).dim())
-            self._inplace("copy_", view, value)
+        if is_tensor(self.value):
+            self._inplace("copy_", view, self._without_ones(self.value, FAKE.of(view).dim()))
         else:
             self._inplace("fill_", view, self.value)
 
@@ -126,7 +128,7 @@ class _Assignment:
         for _ in range(after):
             mask = self._call(torch.unsqueeze, mask, -1)
         value = self.value if whole is None else whole
-        if not (isinstance(value, fx.Node) and isinstance(FAKE.of(value), Tensor)):
+        if not is_tensor(value):
             self._inplace("masked_fill_", view, mask, value)
             return
         value = value if value is whole else self._without_ones(value, after)
@@ -136,17 +138,16 @@ class _Assignment:
             return
         if FAKE.of(value).dtype != FAKE.of(view).dtype:
             value = self._call("to", value, FAKE.of(view).dtype)
-        chosen = self._call(torch.where, mask, value, view)
-        self._inplace("copy_", view, chosen)
+        self._inplace("copy_", view, self._call(torch.where, mask, value, view))
 
     def _write_at(self, view: fx.Node, advanced: dict[int, Any]) -> None:
         fake = FAKE.of(view)
         indices: list[fx.Node | None] = [None] * (max(advanced) + 1)
         for dim, index in advanced.items():
-            given = isinstance(index, fx.Node)
-            indices[dim] = index if given else self._call(torch.tensor, index, device=fake.device)
+            node = isinstance(index, fx.Node)
+            indices[dim] = index if node else self._call(torch.tensor, index, device=fake.device)
         value = self.value
-        if not (isinstance(value, fx.Node) and isinstance(FAKE.of(value), Tensor)):
+        if not is_tensor(value):
             value = self._call(torch.full, (), value, dtype=fake.dtype, device=fake.device)
         elif FAKE.of(value).dtype != fake.dtype:
             value = self._call("to", value, fake.dtype)
@@ -195,7 +196,7 @@ _INPLACE = ("copy_", "fill_", "masked_fill_", torch.ops.aten.index_put_.default)
 
 
 def _is_mask(index: Any) -> bool:
-    return isinstance(index, fx.Node) and FAKE.of(index).dtype in (torch.bool, torch.uint8)
+    return is_tensor(index) and FAKE.of(index).dtype in (torch.bool, torch.uint8)
 
 
 def _parts(index: Any, rank: int) -> tuple[tuple[Any, ...], dict[int, Any]] | None:
@@ -213,7 +214,7 @@ def _parts(index: Any, rank: int) -> tuple[tuple[Any, ...], dict[int, Any]] | No
         if item is Ellipsis:
             basic += [slice(None)] * (rank - used)
             dim += rank - used
-        elif _is_tensor(item) or isinstance(item, list):
+        elif is_tensor(item) or isinstance(item, list):
             advanced[dim] = item
             basic += [slice(None)] * _rank_of(item)
             dim += _rank_of(item)
@@ -223,16 +224,8 @@ def _parts(index: Any, rank: int) -> tuple[tuple[Any, ...], dict[int, Any]] | No
     return tuple(basic), advanced
 
 
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, fx.Node) and isinstance(FAKE.of(item), Tensor)
-
-
 def _rank_of(item: Any) -> int:
     """How many dimensions an item of an index takes."""
     if item is None or item is Ellipsis:
         return 0
-    return int(FAKE.of(item).dim()) if _is_mask_tensor(item) else 1
-
-
-def _is_mask_tensor(item: Any) -> bool:
-    return _is_tensor(item) and _is_mask(item)
+    return int(FAKE.of(item).dim()) if _is_mask(item) else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -11,6 +10,7 @@ from torch import Tensor, fx
 
 from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
 from fxgrad.graph.context import Context, source_line
+from fxgrad.graph.edit import made_of
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.ops.calls import bind, op_name
 from fxgrad.ops.facts import FAKE, TRACED
@@ -69,7 +69,7 @@ class _Propagate(fx.Interpreter):
                 where=source_line(n),
                 advice="Check the batch size outside of the model.",
             )
-        at = next(filter(self._divides_batch, _before(n)), n)
+        at = next(filter(self._divides_batch, made_of(n)), n)
         said = str(error).splitlines()[0].replace(str(self.ctx.symbols.symbol), "B")
         return LostLayout(
             f"{op_name(at.target)} does not work for every number of samples: {said if at is n else self._shapes(at)}",
@@ -116,21 +116,8 @@ class _Propagate(fx.Interpreter):
         return self.ctx.symbols.mode.from_tensor(value) if isinstance(value, Tensor) else value
 
 
-def _before(n: fx.Node) -> Iterator[fx.Node]:
-    """The calls that a value is made of, the latest first."""
-    stack, seen = list(n.all_input_nodes), set(n.all_input_nodes)
-    while stack:
-        node = stack.pop(0)
-        if node.op in ("call_function", "call_method"):
-            yield node
-        fresh = [arg for arg in node.all_input_nodes if arg not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
-
-
 def _is_quotient(size: Any, batch: sympy.Symbol) -> bool:
-    found = expression(size)
-    return any(batch in part.free_symbols for part in found.atoms(sympy.Function))
+    return any(batch in part.free_symbols for part in expression(size).atoms(sympy.Function))
 
 
 # Note [In place without gradients]

@@ -6,6 +6,7 @@ from torch import fx
 
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, source_line
+from fxgrad.graph.edit import is_inplace
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
 
@@ -54,10 +55,10 @@ def _may_be_itself(user: fx.Node) -> bool:
 
 def _same(node: fx.Node) -> list[fx.Node]:
     """A value, and those that ops in place got it from: one tensor under several names."""
-    found = [node]
-    while found[-1].op in ("call_function", "call_method") and op_name(found[-1].target).endswith("_"):
-        source = found[-1].args[0] if found[-1].args else None
+    values = [node]
+    while is_inplace(values[-1]):
+        source = values[-1].args[0] if values[-1].args else None
         if not isinstance(source, fx.Node):
             break
-        found.append(source)
-    return found
+        values.append(source)
+    return values

@@ -56,34 +56,28 @@ def _take_noise(node: fx.Node, ctx: Context) -> None:
     bind_again([node, product, *product.users])
 
 
-def _hand_out_whole(node: fx.Node, operand: fx.Node, ctx: Context) -> None:
-    """The same for a batch of one."""
+def _hand_out(node: fx.Node, operand: fx.Node, layout: Layout, ctx: Context) -> None:
+    """Give every sample a copy of its own of what all share, before the op that draws."""
     with node.graph.inserting_before(node):
-        copy = make(node.graph, ctx, "clone", (operand,), beside=node)
+        if layout is WHOLE:
+            copies = make(node.graph, ctx, "clone", (operand,), beside=node)
+        else:
+            copies, layout = _expanded(node, operand, layout, ctx)
     traced = TRACED.of(operand)
-    put_facts(copy, {SAMPLES: Samples(Kind.BATCHED, WHOLE, traced=traced), TRACED: traced})
-    node.replace_input_with(operand, copy)
+    put_facts(copies, {SAMPLES: Samples(Kind.BATCHED, layout, traced=traced), TRACED: traced})
+    node.replace_input_with(operand, copies)
     bind_again([node])
 
 
-def _hand_out(node: fx.Node, operand: fx.Node, layout: Layout, ctx: Context) -> None:
-    """Give every sample a copy of its own of what all share, before the op that draws."""
-    if layout is WHOLE:
-        return _hand_out_whole(node, operand, ctx)
+def _expanded(node: fx.Node, operand: fx.Node, layout: Layout, ctx: Context) -> tuple[fx.Node, Layout]:
+    """Copies for all samples, and the place of the samples in them."""
     place = layout.dim - FAKE.of(node).dim()  # dims line up from the right
     batched = next(n for n in node.all_input_nodes if SAMPLES.of(n).kind is Kind.BATCHED)
     graph, fake = node.graph, FAKE.of(operand)
-    with graph.inserting_before(node):
-        held = SAMPLES.of(batched).layout.dim
-        size = make(graph, ctx, torch.ops.aten.sym_size.int, (batched, held), beside=node)
-        sizes: list[Any] = [-1] * max(fake.dim(), -place)
-        sizes[place] = size
-        for dim in range(len(sizes) - fake.dim()):
-            sizes[dim] = size if dim == len(sizes) + place else 1
-        copies = make(graph, ctx, "expand", (operand, *sizes), beside=node)
+    size = make(graph, ctx, torch.ops.aten.sym_size.int, (batched, SAMPLES.of(batched).layout.dim), beside=node)
     SAMPLES.put(size, None)
-    traced = TRACED.of(operand)
-    known = Samples(Kind.BATCHED, layout.at(len(sizes) + place), traced=traced)
-    put_facts(copies, {SAMPLES: known, TRACED: traced})
-    node.replace_input_with(operand, copies)
-    bind_again([node])
+    sizes: list[Any] = [-1] * max(fake.dim(), -place)
+    sizes[place] = size
+    for dim in range(len(sizes) - fake.dim()):
+        sizes[dim] = size if dim == len(sizes) + place else 1
+    return make(graph, ctx, "expand", (operand, *sizes), beside=node), layout.at(len(sizes) + place)

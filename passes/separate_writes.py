@@ -88,25 +88,13 @@ class _Memory:
         assert isinstance(view, fx.Node)
         shared = not any(map(self._holds_samples, self.seen))
         if not TRACED.of(node) and self.writes:
-            raise UnsupportedOp(
-                f"{CALL.of(node).op}_ writes without gradients into a function of parameters, after one with them",
-                where=source_line(node),
-                advice="Use the op that returns a new tensor.",
-            )
+            raise _refusal(node, "writes without gradients into a function of parameters, after one with them")
         if not TRACED.of(node) or not shared or (view is self.current and self._alone(view, node)):
             return
         if self.root.op in ("placeholder", "get_attr"):  # what is written to it has to stay there
-            raise UnsupportedOp(
-                f"{CALL.of(node).op}_ writes a function of parameters into an input of the model",
-                where=source_line(node),
-                advice="Use the op that returns a new tensor.",
-            )
+            raise _refusal(node, "writes a function of parameters into an input of the model")
         if any(isinstance(size, torch.SymInt) for size in (*_sizes(view), *_sizes(self.root))):
-            raise UnsupportedOp(
-                f"{CALL.of(node).op}_ writes into a function of parameters whose size changes",
-                where=source_line(node),
-                advice="Use the op that returns a new tensor.",
-            )
+            raise _refusal(node, "writes into a function of parameters whose size changes")
         with self.graph.inserting_before(node):
             copy = self._make(torch.clone, node, view)
         node.args = (copy, *node.args[1:])
@@ -145,6 +133,11 @@ class _Memory:
         put_facts(node, {FAKE: self.ctx.symbols.mode.from_tensor(places), TRACED: False})
         place_beside(like, node)
         return node
+
+
+def _refusal(node: fx.Node, reason: str) -> UnsupportedOp:
+    advice = "Use the op that returns a new tensor."
+    return UnsupportedOp(f"{CALL.of(node).op}_ {reason}", where=source_line(node), advice=advice)
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:

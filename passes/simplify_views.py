@@ -66,11 +66,11 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
     except _NoAtoms:
         return
     pieces = [atoms.pieces(atom) for (atom,) in atoms.source]
-    split = [piece for own in pieces for piece in own]
+    split = [piece for parts in pieces for piece in parts]
     result = [[piece for atom in dim for piece in atoms.pieces(atom)] for dim in dims]
     if any(len(dim) != 1 for dim in result):  # it merges, or has dims of size 1
         return
-    inferred = [piece for own in pieces if len(own) > 1 for piece in own if not atoms.sizes[piece].is_Integer]
+    inferred = [piece for parts in pieces if len(parts) > 1 for piece in parts if not atoms.sizes[piece].is_Integer]
     if len(inferred) > 1:  # a view can find one size by itself
         return
     views: list[tuple[str, list[Any]]] = [("permute", [split.index(dim[0]) for dim in result])]
@@ -94,12 +94,12 @@ def _sizes(
 ) -> list[Any]:
     """The arguments of the view that splits the source: numbers, sizes of the source, and at most one -1."""
     sizes: list[Any] = []
-    for dim, own in enumerate(pieces):
-        for piece in own:
+    for dim, factors in enumerate(pieces):
+        for piece in factors:
             size = atoms.sizes[piece]
             if size.is_Integer:
                 sizes.append(int(size))
-            elif len(own) == 1:
+            elif len(factors) == 1:
                 with graph.inserting_before(before):
                     sizes.append(make(graph, ctx, torch.ops.aten.sym_size.int, (source, dim), beside=before))
             else:

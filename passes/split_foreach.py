@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxgrad.graph.context import Context, place_beside
+from fxgrad.graph.edit import replace_outputs
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
 
@@ -70,12 +71,7 @@ def _write(graph: fx.Graph, node: fx.Node) -> None:
         place_beside(node, result)
         if isinstance(examples, Sequence):
             EXAMPLE.put(result, examples[i])
-    for user in list(node.users):
-        index = user.args[1]
-        assert isinstance(index, int)
-        user.replace_all_uses_with(results[index])
-        graph.erase_node(user)
-    graph.erase_node(node)
+    replace_outputs(node, results)
 
 
 def _calls(node: fx.Node, name: str) -> Iterator[tuple[list[Any], dict[str, Any]]]:

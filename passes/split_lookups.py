@@ -86,31 +86,25 @@ def _starts_at_own_rows(index: fx.Node, node: fx.Node, ctx: Context) -> bool:
 
 def _fits(index: fx.Node, source: fx.Node, ctx: Context, batch: int, data: int) -> bool:
     rows = ctx.symbols.evaluate(FAKE.of(source).shape[0], batch) // batch
-    places = _Evaluation(ctx, batch, data).value(index)
+    places = _value(index, ctx, batch, data)
     if places.shape[0] % batch:
         return False
-    own = places.unflatten(0, (batch, -1))
-    own = own - (torch.arange(batch) * rows).view(-1, *[1] * (own.dim() - 1))
-    return bool((own == own[:1]).all())
+    rest = places.unflatten(0, (batch, -1))
+    rest = rest - (torch.arange(batch) * rows).view(-1, *[1] * (rest.dim() - 1))
+    return bool((rest == rest[:1]).all())
 
 
-class _Evaluation:
-    """Values of an index at a number of samples, one number being in the place of all data."""
-
-    def __init__(self, ctx: Context, batch: int, data: int) -> None:
-        self.ctx, self.batch, self.data = ctx, batch, data
-
-    def value(self, node: fx.Node) -> Any:
-        fake, call = FAKE.of(node), CALL.get(node)
-        if not isinstance(fake, Tensor):
-            return tree_map(lambda size: self.ctx.symbols.evaluate(size, self.batch), fake)
-        if call is None or call.op not in _FOLLOWED or call.inplace or not _integers(node):
-            shape = [self.ctx.symbols.evaluate(size, self.batch) for size in fake.shape]
-            return torch.full(shape, self.data, dtype=fake.dtype)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
-        kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items()}
-        target: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-        return target(*args, **kwargs)
+def _value(node: fx.Node, ctx: Context, batch: int, data: int) -> Any:
+    """The value of an index at a number of samples, one number being in the place of all data."""
+    fake, call = FAKE.of(node), CALL.get(node)
+    if not isinstance(fake, Tensor):
+        return tree_map(lambda size: ctx.symbols.evaluate(size, batch), fake)
+    if call is None or call.op not in _FOLLOWED or call.inplace or not _integers(node):
+        return torch.full([ctx.symbols.evaluate(size, batch) for size in fake.shape], data, dtype=fake.dtype)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda arg: _value(arg, ctx, batch, data))
+    kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items()}
+    target: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return target(*args, **kwargs)
 
 
 def _integers(node: fx.Node) -> bool:
@@ -142,16 +136,16 @@ def _split(graph: fx.Graph, node: fx.Node, index: fx.Node, ctx: Context) -> None
         samples = call(torch.arange, n, device=device)
         for _ in range(FAKE.of(places).dim() - 1):
             samples = call(torch.unsqueeze, samples, -1)
-        own = call(torch.sub, places, call(torch.mul, samples, length))
-        inside = call(torch.logical_and, call(torch.ge, own, 0), call(torch.lt, own, length))
-        said = f"an index leaves the rows of its own sample, for those of another: {source_line(node)}"
-        call(torch.ops.aten._assert_async.msg, call(torch.all, inside), said)
-        found = call(operator.getitem, rows, (samples, own))
+        row = call(torch.sub, places, call(torch.mul, samples, length))
+        inside = call(torch.logical_and, call(torch.ge, row, 0), call(torch.lt, row, length))
+        message = f"an index leaves the rows of its own sample, for those of another: {source_line(node)}"
+        call(torch.ops.aten._assert_async.msg, call(torch.all, inside), message)
+        result = call(operator.getitem, rows, (samples, row))
         if several:
-            found = call(torch.flatten, found, 0, 1)
-    TRACED.put(found, TRACED.of(node))
-    node.replace_all_uses_with(found)
-    bind_again(found.users)
+            result = call(torch.flatten, result, 0, 1)
+    TRACED.put(result, TRACED.of(node))
+    node.replace_all_uses_with(result)
+    bind_again(result.users)
     graph.erase_node(node)
 
 

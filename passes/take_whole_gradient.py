@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxgrad.graph.context import Context, without_gradients
-from fxgrad.graph.prologue import add_ghosts, open_tape
-from fxgrad.ops.calls import op_name
+from fxgrad.graph.edit import add_ghosts, is_inplace, open_tape
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.runtime.targets import SingleTarget
@@ -82,13 +81,13 @@ class _Versions:
 
 def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:
     """A parameter, and the views of it that gradients flow through, each behind what it is a view of."""
-    memory, found = _memory(parameter), [parameter]
+    memory, views = _memory(parameter), [parameter]
     for node in parameter.graph.nodes:
         source = node.args[0] if node.args and node.op in ("call_function", "call_method") else None
-        view = source in found and node not in stopped and not op_name(node.target).endswith("_")
+        view = source in views and node not in stopped and not is_inplace(node)
         if view and memory is not None and _memory(node) == memory:
-            found.append(node)
-    return found
+            views.append(node)
+    return views
 
 
 def _memory(node: fx.Node) -> int | None:
@@ -97,7 +96,7 @@ def _memory(node: fx.Node) -> int | None:
 
 def _writes(node: fx.Node, parameter: fx.Node) -> bool:
     """Whether an op in place writes to a parameter, or through a view of it."""
-    base = node.args[0] if node.args and op_name(node.target).endswith("_") else None
+    base = node.args[0] if node.args and is_inplace(node) else None
     if not isinstance(base, fx.Node):
         return False
     return base is parameter or (_memory(base) is not None and _memory(base) == _memory(parameter))

@@ -9,6 +9,7 @@ from torch import fx
 
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line
+from fxgrad.graph.edit import function_of, is_inplace
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
@@ -28,7 +29,7 @@ def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if op_name(node.target) == _HOOKED:  # the value itself, as PyTorch returns it: a second hook is on that, too
             node.replace_all_uses_with(node.args[0])
     for node in list(gm.graph.nodes):
-        name = op_name(node.target) if node.op == "call_function" else ""
+        name = function_of(node)
         if name == "higher_order::autograd_function_apply":
             _wrap_function(gm, node)
         elif name == _HOOKED:
@@ -59,9 +60,7 @@ def _refuse_writes(forward: fx.Graph, where: str) -> None:
     """A written input that ``dirty_idx`` does not name: PyTorch's own gradients are wrong where it is read again."""
     inputs = {_memory(node) for node in forward.find_nodes(op="placeholder")} - {None}
     for node in forward.nodes:
-        name = op_name(node.target)
-        inplace = name.endswith("_") and not name.endswith("__")
-        if inplace and node.op.startswith("call_") and node.args and _memory(node.args[0]) in inputs:
+        if _written(node) in inputs:
             raise UnsupportedOp(
                 "an autograd.Function writes over an input, and the captured graph does not say so",
                 where=where,
@@ -71,6 +70,11 @@ def _refuse_writes(forward: fx.Graph, where: str) -> None:
 
 def _memory(node: object) -> int | None:
     return memory_of(EXAMPLE.get(node)) if isinstance(node, fx.Node) else None
+
+
+def _written(node: fx.Node) -> int | None:
+    """The memory that an op in place writes to."""
+    return _memory(node.args[0]) if is_inplace(node) and node.args else None
 
 
 def _wrap_hook(gm: fx.GraphModule, node: fx.Node) -> None:
@@ -88,13 +92,8 @@ def _wrap_hook(gm: fx.GraphModule, node: fx.Node) -> None:
 def _hook_behind(gm: fx.GraphModule, node: fx.Node, value: fx.Node, hook: fx.GraphModule, given: list[Any]) -> None:
     """Let all readers of a value read an identity, in whose backward the hook runs."""
     memory, readers = _memory(value), [user for user in value.users if op_name(user.target) != _HOOKED]
-    written = any(
-        op_name(other.target).endswith("_") and other.args and _memory(other.args[0]) == memory
-        for other in gm.graph.nodes
-        if other.op.startswith("call_") and memory is not None
-    )
-    order = {one: place for place, one in enumerate(gm.graph.nodes)}
-    early = any(order[reader] < order[arg] for reader in readers for arg in given if isinstance(arg, fx.Node))
+    written = memory is not None and memory in map(_written, gm.graph.nodes)
+    early = any(reader < arg for reader in readers for arg in given if isinstance(arg, fx.Node))
     if written or early:
         raise UnsupportedOp(
             "a hook (register_hook) on a value that is written over in place"
@@ -105,8 +104,7 @@ def _hook_behind(gm: fx.GraphModule, node: fx.Node, value: fx.Node, hook: fx.Gra
         )
     if not readers:
         return
-    first = min(readers, key=order.__getitem__)
-    with gm.graph.inserting_before(first):
+    with gm.graph.inserting_before(min(readers)):
         identity = UserFunction(_identity(len(given)), _backward(hook, len(given)), _SETTINGS, HOOK)
         outs = gm.graph.call_function(identity, (value, *given))
         out = gm.graph.call_function(operator.getitem, (outs, 0))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxgrad.graph.context import Context, place_beside
-from fxgrad.ops.calls import op_name
+from fxgrad.graph.edit import function_of, is_inplace
 
 _BEGIN = frozenset("_grad_increment_nesting _vmap_increment_nesting _jvp_increment_nesting _enter_dual_level".split())
 _END = frozenset("_grad_decrement_nesting _vmap_decrement_nesting _jvp_decrement_nesting _exit_dual_level".split())
@@ -40,9 +40,9 @@ def wrap_transforms(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """
     depth = 0
     inside: list[fx.Node] = []
-    derivatives = {node for node in gm.graph.nodes if _named(node) == "_autograd_grad"}
+    derivatives = {node for node in gm.graph.nodes if function_of(node) == "_autograd_grad"}
     for node in list(gm.graph.nodes):
-        name = _named(node)
+        name = function_of(node)
         if name in _HOOKS:
             gm.graph.erase_node(node)
             continue
@@ -57,10 +57,6 @@ def wrap_transforms(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def _named(node: fx.Node) -> str:
-    return op_name(node.target) if node.op == "call_function" else ""
-
-
 def _reads(derivative: fx.Node, inside: Sequence[fx.Node]) -> bool:
     """Whether a derivative, which torch.func.vjp takes behind its level, is one of what is inside."""
     return not set(inside).isdisjoint(derivative.all_input_nodes)
@@ -68,12 +64,12 @@ def _reads(derivative: fx.Node, inside: Sequence[fx.Node]) -> bool:
 
 def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
     after = inside[-1].next
-    parts = [user for node in inside if _named(node) == "_autograd_grad" for user in node.users]
+    parts = [user for node in inside if function_of(node) == "_autograd_grad" for user in node.users]
     inside += [part for part in dict.fromkeys(parts) if part not in inside]
-    held = set(inside)
-    inputs = list(dict.fromkeys(arg for node in inside for arg in node.all_input_nodes if arg not in held))
-    outputs = [node for node in inside if any(user not in held for user in node.users)]
-    if not outputs and not any(_writes(node) for node in inside):  # Dynamo leaves levels without a reader
+    stretch = set(inside)
+    inputs = list(dict.fromkeys(arg for node in inside for arg in node.all_input_nodes if arg not in stretch))
+    outputs = [node for node in inside if any(user not in stretch for user in node.users)]
+    if not outputs and not any(map(is_inplace, inside)):  # Dynamo leaves levels without a reader
         return _erase(gm, inside)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {arg: graph.placeholder(arg.name) for arg in inputs}
@@ -87,14 +83,8 @@ def _wrap(gm: fx.GraphModule, inside: list[fx.Node]) -> None:
         for i, node in enumerate(outputs):
             value = gm.graph.call_function(operator.getitem, (whole, i))
             value.meta = dict(whole.meta)
-            node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in held)
+            node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in stretch)
     _erase(gm, inside)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a node may change a value that lies outside of its stretch."""
-    name = op_name(node.target)
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _erase(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:

@@ -139,6 +139,20 @@ MUTATIONS = [
         "groups may name a parameter twice", "if sorted(given) != sorted(names):", "if not set(given) >= set(names):"
     ),
     of_pass(
+        "a tap may read another value",
+        "prove_coverage",
+        "value is arg or key in",
+        "True or key in",
+        "tests/passes/test_prove_coverage.py",
+    ),
+    of_pass(
+        "a tap may name another parameter",
+        "prove_coverage",
+        "key not in self.keys[arg]",
+        "key is None",
+        "tests/passes/test_prove_coverage.py",
+    ),
+    of_pass(
         "dropout draws again",
         "separate_draws",
         "ones = make(graph, ctx, torch.ones_like, (source,), beside=node)",
@@ -186,8 +200,8 @@ MUTATIONS = [
     of_pass(
         "the reverse direction runs forward",
         "decompose_recurrent",
-        "for reverse in (False, True)[: 2 if bidirectional else 1]:",
-        "for reverse in (False, False)[: 2 if bidirectional else 1]:",
+        "directions = (False, True) if layers.bidirectional else (False,)",
+        "directions = (False, False) if layers.bidirectional else (False,)",
         "tests/test_recurrent.py",
     ),
     of_pass(

@@ -1,1 +1,1 @@
-"""What the passes share: their context, facts on nodes, edits of a graph, the check of a graph, its printing."""
+"""What passes share: context, edits of a graph, records of its calls, spec, printing; and recognisers of one pass."""

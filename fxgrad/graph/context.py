@@ -103,10 +103,10 @@ def source_line(node: fx.Node) -> str:
 
 def last_own_line(trace: str) -> str:
     """The last line of a stack trace that is neither PyTorch's nor fxgrad's."""
-    own = [f for f in _FRAME.finditer(trace) if not any(host in f["file"] for host in _HOSTS)]
-    if not own:
+    frames = [f for f in _FRAME.finditer(trace) if not any(host in f["file"] for host in _HOSTS)]
+    if not frames:
         return ""
-    frame = own[-1]
+    frame = frames[-1]
     return f"{PurePath(frame['file']).name}:{frame['line']}   {frame['code'].strip()}"
 
 
@@ -160,10 +160,10 @@ _OF_A_PLACE = ("stack_trace", "nn_module_stack", *OF_A_CHECKPOINT)
 
 def without_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The calls of a graph that run under ``torch.no_grad``."""
-    found, enabled = set(), True
+    stopped, enabled = set(), True
     for node in graph.nodes:
         if node.target is set_grad_enabled:
             enabled = bool(node.args[0])
         if not enabled:
-            found.add(node)
-    return found
+            stopped.add(node)
+    return stopped

@@ -1,8 +1,9 @@
-"""New calls in a graph, with the facts on them that the passes before would have left there."""
+"""Additions to a graph: calls with the facts that earlier passes would have left on them, ghosts, the tape, Collect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context, place_beside
 from fxgrad.host.dispatch import enable_python_dispatcher
-from fxgrad.ops.calls import CALL, bind, map_nodes
+from fxgrad.host.pytree import tree_leaves
+from fxgrad.ops.calls import CALL, bind, map_nodes, op_name
 from fxgrad.ops.facts import FAKE, TRACED, put_facts
-from fxgrad.ops.values import tensors_of
+from fxgrad.runtime.tape import Like
+from fxgrad.runtime.targets import CollectTarget, NewTape
 
 
 def make(
@@ -27,7 +30,7 @@ def make(
 ) -> fx.Node:
     """A call of a function, or of the method of that name, where the graph inserts; part of the node ``beside``.
 
-    A gradient flows on wherever one flows in. What an op in place returns is its first argument.
+    What an op in place returns is its first argument.
     """
     method, given = isinstance(target, str), kwargs or {}
     node = graph.create_node("call_method" if method else "call_function", target, tuple(args), given)
@@ -35,12 +38,62 @@ def make(
     call = getattr(torch.Tensor, target) if isinstance(target, str) else target
     with torch.no_grad(), ctx.symbols.mode, enable_python_dispatcher():
         fake = values[0] if inplace else call(*values, **given)
-    carries = any(tensor.is_floating_point() for tensor in tensors_of(fake))
-    arrives = any(TRACED.of(arg) is True for arg in node.all_input_nodes)
-    put_facts(node, {FAKE: fake, TRACED: isinstance(fake, Tensor) and carries and arrives})
-    place_beside(beside, node)
-    CALL.put(node, bind(node))
+    put_facts_beside(beside, node, fake)
     return node
+
+
+def put_facts_beside(node: fx.Node, new: fx.Node, fake: Any, *, stops: bool = False) -> None:
+    """Leave on a new node, a part of another one, what the passes before would have found out about it.
+
+    A gradient flows on wherever one flows in, if it does not stop here.
+    """
+    arrives = not stops and any(flows_through(arg) for arg in new.all_input_nodes)
+    put_facts(new, {FAKE: fake, TRACED: _flow(fake, arrives)})
+    place_beside(node, new)
+    if new.op in ("call_function", "call_method"):
+        CALL.put(new, bind(new))
+
+
+def flows_through(node: fx.Node) -> bool:
+    """Whether a gradient flows through a value, or through one of an op's several."""
+    return any(tree_leaves(TRACED.of(node)))
+
+
+def _flow(fake: Any, arrives: bool) -> bool | list[Any]:
+    if isinstance(fake, tuple | list):
+        return [_flow(item, arrives) for item in fake]
+    return isinstance(fake, Tensor) and fake.is_floating_point() and arrives
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Whether a node calls an op by the name of its form in place: ``mul_``."""
+    name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+    return name.endswith("_") and not name.endswith("__")
+
+
+def replace_outputs(node: fx.Node, values: Sequence[fx.Node]) -> None:
+    """Let the readers of a call's outputs read other values, and erase the call."""
+    for user in list(node.users):
+        assert op_name(user.target) == "getitem" and isinstance(user.args[1], int)
+        user.replace_all_uses_with(values[user.args[1]])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def function_of(node: fx.Node) -> str:
+    """The name of the function that a node calls; "" for any other node."""
+    return op_name(node.target) if node.op == "call_function" else ""
+
+
+def made_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that a value is made of, the nearest first."""
+    queue = deque([node])
+    seen = {node}
+    while queue:
+        fresh = [arg for arg in queue.popleft().all_input_nodes if arg not in seen]
+        seen.update(fresh)
+        queue.extend(fresh)
+        yield from fresh
 
 
 def bind_again(nodes: Iterable[fx.Node]) -> None:
@@ -48,3 +101,36 @@ def bind_again(nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         if CALL.on(node):
             CALL.put(node, bind(node))
+
+
+def add_ghosts(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list[fx.Node]]:
+    """New inputs behind the others: a ghost for each tensor that is delivered, and what the quantities are given."""
+    nodes = {parameter.name: parameter.node for parameter in ctx.parameters}
+    cursor = graph.find_nodes(op="placeholder")[-1]
+    made: list[list[fx.Node]] = [[], []]
+    ghosts, given = ctx.deliveries(1), ctx.given(1)
+    for kind, (group, word) in enumerate(((ghosts, "ghost"), (given, "given"))):
+        for i, delivery in enumerate(group):
+            whose = f"model_{i}" if delivery.parameter is None else nodes[delivery.parameter]
+            name = f"{word}_{whose}" if delivery.place == "grad_sample" else f"{word}_{delivery.place}_{whose}"
+            with graph.inserting_after(cursor):
+                cursor = graph.placeholder(name)
+            ctx.labels[cursor.name] = (
+                f"{word}({delivery.parameter})"
+                if delivery.place == "grad_sample"
+                else f"{word}({delivery.parameter or 'model'}.{delivery.place})"
+            )
+            made[kind].append(cursor)
+    return made[0], made[1]
+
+
+def open_tape(
+    graph: fx.Graph, ctx: Context, before: fx.Node, n: Any, ghosts: Sequence[fx.Node], given: Sequence[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """``tape = new_tape(); handle = collect(tape, n, ghosts.., given..)`` behind a node."""
+    likes = [Like(parameter.name, parameter.shape, parameter.dtype) for parameter in ctx.parameters]
+    with graph.inserting_after(before):
+        tape = graph.call_function(NewTape(ctx.quantities, ctx.loss_scale, likes, ctx.counts_given(), ctx.ways))
+    with graph.inserting_after(tape):
+        handle = graph.call_function(CollectTarget(len(ghosts)), (tape, n, *ghosts, *given))
+    return tape, handle

@@ -24,27 +24,16 @@ from torch import Tensor, fx
 from fxgrad.graph.context import Context
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE, FAKE
-from fxgrad.runtime.targets import (
-    CollectTarget,
-    DeriveTarget,
-    NewTape,
-    SingleTarget,
-    TapTarget,
-    Target,
-)
+from fxgrad.runtime.targets import CollectTarget, DeriveTarget, NewTape, SingleTarget, TapTarget, Target
 from fxgrad.samples.layouts import SAMPLES, Samples
 
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "b8",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
+_DTYPES = dict(
+    zip(
+        "float64 float32 float16 bfloat16 int64 int32 bool complex64 complex128".split(),
+        "f64 f32 f16 bf16 i64 i32 b8 c64 c128".split(),
+        strict=True,
+    )
+)
 _COLUMN = 64
 
 
@@ -166,7 +155,7 @@ def _columns(left: str, right: str) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype in short: ``f32``."""
-    return _DTYPES.get(dtype, str(dtype))
+    return _DTYPES.get(str(dtype).removeprefix("torch."), str(dtype))
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:

@@ -10,14 +10,15 @@ Where the mask is off, a 1 stands: no gradient of such a place reaches x, whatev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import make
-from fxgrad.ops.calls import CALL, Call, map_nodes, op_name
+from fxgrad.ops.calls import CALL, Call, alike, equal, map_nodes, op_name
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import MOVEMENT, RANDOM, Family, family_of
 from fxgrad.ops.values import memory_of
@@ -55,18 +56,17 @@ class Selections:
     def written_back(self, node: fx.Node) -> fx.Node | None:
         """For ``x[mask] = v``: what v is for all of x, where it is a function of values under the same mask."""
         base, mask, value = node.args
-        found = self.known.get(value) if isinstance(value, fx.Node) else None
-        if found is None or not isinstance(mask, fx.Node) or not self._same(mask, found.mask):
+        selection = self.known.get(value) if isinstance(value, fx.Node) else None
+        if selection is None or not isinstance(mask, fx.Node) or not self._same(mask, selection.mask):
             return None
-        return found.whole if FAKE.of(base).dim() == FAKE.of(found.whole).dim() else None
+        return selection.whole if FAKE.of(base).dim() == FAKE.of(selection.whole).dim() else None
 
     def erase(self) -> None:
         """Drop what is left of selections that were written back."""
-        order = {node: place for place, node in enumerate(self.graph.nodes)}
-        for node in sorted(self.known, key=order.__getitem__, reverse=True):
-            checked = _checks_of(node)
-            if checked is not None:
-                for one in [*sorted(checked, key=order.__getitem__, reverse=True), node]:
+        for node in sorted(self.known, reverse=True):
+            checks = _checks_of(node)
+            if checks is not None:
+                for one in [*sorted(checks, reverse=True), node]:
                     self.graph.erase_node(one)
 
     def _select(self, node: fx.Node) -> None:
@@ -83,11 +83,11 @@ class Selections:
         """An op on values under one mask, each of its operands spread over all of x."""
         selections = [self.known[arg] for arg in node.all_input_nodes if arg in self.known]
         mask, after = selections[0].mask, selections[0].after
-        others = [arg for arg in node.all_input_nodes if arg not in self.known and _is_tensor(arg)]
+        others = [arg for arg in node.all_input_nodes if arg not in self.known and is_tensor(arg)]
         alike = all(one.after == after and self._same(one.mask, mask) for one in selections)
         small = all(FAKE.of(arg).dim() <= after for arg in others)
         written = node.args[0] if call.inplace else None
-        if not (alike and small and _one_by_one(call) and _is_tensor(node)) or (written in others):
+        if not (alike and small and _one_by_one(call) and is_tensor(node)) or (written in others):
             return
         with self.graph.inserting_before(node):
             wholes = {arg: self._only(node, mask, arg, after) for arg in others}
@@ -112,54 +112,49 @@ class Selections:
     def _same(self, mask: fx.Node, other: fx.Node) -> bool:
         """Whether two masks hold one value: the same calls on the same operands, and nothing written in between."""
         pairs: set[tuple[fx.Node, fx.Node]] = set()
-        if not _alike(mask, other, pairs):
+        if not _one_value(mask, other, pairs):
             return False
-        memories = {memory_of(FAKE.of(node)) for pair in pairs for node in pair if _is_tensor(node)}
+        memories = {memory_of(FAKE.of(node)) for pair in pairs for node in pair if is_tensor(node)}
         made = [self.places[node] for one, two in pairs if one is not two for node in (one, two)]
         first, last = (min(made), max(made)) if made else (-1, len(self.places))
         return memories.isdisjoint(memory for place, memory in self.writes if first < place < last)
 
 
-def _alike(one: Any, other: Any, pairs: set[tuple[fx.Node, fx.Node]]) -> bool:
+def _one_value(one: Any, other: Any, pairs: set[tuple[fx.Node, fx.Node]]) -> bool:
     """Whether two arguments are one, or made by the same calls; ``pairs`` collects the values that have to agree."""
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-            return len(one) == len(other) and all(_alike(a, b, pairs) for a, b in zip(one, other, strict=True))
-        if isinstance(one, slice) and isinstance(other, slice):
-            return _alike((one.start, one.stop, one.step), (other.start, other.stop, other.step), pairs)
-        return type(one) is type(other) and bool(one == other)
+        return equal(one, other)
     pairs.add((one, other))
     if one is other:
         return True
-    calls: list[Call | None] = [CALL.get(one), CALL.get(other)]
-    if calls[0] is None or calls[1] is None or calls[0].op != calls[1].op or calls[0].inplace or calls[1].inplace:
+    ours, theirs = CALL.get(one), CALL.get(other)
+    if ours is None or theirs is None or ours.op != theirs.op or ours.inplace or theirs.inplace:
         return False
-    if not (_one_by_one(calls[0]) or calls[0].op in MOVEMENT):
-        return False
-    ours, theirs = calls[0].arguments, calls[1].arguments
-    return ours.keys() == theirs.keys() and all(_alike(ours[name], theirs[name], pairs) for name in ours)
+    followed = _one_by_one(ours) or ours.op in MOVEMENT
+    return followed and alike(dict(ours.arguments), dict(theirs.arguments), partial(_one_value, pairs=pairs))
 
 
 def _checks_of(node: fx.Node) -> set[fx.Node] | None:
     """What reads a value for its size alone, to assert that there is one; None where something else reads it."""
-    found: set[fx.Node] = set()
+    checks: set[fx.Node] = set()
     stack = list(node.users)
     while stack:
         user = stack.pop()
         asserted = op_name(user.target).startswith("_assert")
-        if user.op != "call_function" or _is_tensor(user) or not (user.users or asserted):
+        if user.op != "call_function" or is_tensor(user) or not (user.users or asserted):
             return None
-        found.add(user)
+        checks.add(user)
         stack.extend(user.users)
-    return found
+    return checks
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(FAKE.get(node), Tensor)
+def is_tensor(arg: Any) -> TypeGuard[fx.Node]:
+    """Whether an argument is a value that is one tensor."""
+    return isinstance(arg, fx.Node) and isinstance(FAKE.get(arg), Tensor)
 
 
 def _is_mask(node: fx.Node) -> bool:
-    return _is_tensor(node) and FAKE.of(node).dtype == torch.bool and FAKE.of(node).dim() > 0
+    return is_tensor(node) and FAKE.of(node).dtype == torch.bool and FAKE.of(node).dim() > 0
 
 
 def _one_by_one(call: Call) -> bool:

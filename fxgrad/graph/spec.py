@@ -59,13 +59,9 @@ def _taps_are_wired(node: fx.Node, ctx: Context) -> str | None:
             return "writes on no tape"
         if not isinstance(y, fx.Node) or not tensors_of(FAKE.of(y)):
             return "stands behind no tensor"
-        others = [user for user in y.users if user is not node and not _may_see_untapped(user)]
+        others = [user for user in y.users if not isinstance(user.target, TapTarget | DeriveTarget)]
         return f"is bypassed by {others[0].name}" if others else None
     return None
-
-
-def _may_see_untapped(user: fx.Node) -> bool:
-    return isinstance(user.target, TapTarget | DeriveTarget)
 
 
 def _collects_once(node: fx.Node, ctx: Context) -> str | None:
@@ -78,13 +74,11 @@ def _collects_once(node: fx.Node, ctx: Context) -> str | None:
 
 _SPECS = {
     "propagate_shapes": (_has_fake,),
-    "normalize_calls": (_has_fake, _has_call),
-    "lower_assignments": (_has_fake, _has_call),
-    "separate_writes": (_has_fake, _has_call),
-    "decompose_calls": (_has_fake, _has_call),
-    "unsort_routing": (_has_fake, _has_call),
-    "split_lookups": (_has_fake, _has_call),
-    "simplify_views": (_has_fake, _has_call),
+    **dict.fromkeys(
+        """normalize_calls lower_assignments separate_writes decompose_calls unsort_routing split_lookups
+        simplify_views""".split(),
+        (_has_fake, _has_call),
+    ),
     "infer_samples": (_has_fake, _has_call, _has_samples),
     "attach_taps": (_taps_are_wired, _collects_once),
 }

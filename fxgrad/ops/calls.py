@@ -72,6 +72,22 @@ def map_nodes(value: Any, fn: Callable[[fx.Node], Any]) -> Any:
     return map_leaves(value, fx.Node, fn)
 
 
+def alike(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Whether two nests of arguments have one form, and in each place the same of both."""
+    if isinstance(one, slice) and isinstance(other, slice):
+        return alike((one.start, one.stop, one.step), (other.start, other.stop, other.step), same)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key], same) for key in one)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(alike(a, b, same) for a, b in zip(one, other, strict=True))
+    return same(one, other)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two arguments that are no values of the graph are one constant."""
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
 _OPERATORS: dict[Callable[..., Any], str] = {
     operator.add: "add",
     operator.sub: "sub",

@@ -7,7 +7,6 @@
 | ``TRACED`` | propagate_shapes | whether a trainable parameter's gradient flows into the value |
 | ``CALL`` (calls.py) | normalize_calls | the call in its normal form |
 | ``SAMPLES`` (samples/layouts.py) | infer_samples | where the value's samples are |
-| ``COPIES`` | attach_taps | whether the value is copies of a parameter, one for each sample |
 | ``USE`` (rules/uses.py) | attach_taps | the use of parameters behind which the node stands |
 | ``POLICY`` (runtime/checkpointing.py) | inline_regions | the policy of the selective checkpoint around the node |
 """
@@ -62,4 +61,3 @@ def put_facts(node: fx.Node, facts: Mapping[Fact[Any], Any]) -> None:
 EXAMPLE: Fact[Any] = Fact("example_value", "TorchDynamo")
 FAKE: Fact[Any] = Fact("fake", "propagate_shapes")
 TRACED: Fact[Any] = Fact("traced", "propagate_shapes", bool, list)  # a list for several outputs
-COPIES: Fact[bool] = Fact("copies", "attach_taps", bool)

@@ -11,6 +11,7 @@ QUERIES = frozenset(
 )
 
 SHAPED_AS = frozenset({"expand_as", "view_as", "reshape_as"})  # ops that read only the shape of another tensor
+HANDS_OUT = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})  # ops that copy a value along dimensions
 _OTHERS = {"type_as": "other", "to": "other"}
 
 

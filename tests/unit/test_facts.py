@@ -11,13 +11,13 @@ from torch import fx
 
 from fxgrad.errors import SpecViolation
 from fxgrad.ops.calls import CALL
-from fxgrad.ops.facts import COPIES, EXAMPLE, FAKE, TRACED, put_facts
+from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED, put_facts
 from fxgrad.rules.uses import USE
 from fxgrad.runtime.checkpointing import POLICY
 from fxgrad.samples.layouts import SAMPLES
 
 ROOT = Path(__file__).parents[2]
-FACTS = (EXAMPLE, FAKE, TRACED, CALL, SAMPLES, COPIES, USE, POLICY)
+FACTS = (EXAMPLE, FAKE, TRACED, CALL, SAMPLES, USE, POLICY)
 KEYS = "|".join(fact.key for fact in FACTS)
 BY_HAND = re.compile(rf"""\.meta(\.get\(|\[|\.update\()\s*\{{?["']?({KEYS})\b""")
 
