@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, nn
 
-from fxgrad.engine import Engine
-from fxgrad.errors import UnaccountedGrad
+from fxgrad.errors import OptionError, UnaccountedGrad
 from fxgrad.first_batch.check import FirstBatch
-from fxgrad.host.modules import step_pre_hooks
+from fxgrad.host.modules import own_step_hooks, step_pre_hooks
 from fxgrad.host.tensors import identity, version
 from fxgrad.opacus.ledger import CLEAR, Ledger
 from fxgrad.runtime.grad_scaler import check_no_scaler_steps
+
+# Note [Copies of an optimizer]
+# Opacus's optimizers do not call Optimizer.__init__. copy.deepcopy and pickle end in Optimizer.__setstate__, which
+# wraps the `step` of the class in a function that reads the hooks made by __init__. From then on the step of every
+# optimizer of that class and its subclasses fails. So fxgrad sets these hooks on each of its optimizers.
 
 
 class CheckedStep:
@@ -80,13 +82,22 @@ class CheckedStep:
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)  # type: ignore[misc]
 
-    def stand_before_original(self) -> None:
-        """Register the check as the last pre-hook of the original optimizer's step."""
+    def begin_checks(self, ledger: Ledger) -> None:
+        """Check each step against the ledger, last by a pre-hook of the original optimizer's step."""
+        self.ledger = ledger
+        own_step_hooks(self)  # see Note [Copies of an optimizer]
         hooks = step_pre_hooks(self.original_optimizer)
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), CheckedStep):  # from an earlier make_private
                 del hooks[key]
         self._hook = self.original_optimizer.register_step_pre_hook(self._check_original)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise OptionError(
+            "a private optimizer cannot be copied: the copy would step copies of the parameters, which no model has",
+            advice="Save optimizer.state_dict(), and load it into the optimizer that make_private returns for the "
+            "copied model.",
+        )
 
     def _check_original(self, *_: Any) -> None:
         """Raise if the user calls the original optimizer's step, or if p.grad changed after the noise."""
@@ -158,16 +169,3 @@ def _of_the_inner(name: str) -> Any:
 for _of in ("step", "state_dict", "load_state_dict"):
     for _when in ("pre", "post"):
         setattr(CheckedStep, f"register_{_of}_{_when}_hook", _of_the_inner(f"register_{_of}_{_when}_hook"))
-
-
-def checked(private: DPOptimizer, engine: Engine) -> DPOptimizer:
-    """Return Opacus's optimizer for p.grad_sample with a check against the ledger before each step."""
-    private.ledger = Ledger(engine, "grad_sample")
-    kind: Any = type(private)
-    private.__class__ = _checked_kind(kind)
-    return private
-
-
-@cache
-def _checked_kind(kind: Any) -> Any:
-    return type(kind.__name__, (CheckedStep, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})

@@ -17,7 +17,6 @@ from fxgrad.api import engine_of, transform
 from fxgrad.capture.options import Inner, loss_scale
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
-from fxgrad.opacus.adaptive import adaptive
 from fxgrad.opacus.arguments import (
     ADAPTIVE,
     OPTIONAL,
@@ -26,9 +25,7 @@ from fxgrad.opacus.arguments import (
     check_values,
     names_of_accountant,
 )
-from fxgrad.opacus.checked_step import checked
-from fxgrad.opacus.copies import refuse_copies
-from fxgrad.opacus.one_backward import one_backward as with_one_backward
+from fxgrad.opacus.optimizers import check_steps
 from fxgrad.opacus.processes import (
     WRAPPERS,
     check_processes,
@@ -159,13 +156,7 @@ def make_private(
             **arguments,
         )
     transformed.store.alone = quantity  # two batches in one backward would add up their rows
-    if one_backward:
-        private = with_one_backward(private, transformed, poisson_sampling)
-    else:
-        private = adaptive(private) if clipping == "adaptive" else private
-        private = checked(private, transformed)
-    refuse_copies(private)
-    private.stand_before_original()
+    check_steps(private, transformed, one_backward=one_backward, poisson_sampling=poisson_sampling)
     if wrapper is None:
         if not independent:
             checked_in_each_step(private)
