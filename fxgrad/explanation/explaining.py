@@ -18,15 +18,7 @@ from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, OptionError
 from fxgrad.explanation.explanation import Explanation
 from fxgrad.explanation.findings import Contracted, Cost, Explained, Option, Step, Total
-from fxgrad.explanation.values import (
-    GraphValues,
-    TapNode,
-    line_of,
-    modules_of,
-    opaque,
-    term_text,
-    where,
-)
+from fxgrad.explanation.values import GraphValues, TapNode, line_of, modules_of, opaque, short_name, term_text, where
 from fxgrad.graph.context import Context
 from fxgrad.graph.printing import dtype_name
 from fxgrad.kernels.compiled import libraries_asked
@@ -42,6 +34,8 @@ from fxgrad.samples.batch import SHARED, map_tensors
 from fxgrad.samples.symbols import expression
 from fxgrad.terms.work import Way
 from fxgrad.tracing import Trace, capture, settled_batch
+
+COUNTED = (("forward", "flop", "forward"), ("backward", "flop", "backward"), ("saved for the backward", "B", "saved"))
 
 
 def explain(
@@ -142,12 +136,12 @@ class _Explainer:
         self.dense = any(quantity.dense for quantity in self.ctx.quantities)
         self.plain = self._rehearse(plain, "the plain step")
         with libraries_asked() as self.libraries:
-            self.own = self._rehearse(trace.graph_module, "the transformed model")
-        self.parts = self.own.parts if self.own is not None else []
+            self.transformed = self._rehearse(trace.graph_module, "the transformed model")
+        self.parts = self.transformed.parts if self.transformed is not None else []
         self.taps = [TapNode(node) for node in self.graph.nodes if isinstance(node.target, (*TAPS, DeriveTarget))]
         self.roots = self._roots()
 
-    def _rehearse(self, gm: fx.GraphModule, what: str) -> Rehearsal | None:
+    def _rehearse(self, gm: fx.GraphModule, subject: str) -> Rehearsal | None:
         """Count the costs of a graph; on failure, add a note and return None, as the rest can still be explained."""
         try:
             return rehearse(gm, self.ctx, self.size)
@@ -155,7 +149,7 @@ class _Explainer:
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            self.notes.append(f"{what} was not counted: {type(error).__name__}: {first}")
+            self.notes.append(f"{subject} was not counted: {type(error).__name__}: {first}")
             return None
 
     def explanation(self) -> Explanation:
@@ -216,48 +210,43 @@ class _Explainer:
     def _step(self, tap: TapNode, slot: int, of: str) -> Step:
         parts = [part for part in self.parts if part.use is tap.use and part.slot == slot]
         choice = next((part.choice for part in parts if part.choice is not None and not self.dense), None)
-        flops = [part.flops for part in parts] if choice is None or choice.found is None else [self._flops(choice)]
+        flops = [part.flops for part in parts] if choice is None or choice.found is None else self._work(choice)[:1]
         known = [count for count in flops if count is not None]
         node = tap.behind
         return Step(
-            op_name(tap.use.op).split("::")[-1].split(".")[-1],
+            short_name(op_name(tap.use.op)),
             node.name,
             tap.strategy.name,
             of,
             tuple(term_text(part) for part in parts),
             (modules_of(node) or [""])[-1],
             line_of(node),
-            self.type_of(node),
+            ", ".join(dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in tensors_of(FAKE.get(node))),
             where(tap.layout),
             self._cost(sum(known)) if known and len(known) == len(flops) else Cost(),
             None if choice is None else self._contracted(choice),
         )
 
-    def _flops(self, choice: Choice, way: Way | None = None) -> Any:
+    def _work(self, choice: Choice, way: Way | None = None) -> list[Any]:
+        """Return the flops and the bytes of a strategy, by default of the chosen one."""
         assert choice.found is not None
         work = choice.work(self.ctx.ways.sums, way)
-        return choice.found.expression(work.flops, self.ctx.symbols.symbol, expression)
+        counts = (work.flops, work.bytes)
+        return [choice.found.expression(count, self.ctx.symbols.symbol, expression) for count in counts]
 
     def _contracted(self, choice: Choice) -> Contracted:
         options = []
         for way, price in choice.costs.items():
-            assert choice.found is not None
-            work = choice.work(self.ctx.ways.sums, way)
-            size = choice.found.expression(work.bytes, self.ctx.symbols.symbol, expression)
-            costs = self._cost(self._flops(choice, way)), self._cost(size)
-            options.append(Option(way.value, *costs, float(f"{1e3 * price.seconds:.3g}")))
+            flops, size = map(self._cost, self._work(choice, way))
+            options.append(Option(way.value, flops, size, float(f"{1e3 * price.seconds:.3g}")))
         return Contracted(choice.way.value, choice.why, choice.way is Way.MATERIALISE, tuple(options))
 
     def _totals(self, parameters: Sequence[Explained]) -> Iterator[Total]:
-        for what, unit, field in (
-            ("forward", "flop", "forward"),
-            ("backward", "flop", "backward"),
-            ("saved for the backward", "B", "saved"),
-        ):
-            costs = [self._cost(getattr(r, field)) if r is not None else Cost() for r in (self.plain, self.own)]
-            yield Total(what, unit, *costs)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        ordinary = sum(p.numel() * p.element_size() for p in trained)
+        for name, unit, field in COUNTED:
+            costs = [self._cost(getattr(r, field)) if r is not None else Cost() for r in (self.plain, self.transformed)]
+            yield Total(name, unit, *costs)
+        bytes_of = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters() if p.requires_grad}
+        ordinary = sum(bytes_of.values())
         b = self.ctx.symbols.symbol
         if self.dense:
             yield Total("gradients", "B", self._cost(ordinary), self._cost(b * ordinary))
@@ -265,8 +254,7 @@ class _Explainer:
         delivered = self.ctx.deliveries(self.ctx.symbols.b)
         size = sum(math.prod(map(expression, d.shape)) * d.dtype.itemsize for d in delivered)
         yield Total("results", "B", self._cost(ordinary), self._cost(size))
-        named = {name: p for name, p in self.model.named_parameters()}
-        materialised = sum(named[p.name].numel() * named[p.name].element_size() for p in parameters if p.materialised)
+        materialised = sum(bytes_of[p.name] for p in parameters if p.materialised)
         yield Total("gradients held", "B", Cost("0", 0), self._cost(b * materialised))
 
     def _note_what_is_not_counted(self, parameters: Sequence[Explained]) -> None:
@@ -285,9 +273,3 @@ class _Explainer:
     def _cost(self, cost: Any) -> Cost:
         symbols = self.ctx.symbols
         return Cost(formula(cost, symbols), at(cost, symbols, self.size))
-
-    def type_of(self, node: fx.Node) -> str:
-        """Format a value's dtype and shape: ``f32[B, 4]``."""
-        values = tensors_of(FAKE.get(node))
-        shapes = [dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in values]
-        return ", ".join(shapes)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxgrad.errors import OptionError, UnaccountedGrad
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.modules import own_step_hooks, step_pre_hooks
 from fxgrad.host.tensors import identity, version
 from fxgrad.opacus.ledger import CLEAR, Ledger
+from fxgrad.opacus.processes import check_one_process
 from fxgrad.runtime.grad_scaler import check_no_scaler_steps
 
 # Note [Copies of an optimizer]
@@ -23,24 +26,20 @@ from fxgrad.runtime.grad_scaler import check_no_scaler_steps
 # optimizer of that class and its subclasses fails. So fxgrad sets these hooks on each of its optimizers.
 
 
-class CheckedStep:
-    """A mixin for Opacus's optimizers that checks p.grad against the ledger before each step."""
+class CheckedStep(DPOptimizer):  # type: ignore[misc]
+    """A base of optimizers, before one of Opacus's, that checks p.grad against the ledger before each step."""
 
     ledger: Ledger
-    param_groups: list[dict[str, Any]]
-    params: list[nn.Parameter]
+    in_one_process: bool  # whether to refuse other processes, which torch.distributed may start later
     first_batch: FirstBatch | None = None  # until the processes have agreed on their first batches
-    _check_skip_next_step: Callable[..., bool]
-    max_grad_norm: float
-    step_hook: Any
-    _is_last_step_skipped: bool
-    original_optimizer: Any
     _noised: list[tuple[Tensor | None, int]] | None = None  # p.grad after the noise, before the step
     _left: Any = None  # the sums left by virtual steps of this logical batch
     _broken = False  # whether those sums were changed
 
     def pre_step(self, closure: Any = None) -> Any:
         check_no_scaler_steps()
+        if self.in_one_process:
+            check_one_process()
         if self.first_batch is not None and not self._check_skip_next_step(pop_next=False):
             settled = self.first_batch.settle(dist.group.WORLD, self.params[0].device)
             self.first_batch = None if settled else self.first_batch
@@ -49,7 +48,7 @@ class CheckedStep:
             parameter.__dict__.setdefault("summed_grad", None)
             _check_processed_flag(parameter.__dict__["summed_grad"])  # before any addition to it
         self._check_sums()
-        real = super().pre_step(closure)  # type: ignore[misc]
+        real = super().pre_step(closure)
         for parameter in self.params if real else ():  # Opacus marks them only in the process that adds noise
             _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
@@ -69,18 +68,18 @@ class CheckedStep:
 
     def scale_grad(self) -> None:
         """Scale as Opacus does, and record p.grad; in one process, this is its last change before the step."""
-        super().scale_grad()  # type: ignore[misc]
+        super().scale_grad()
         self._noised = self._grads()
 
     def reduce_gradients(self) -> None:
         """Sum over the processes as Opacus does, and record p.grad."""
         self._check_unchanged(self._noised or [])
-        super().reduce_gradients()  # type: ignore[misc]
+        super().reduce_gradients()
         self._noised = self._grads()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure)  # type: ignore[misc]
+        return super().step(closure)
 
     def begin_checks(self, ledger: Ledger) -> None:
         """Check each step against the ledger, last by a pre-hook of the original optimizer's step."""
@@ -146,7 +145,7 @@ class CheckedStep:
     def zero_grad(self, set_to_none: bool = False) -> None:
         if self._broken:
             self._is_last_step_skipped = self._broken = False
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in every:  # Opacus skips frozen parameters, which may be unfrozen later
             if not parameter.requires_grad:
@@ -156,16 +155,7 @@ class CheckedStep:
         self.ledger.cleared(every)
 
 
-def _of_the_inner(name: str) -> Any:
-    """Make a register method that passes hooks to the original optimizer; Opacus's optimizers never call their own."""
-
-    def register(self: CheckedStep, *args: Any, **arguments: Any) -> Any:
-        return getattr(self.original_optimizer, name)(*args, **arguments)
-
-    register.__name__ = name
-    return register
-
-
-for _of in ("step", "state_dict", "load_state_dict"):
+for _of in ("step", "state_dict", "load_state_dict"):  # Opacus's optimizers never call hooks of their own
     for _when in ("pre", "post"):
-        setattr(CheckedStep, f"register_{_of}_{_when}_hook", _of_the_inner(f"register_{_of}_{_when}_hook"))
+        _name = f"register_{_of}_{_when}_hook"
+        setattr(CheckedStep, _name, property(attrgetter(f"original_optimizer.{_name}")))

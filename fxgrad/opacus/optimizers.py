@@ -70,7 +70,7 @@ class _OneBackward(CheckedStep):
                 "be in all of them, and count more than once",
                 advice="Call step() and zero_grad() after each backward, or use Opacus's BatchMemoryManager.",
             )
-        super().accumulate()  # type: ignore[misc]
+        super().accumulate()
         self._iterations = max(1, backwards)
         for parameter in self.params:
             parameter.grad = None
@@ -110,7 +110,8 @@ def check_steps(private: DPOptimizer, engine: Engine, *, one_backward: bool, poi
         private.__class__ = ONE_BACKWARD[type(private)]
         private.poisson_sampling, private.clipped_to = poisson_sampling, private.max_grad_norm
     else:
-        private.__class__ = _checked_class(type(private))
+        opacus_class: Any = type(private)
+        private.__class__ = _checked_class(opacus_class)
     private.begin_checks(Ledger(engine, "grad" if one_backward else "grad_sample"))
 
 

@@ -26,14 +26,8 @@ from fxgrad.opacus.arguments import (
     names_of_accountant,
 )
 from fxgrad.opacus.optimizers import check_steps
-from fxgrad.opacus.processes import (
-    WRAPPERS,
-    check_processes,
-    checked_in_each_step,
-    communicate_in_steps,
-    settle_in_steps,
-)
-from fxgrad.opacus.validating import validating
+from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
+from fxgrad.opacus.validating import prepared_by_opacus
 from fxgrad.quantities import ClippedGrad, GradSample, Quantity
 
 M = TypeVar("M", bound=nn.Module)
@@ -133,38 +127,37 @@ def make_private(
     check_names(make_private, arguments, (*OPTIONAL, *ADAPTIVE))
     check_values(optimizer, noise_multiplier, max_grad_norm, clipping, arguments)
     _check_reduction(loss_reduction, criterion)
-    quantity: Quantity = GradSample()
-    if one_backward:
-        quantity = _clipped(clipping, max_grad_norm)
-    accumulate = "error" if poisson_sampling or one_backward else "append"
-    plain, wrapper = _unwrapped(module)
+    quantity = _clipped(clipping, max_grad_norm) if one_backward else GradSample()
+    wrapper = module if isinstance(module, WRAPPERS) else None
     check_processes(wrapper, independent, clipping)
-    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend, check_first_batch)
-    _check_sizes(transformed, poisson_sampling)
-    with validating(engine):
-        _, private, loader = engine.make_private(
-            module=_original(module),
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            grad_sample_mode="no_op",
-            wrap_model=False,
-            **arguments,
-        )
+    view, transformed = _transformed(
+        module if wrapper is None else wrapper.module,
+        poisson_sampling,
+        quantity=quantity,
+        loss_reduction=loss_reduction,
+        accumulate="error" if poisson_sampling or one_backward else "append",
+        backend=backend,
+        check_first_batch=check_first_batch,
+    )
+    private, loader = prepared_by_opacus(
+        engine,
+        module=transformed.model if wrapper is None else wrapper,
+        optimizer=optimizer,
+        data_loader=data_loader,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        loss_reduction=loss_reduction,
+        poisson_sampling=poisson_sampling,
+        clipping=clipping,
+        **arguments,
+    )
     transformed.store.alone = quantity  # two batches in one backward would add up their rows
     check_steps(private, transformed, one_backward=one_backward, poisson_sampling=poisson_sampling)
+    private.in_one_process = wrapper is None and not independent
     if wrapper is None:
-        if not independent:
-            checked_in_each_step(private)
         return view, private, loader
-    communicate_in_steps(wrapper, loader)
     wrapper.module = view
-    if transformed.first_batch is not None:
-        settle_in_steps(private, transformed.first_batch)
+    communicate_in_steps(wrapper, loader, private, transformed.first_batch)
     return module, private, loader
 
 
@@ -220,16 +213,6 @@ def make_private_with_epsilon(
     return make_private(engine, data_loader=data_loader, noise_multiplier=noise_multiplier, **arguments)
 
 
-def _unwrapped(module: nn.Module) -> tuple[Any, nn.Module | None]:
-    """Return the model and its distributed wrapper, or None."""
-    return (module.module, module) if isinstance(module, WRAPPERS) else (module, None)
-
-
-def _original(module: nn.Module) -> nn.Module:
-    transformed = engine_of(module)
-    return module if transformed is None else transformed.model
-
-
 def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGrad:
     if clipping != "flat" or isinstance(max_grad_norm, Sequence):
         raise OptionError(
@@ -239,22 +222,12 @@ def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGr
     return ClippedGrad(max_grad_norm=float(max_grad_norm))
 
 
-def _transformed(
-    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner, check: bool
-) -> tuple[Any, Engine]:
-    """Transform the model, or check that it is already transformed with matching options."""
-    if engine_of(model) is None:
-        model = transform(
-            model,
-            quantity=quantity,
-            loss_reduction=loss_reduction,
-            accumulate=accumulate,
-            backend=backend,
-            check_first_batch=check,
-        )
+def _transformed(model: Any, poisson_sampling: bool, **options: Any) -> tuple[Any, Engine]:
+    """Transform the model with these options, or check that it is already transformed with matching ones."""
+    model = transform(model, **options) if engine_of(model) is None else model
     engine = engine_of(model)
     assert engine is not None
-    _check_options(engine, quantity, loss_reduction, accumulate)
+    _check_options(engine, options["quantity"], options["loss_reduction"], options["accumulate"], poisson_sampling)
     engine.options.settled |= {"mixing"}
     return model, engine
 
@@ -274,17 +247,9 @@ def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
         )
 
 
-def _check_sizes(engine: Engine, poisson_sampling: bool) -> None:
-    size = engine.roles["forward"].batch_size
-    if poisson_sampling and size is not None:
-        raise OptionError(
-            f"the model is transformed with batch_size={size}, and Poisson sampling draws batches of every size: "
-            "inputs of another size would be shared by all samples",
-            advice="Transform it without batch_size=, with in_dims= for inputs that all samples share.",
-        )
-
-
-def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accumulate: str) -> None:
+def _check_options(
+    engine: Engine, quantity: Quantity, loss_reduction: str, accumulate: str, poisson_sampling: bool
+) -> None:
     """Check that an already transformed model has all options that the clipping relies on."""
     options = engine.options
     if options.loss_scale != loss_scale(loss_reduction):
@@ -307,6 +272,13 @@ def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accu
         raise OptionError(
             f"the model is transformed with accumulate={engine.store.policy!r}: rows would not belong to one batch",
             advice=f"Transform it with accumulate={accumulate!r}.",
+        )
+    size = engine.roles["forward"].batch_size
+    if poisson_sampling and size is not None:
+        raise OptionError(
+            f"the model is transformed with batch_size={size}, and Poisson sampling draws batches of every size: "
+            "inputs of another size would be shared by all samples",
+            advice="Transform it without batch_size=, with in_dims= for inputs that all samples share.",
         )
 
 
