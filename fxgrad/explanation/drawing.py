@@ -13,16 +13,10 @@ from itertools import groupby
 from pathlib import Path
 
 from fxgrad.explanation.findings import Explained, Findings, Value
-from fxgrad.explanation.text import NUMBERS, OPTION_TITLES, cells, options_of, show, titles_of, way_cell
+from fxgrad.explanation.text import NUMBERS, OPTION_TITLES, TOTAL_TITLES, cells, options_of, show, titles_of, way_cell
 
 ROWS_AT_FIRST = 90  # a graph with more rows starts with its inner modules closed
 LINES_AT_ONCE = 40  # a table with more lines scrolls in a box
-LEGEND = {
-    "batched": "holds the samples",
-    "uniform": "function of parameters",
-    "constant": "the same for all",
-    "mixed": "mixes samples",
-}
 
 
 def page(findings: Findings) -> str:
@@ -33,7 +27,10 @@ def page(findings: Findings) -> str:
         model=escape(findings.model),
         subject=escape(", ".join(findings.quantities)) if findings.machine else "per-sample gradients",
         sizes=", ".join(f"<b>{escape(name)}</b> = {size}" for name, size in findings.sizes.items()),
-        sections="\n".join([_totals(findings), _parameters(findings), _ways(findings), _graph(findings)]),
+        totals=_totals(findings),
+        parameters=_parameters(findings),
+        ways=_ways(findings),
+        graph=_graph(findings),
         style=style,
         script=script,
     )
@@ -51,7 +48,7 @@ def element(name: str, *content: str, **attributes: object) -> str:
 
 
 def _totals(findings: Findings) -> str:
-    heads = [element("th", title) for title in ("", "plain step", "with fxgrad")]
+    heads = [element("th", title) for title in ("", *TOTAL_TITLES[1:])]
     rows = []
     for total in findings.totals:
         numbers = [
@@ -61,15 +58,14 @@ def _totals(findings: Findings) -> str:
         rows.append(element("tr", element("th", escape(total.what)), *numbers))
     table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
     notes = [element("li", escape(note)) for note in findings.notes]
-    return element("section", table, element("ul", *notes) if notes else "", class_="totals")
+    return table + (element("ul", *notes) if notes else "")
 
 
 def _parameters(findings: Findings) -> str:
     largest = max((p.bytes.value or 0 for p in findings.parameters), default=0)
     rows = [list(_parameter_rows(p, largest, bool(findings.machine))) for p in findings.parameters]
     bodies = [element("tbody", *own, class_=p.status) for own, p in zip(rows, findings.parameters, strict=True)]
-    table = _wide_table(titles_of(findings), bodies, sum(map(len, rows)))
-    return element("section", element("h2", "Parameters"), table)
+    return _wide_table(titles_of(findings), bodies, sum(map(len, rows)))
 
 
 def _ways(findings: Findings) -> str:
@@ -143,20 +139,9 @@ def grouped(values: Sequence[Value], depth: int = 0) -> list[Group | Value]:
 
 
 def _graph(findings: Findings) -> str:
-    kinds = [element("span", element("span", class_="dot"), text, class_=kind) for kind, text in LEGEND.items()]
-    marks = [
-        element("span", element("b", "B", class_="sample"), " sample dimension"),
-        element("span", element("span", "parameter", class_="pill")),
-        element("span", element("span", "tap", class_="tap")),
-        element("button", "open all", data_open="1"),
-        element("button", "close all", data_open=""),
-    ]
     items = grouped(findings.values)
     depth = next((depth for depth in range(20) if _visible(items, depth + 1) > ROWS_AT_FIRST), 20)
-    rows = [_item(item, "", depth) for item in items]
-    graph = element("div", element("svg", aria_hidden="true"), *rows, class_="graph")
-    legend = element("p", *kinds, *marks, class_="legend")
-    return element("section", element("h2", "Graph"), legend, element("div", graph, class_="wide"))
+    return "".join(_item(item, "", depth) for item in items)
 
 
 def _visible(items: Sequence[Group | Value], depth: int) -> int:

@@ -17,14 +17,7 @@ from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import tensors_of
 from fxgrad.rules.uses import Use
-from fxgrad.runtime.targets import (
-    CollectTarget,
-    DeriveTarget,
-    NewTape,
-    OwnTapTarget,
-    TapSeveralTarget,
-    TapTarget,
-)
+from fxgrad.runtime.targets import CollectTarget, DeriveTarget, NewTape, OwnTapTarget, TapSeveralTarget, TapTarget
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 
 

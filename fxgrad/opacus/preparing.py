@@ -17,14 +17,7 @@ from fxgrad.api import engine_of, transform
 from fxgrad.capture.options import Inner, loss_scale
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
-from fxgrad.opacus.arguments import (
-    ADAPTIVE,
-    OPTIONAL,
-    check_names,
-    check_number,
-    check_values,
-    names_of_accountant,
-)
+from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
 from fxgrad.opacus.optimizers import check_steps
 from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
 from fxgrad.opacus.validating import prepared_by_opacus

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxgrad.first_batch.compared_rows import largest
+from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host import pytree
-from fxgrad.kernels.precision import wide
 
 LossFn = Callable[[Any], Tensor]
 Grads = dict[str, Tensor]  # of each parameter
@@ -115,30 +114,34 @@ def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     >>> relative_error({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
     0.25
     """
+    missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
+    if missing or extra:
+        raise AssertionError(f"names differ: missing {missing}, unexpected {extra}")
+    for name, b in expected.items():
+        a = actual[name]
+        if a.shape != b.shape:
+            raise AssertionError(f"shape of '{name}': {list(a.shape)} instead of {list(b.shape)}")
+        if not _alike(a, b):
+            raise AssertionError(f"'{name}' is {a.dtype} on {a.device} instead of {b.dtype} on {b.device}")
+        if difference(a, b).isinf().any():
+            raise AssertionError(f"'{name}' is not finite where it should be, or the reverse")
     return max(relative_errors(actual, expected).values(), default=0.0)
 
 
 def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the error of each name, of which `relative_error` is the largest."""
-    missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
-    if missing or extra:
-        raise AssertionError(f"names differ: missing {missing}, unexpected {extra}")
+    """Return the error of each name, of which `relative_error` is the largest; inf where that raises."""
     smallest_scale = NEGLIGIBLE * max((largest(b) for b in expected.values()), default=0.0)
-    return {name: _error_of(name, actual[name], b, smallest_scale) for name, b in expected.items()}
+    errors = dict.fromkeys(expected, float("inf"))
+    for name, b in expected.items():
+        if name in actual and _alike(actual[name], b):
+            most = float(difference(actual[name], b).max()) if b.numel() else 0.0
+            scale = max(largest(b), smallest_scale)
+            errors[name] = 0.0 if most == 0 else most / scale if scale else float("inf")
+    return errors
 
 
-def _error_of(name: str, a: Tensor, b: Tensor, smallest_scale: float) -> float:
-    if a.shape != b.shape:
-        raise AssertionError(f"shape of '{name}': {list(a.shape)} instead of {list(b.shape)}")
-    if a.dtype != b.dtype or a.device != b.device:
-        raise AssertionError(f"'{name}' is {a.dtype} on {a.device} instead of {b.dtype} on {b.device}")
-    a, b = wide(a), wide(b)
-    finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        raise AssertionError(f"'{name}' is not finite where it should be, or the reverse")
-    difference = largest(a[finite] - b[finite])
-    scale = max(largest(b), smallest_scale)
-    return 0.0 if difference == 0 else difference / scale if scale else float("inf")
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def grads_of(loss: Tensor, sources: Mapping[str, Tensor]) -> Grads:
