@@ -58,7 +58,7 @@ def moved(before: Sequence[Rows], after: Sequence[Rows], tolerance: float) -> st
 def difference(a: Tensor, b: Tensor) -> Tensor:
     """Return |a - b|: 0 where both are equal or NaN, infinite where only one is finite."""
     a, b = wide(a), wide(b)
-    return torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).nan_to_num(torch.inf)
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
 
 
 def largest(values: Tensor) -> float:

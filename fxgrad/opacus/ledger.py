@@ -45,13 +45,16 @@ class Ledger:
         if self.place == "grad" and not any(map(accumulates, forward.parameters.values())):  # autograd.grad
             return
         self._check_hooks(forward)
-        values = [tensor for parameter in forward.parameters.values() for tensor in self.tensors(parameter)]
-        changed = [name for name, parameter in forward.parameters.items() if not self._is_as_left(parameter)]
+        parameters = forward.parameters
+        states = {name: self.state(parameter) for name, parameter in parameters.items()}
+        present = {name: state for name, state in states.items() if state or self.deliveries}
+        changed = [name for name, state in present.items() if state != self.states.get(id(parameters[name]), ())]
+        values = (tensor for parameter in parameters.values() for tensor in self.tensors(parameter))
         if changed and any(bool(value.any()) for value in values):  # zero_grad(set_to_none=False) leaves zeros
             self.trouble = self.trouble or (
                 f"{self.place} of '{changed[0]}' held something else than fxgrad delivered when a backward began"
             )
-        elif changed or not values:
+        elif changed or not any(states.values()):
             self._forget()
         self.running = forward.task()
 
@@ -64,11 +67,6 @@ class Ledger:
                 "clipping",
                 advice="Remove it. A hook of register_hook may look at the clipped gradient.",
             )
-
-    def _is_as_left(self, parameter: Tensor) -> bool:
-        """Decide whether a parameter's place is as the last delivery or clearing left it."""
-        state = self.state(parameter)
-        return state == self.states.get(id(parameter), ()) or (not state and self.deliveries == 0)
 
     def ended(self, forward: Forward) -> None:
         """Record a delivery at the very end of the backward, after DistributedDataParallel averaged p.grad."""
