@@ -64,7 +64,8 @@ def _totals(findings: Findings) -> str:
 def _parameters(findings: Findings) -> str:
     largest = max((p.bytes.value or 0 for p in findings.parameters), default=0)
     rows = [list(_parameter_rows(p, largest, bool(findings.machine))) for p in findings.parameters]
-    bodies = [element("tbody", *own, class_=p.status) for own, p in zip(rows, findings.parameters, strict=True)]
+    pairs = zip(findings.parameters, rows, strict=True)
+    bodies = [element("tbody", *rows_of_p, class_=p.status) for p, rows_of_p in pairs]
     return _wide_table(titles_of(findings), bodies, sum(map(len, rows)))
 
 

@@ -155,8 +155,7 @@ class _Explainer:
     def explanation(self) -> Explanation:
         parameters = tuple(self._parameters())
         values = GraphValues(self.graph, self.ctx, self.taps, self.parts).values()
-        self._note_what_is_not_counted(parameters)
-        self._note_what_is_not_compiled()
+        self._add_notes(parameters)
         names = {name: at(symbol, self.ctx.symbols, self.size) for symbol, name in self.ctx.symbols.names.items()}
         return Explanation(
             type(self.model).__name__,
@@ -257,14 +256,13 @@ class _Explainer:
         materialised = sum(bytes_of[p.name] for p in parameters if p.materialised)
         yield Total("gradients held", "B", Cost("0", 0), self._cost(b * materialised))
 
-    def _note_what_is_not_counted(self, parameters: Sequence[Explained]) -> None:
+    def _add_notes(self, parameters: Sequence[Explained]) -> None:
+        """Note the work that is not counted, and the kernels that are not compiled."""
         hidden = sorted({name for node in self.graph.nodes if (name := opaque(node))})
         if hidden:
             self.notes.append(f"flops leave out what happens inside of {', '.join(hidden)}")
         if any(step.by == "generic" for p in parameters for step in p.steps):
             self.notes.append("flops leave out the generic rule, which runs the op's own derivative under vmap")
-
-    def _note_what_is_not_compiled(self) -> None:
         for library in self.libraries:
             reason = library.why_off()
             if reason:

@@ -20,7 +20,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class BatchedInput:
     """An input with samples: position k of dimension ``dim`` belongs to sample ``owners[k]``."""
 
     value: Tensor
@@ -56,21 +56,20 @@ class Held:
         return moved
 
 
-def held_inputs(
+def batched_inputs(
     args: Sequence[Any], size: int, dims: Mapping[int, int], packed: Mapping[int, tuple[int, int] | None]
-) -> dict[int, Held]:
+) -> dict[int, BatchedInput]:
     """Return the inputs with samples by position; for a packed sequence, its data."""
-    inputs = {
-        i: Held(args[i], dim, torch.arange(size, device=args[i].device)) for i, dim in dims.items() if i not in packed
-    }
+    padded = {i: dim for i, dim in dims.items() if i not in packed}
+    inputs = {i: BatchedInput(args[i], dim, torch.arange(size, device=args[i].device)) for i, dim in padded.items()}
     for i, places in packed.items():
         if places is not None:
             steps, order = args[places[0]].tolist(), args[places[1]]
-            inputs[i] = Held(args[i], 0, torch.cat([order[:n] for n in steps]).to(args[i].device))
+            inputs[i] = BatchedInput(args[i], 0, torch.cat([order[:n] for n in steps]).to(args[i].device))
     return inputs
 
 
-def chosen(inputs: Mapping[int, Held], size: int, count: int) -> Change:
+def chosen(inputs: Mapping[int, BatchedInput], size: int, count: int) -> Change:
     """Choose the samples with the largest and the smallest values, which a maximum, minimum or mean depends on."""
     known = [one for one in inputs.values() if one.value.numel()]
     if not known:

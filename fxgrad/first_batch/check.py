@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fxgrad.capture.distributed import group_around, largest_of_all
 from fxgrad.errors import MixedSamples, OptionError
-from fxgrad.first_batch.changes import Held, chosen, copies, held_inputs
+from fxgrad.first_batch.changes import BatchedInput, batched_inputs, chosen, copies
 from fxgrad.first_batch.compared_rows import Rows, largest, moved, sketch
 from fxgrad.host.autograd import saved_tensors_hooks_aside
 from fxgrad.kernels.precision import accumulating
@@ -139,7 +139,7 @@ class _TwoSteps:
     def __post_init__(self) -> None:
         self.scales: dict[int, Tensor] = {}  # the rms of each output in the first step
         size = self.graph.size_of(self.args)
-        self.batched = held_inputs(self.args, size, self.graph.dims, self.graph.facts.packed)
+        self.batched = batched_inputs(self.args, size, self.graph.dims, self.graph.facts.packed)
         self.change = chosen(self.batched, size, min(2, _units(self.quantities, size) - 1))
         self.asked = [
             (q, q.units(size), *one) for q in self.quantities for one in sample_dims(q, q.units(size), self.parameters)
@@ -159,7 +159,7 @@ class _TwoSteps:
             return Verdict.PASSED, ""
         return Verdict.MIXED, f"{self.changed()} new values in the first batch, and {seen}"
 
-    def _after(self, inputs: Sequence[Any], batched: Mapping[int, Held]) -> list[Rows]:
+    def _after(self, inputs: Sequence[Any], batched: Mapping[int, BatchedInput]) -> list[Rows]:
         """Run the second step; if integers must keep an order (sorted lengths), change only floating inputs."""
         try:
             return self.run(inputs)
@@ -190,7 +190,7 @@ class _TwoSteps:
         new = {i: self.args[i].detach() for i in self.graph.trainable} | copies(copied, written)
         return [new.get(i, arg) for i, arg in enumerate(self.args)]
 
-    def altered(self, batched: Mapping[int, Held]) -> list[Any] | None:
+    def altered(self, batched: Mapping[int, BatchedInput]) -> list[Any] | None:
         """Copy the inputs with new values of the changed samples; return None if no number differs."""
         new = self.inputs()
         return new if any([one.put(new[i], self.change) for i, one in batched.items()]) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import opacus
@@ -220,7 +220,7 @@ def _transformed(model: Any, poisson_sampling: bool, **options: Any) -> tuple[An
     model = transform(model, **options) if engine_of(model) is None else model
     engine = engine_of(model)
     assert engine is not None
-    _check_options(engine, options["quantity"], options["loss_reduction"], options["accumulate"], poisson_sampling)
+    _check_options(engine, poisson_sampling, options)
     engine.options.settled |= {"mixing"}
     return model, engine
 
@@ -240,11 +240,9 @@ def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
         )
 
 
-def _check_options(
-    engine: Engine, quantity: Quantity, loss_reduction: str, accumulate: str, poisson_sampling: bool
-) -> None:
+def _check_options(engine: Engine, poisson_sampling: bool, needed: Mapping[str, Any]) -> None:
     """Check that an already transformed model has all options that the clipping relies on."""
-    options = engine.options
+    options, loss_reduction, accumulate = engine.options, needed["loss_reduction"], needed["accumulate"]
     if options.loss_scale != loss_scale(loss_reduction):
         raise OptionError(
             f"the model is transformed for another loss than loss_reduction={loss_reduction!r}: "
@@ -256,9 +254,10 @@ def _check_options(
             "the model is transformed with mixing='allow': clipping rows does not bound what one sample changes",
             advice="Transform it without mixing=.",
         )
-    if not any(_serves(quantity_of_model, quantity) for quantity_of_model in options.quantities):
+    if not any(_serves(quantity, needed["quantity"]) for quantity in options.quantities):
         raise OptionError(
-            f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs {quantity}",
+            f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs "
+            f"{needed['quantity']}",
             advice="Transform it for that, or leave one_backward as it fits.",
         )
     if engine.store.policy not in ("error", accumulate):

@@ -56,9 +56,9 @@ def probe(
     return influences or _influences(loss, "loss") or _influences(grads, "grad_sample")
 
 
-def _influences(rows: Rows, what: str) -> list[Influence]:
+def _influences(rows: Rows, value: str) -> list[Influence]:
     others = [tuple(j for j in reached if j != i) for i, reached in enumerate(rows)]
-    return [Influence(i, targets, what) for i, targets in enumerate(others) if targets]
+    return [Influence(i, targets, value) for i, targets in enumerate(others) if targets]
 
 
 def _one_alone(witness: Witness, whole: Whole) -> Sequence[Tensor | None]:

@@ -112,7 +112,7 @@ class Witness:
         torch.manual_seed(SEED)
         before = _random_state(self.model)
         draws = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws, dtypes.found)
+        return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws, dtypes.seen)
 
     def by_output(self, output: Any) -> list[Tensor | None]:
         """Return dL/dy for every tensor y of an output, as independent variables."""
@@ -201,9 +201,9 @@ class _Dtypes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[torch.dtype] = set()
+        self.seen: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found |= {value.dtype for value in tensors_in(result) if value.is_floating_point()}
+        self.seen |= {value.dtype for value in tensors_in(result) if value.is_floating_point()}
         return result
