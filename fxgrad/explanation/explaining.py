@@ -142,13 +142,10 @@ def explain(
 
     early, late = PASSES.index(decompose_recurrent) + 1, PASSES.index(attach_taps)
     trace = capture(engine, args, kwargs, (*PASSES[:early], keep, *PASSES[early:late], keep, *PASSES[late:]))
-    return _Explainer(engine.model, trace, _plain_step(*kept), size).explanation()
-
-
-def _plain_step(captured: fx.GraphModule, decomposed: fx.GraphModule) -> fx.GraphModule:
-    """Return the captured graph, or the decomposed one for torch.func, whose levels do not open on fake tensors."""
+    captured, decomposed = kept
     wrapped = any(isinstance(node.target, Stretch) for node in captured.graph.nodes)
-    return decomposed if wrapped else captured
+    plain = decomposed if wrapped else captured  # the levels of torch.func do not open on fake tensors
+    return _Explainer(engine.model, trace, plain, size).explanation()
 
 
 def _two_samples(engine: Engine, args: Any, kwargs: Any) -> tuple[Any, Any, int]:

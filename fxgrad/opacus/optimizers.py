@@ -27,9 +27,6 @@ class AdaptiveOptimizer(CheckedStep, AdaClipDPOptimizer):  # type: ignore[misc]
     as for every batch in Andrew et al. (2019), https://arxiv.org/abs/1905.03871.
     """
 
-    sample_size: int | float
-    unclipped_num: Any
-
     def clip_and_accumulate(self) -> None:
         rows = self._get_flat_grad_sample(self.params[0])
         if len(rows):

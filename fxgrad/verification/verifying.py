@@ -172,7 +172,6 @@ class _Verification:
         if _tolerance(coarsest) > self.tolerance:
             self.tolerance = _tolerance(coarsest)
             self.notes.append(f"the model computes in {_name(coarsest)} inside")
-        self.witness.tolerance = self.tolerance
         return whole
 
     def _undivided(self, whole: Whole) -> bool:
@@ -231,7 +230,7 @@ class _Verification:
         if not whole.draws:
             try:
                 self.method = "the loop over single samples"
-                return self.witness.alone(whole)
+                return self.witness.alone(whole, self.tolerance)
             except NotAlone as reason:
                 self.notes.append(str(reason))
             except Exception as error:  # the model rejects a batch of one

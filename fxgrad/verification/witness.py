@@ -81,7 +81,6 @@ class Witness:
         self.model, self.inputs, self.loss_fn = model, inputs, loss_fn
         self.scale = scale  # of the gradients, in place of the loss
         self.n = inputs.batch.size
-        self.tolerance = 0.0  # for a sample alone against its rows in the batch
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     @contextmanager
@@ -126,17 +125,18 @@ class Witness:
         grads = gradients([loss], {k: y for k, y in enumerate(cut) if y.requires_grad})
         return [grads.get(k) for k in range(len(cut))]
 
-    def alone(self, whole: Whole) -> Grads:
+    def alone(self, whole: Whole, tolerance: float) -> Grads:
         """Return the gradients of all samples, by a forward and a backward of each sample alone.
 
-        Raise `NotAlone` if that forward does not give the sample's rows of the batch's outputs.
+        Raise `NotAlone` if that forward does not give the sample's rows of the batch's outputs, up to a tolerance.
         """
         grads = []
         for i in range(self.n):
             with self.forward(self.model, self.inputs.sample(i)) as output:
                 leaves = tensors_in(output)
                 for y, all_y, place in zip(leaves, whole.outputs, whole.places, strict=True):
-                    if place is not None and not self._close(y.detach(), row(all_y, place, self.n, i)):
+                    rows = y if place is None else row(all_y, place, self.n, i)
+                    if y.shape != rows.shape or differs(y, rows, tolerance).any():
                         raise NotAlone(f"sample {i} alone has other outputs than in the batch")
                 grads.append(self._backward(leaves, whole, partial(row, n=self.n, i=i)))
         return _stacked(grads)
@@ -152,9 +152,6 @@ class Witness:
         pairs = zip(whole.by_output, whole.places, strict=True)
         by_output = [g if place is None or g is None else part(g, place) * self.scale for g, place in pairs]
         return dense(gradients(leaves, self.parameters, by_output), self.parameters)
-
-    def _close(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and not bool(differs(a, b, self.tolerance).any())
 
 
 class NotAlone(Exception):
