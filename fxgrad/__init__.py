@@ -11,8 +11,7 @@ from fxgrad import errors, losses, testing
 from fxgrad.api import empty_cache, release, result, transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import FxgradError
-from fxgrad.explanation.explaining import explain
-from fxgrad.explanation.explanation import Explanation
+from fxgrad.explanation.explaining import Explanation, explain
 from fxgrad.extend import implements_per_sample_grads, register_op
 from fxgrad.ops.families import Family
 from fxgrad.quantities import (

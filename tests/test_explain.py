@@ -247,7 +247,7 @@ def test_the_drawn_graph() -> None:
 
 def test_a_module_of_one_op_is_no_group() -> None:
     top = grouped(fxgrad.explain(Model(), torch.randn(5, 3)).values)
-    names = [item.name if hasattr(item, "items") else item.op for item in top.items]
+    names = [item.name if hasattr(item, "items") else item.op for item in top]
     assert names == [
         "input", "linear", "blocks.0: Sequential", "add", "blocks.1: Sequential", "add", "t", "exp", "matmul", "output",
     ]  # fmt: skip

@@ -20,7 +20,7 @@ import fxgrad
 from fxgrad.api import engine_of
 from fxgrad.engine import Engine
 from fxgrad.errors import MixedSamples, OptionError
-from fxgrad.first_batch.changes import Held, chosen, copies
+from fxgrad.first_batch.changes import BatchedInput, chosen, copies
 from fxgrad.verification.oracle import default_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -507,12 +507,12 @@ class TestRefused:
 class TestChanges:
     def test_the_largest_and_the_smallest(self) -> None:
         x = torch.tensor([[2.0], [-9.0], [1.0], [3.0]])
-        change = chosen({0: Held(x, 0, torch.arange(4))}, 4, 2)
+        change = chosen({0: BatchedInput(x, 0, torch.arange(4))}, 4, 2)
         assert change is not None and change.samples == (1, 2)
 
     def test_new_values_lie_between_two_samples(self) -> None:
         x = torch.tensor([[2.0, 4], [0, 8], [1, 2]])
-        held, made = Held(x, 0, torch.arange(3)), x.clone()
+        held, made = BatchedInput(x, 0, torch.arange(3)), x.clone()
         change = chosen({0: held}, 3, 1)
         assert change is not None and held.put(made, change)
         assert (made != x).any(1).tolist() == [False, True, False]
@@ -540,13 +540,13 @@ class TestChanges:
 
     def test_samples_that_share_memory_stay(self) -> None:
         windows = torch.randn(9).unfold(0, 3, 2)
-        held, made = Held(windows, 0, torch.arange(4)), copies({0: windows}, frozenset())[0]
+        held, made = BatchedInput(windows, 0, torch.arange(4)), copies({0: windows}, frozenset())[0]
         change = chosen({0: held}, 4, 2)
         assert change is not None and not held.put(made, change) and torch.equal(made, windows)
 
     def test_a_repeated_dimension_is_written_once(self) -> None:
         x = torch.randn(4, 1, 3).expand(4, 5, 3)
-        held, made = Held(x, 0, torch.arange(4)), copies({0: x}, frozenset())[0]
+        held, made = BatchedInput(x, 0, torch.arange(4)), copies({0: x}, frozenset())[0]
         change = chosen({0: held}, 4, 2)
         assert change is not None and held.put(made, change)
         assert (made != x).flatten(1).any(1).sum() == 2

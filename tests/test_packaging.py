@@ -24,7 +24,7 @@ def listed_packages() -> set[str]:
     return set(re.findall(r'"([\w.]+)"', found[1]))
 
 
-READ = {".cpp", ".css", ".js", ".typed"}  # what modules read beside them
+READ = {".cpp", ".css", ".html", ".js", ".typed"}  # what modules read beside them
 
 
 def source_files() -> dict[str, Path]:

@@ -7,12 +7,13 @@ the script, and the groups of modules open and close. The script draws the edges
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 from fxgrad.explanation.findings import Explained, Findings, Value
-from fxgrad.explanation.text import cells, options_of, show, titles_of, way_cell
+from fxgrad.explanation.text import NUMBERS, OPTION_TITLES, TOTAL_TITLES, cells, options_of, show, titles_of, way_cell
 
 ROWS_AT_FIRST = 90  # a graph with more rows starts with its inner modules closed
 LINES_AT_ONCE = 40  # a table with more lines scrolls in a box
@@ -21,216 +22,174 @@ LINES_AT_ONCE = 40  # a table with more lines scrolls in a box
 def page(findings: Findings) -> str:
     """Return a complete HTML document."""
     folder = Path(__file__).parent
-    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    parts = [
-        f"<header><h1>{escape(findings.model)}</h1><p>{_subject(findings)} at {_sizes(findings)}</p></header>",
-        *_totals(findings),
-        *_parameters(findings),
-        *_ways(findings),
-        *_graph(findings),
-    ]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>fxgrad: {escape(findings.model)}</title>",
-            f"<style>\n{style}</style></head><body>",
-            *parts,
-            f"<script>\n{script}</script></body></html>",
-            "",
-        ]
+    template, style, script = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    return template.format(
+        model=escape(findings.model),
+        subject=escape(", ".join(findings.quantities)) if findings.machine else "per-sample gradients",
+        sizes=", ".join(f"<b>{escape(name)}</b> = {size}" for name, size in findings.sizes.items()),
+        totals=_totals(findings),
+        parameters=_parameters(findings),
+        ways=_ways(findings),
+        graph=_graph(findings),
+        style=style,
+        script=script,
     )
 
 
-def _subject(findings: Findings) -> str:
-    return escape(", ".join(findings.quantities)) if findings.machine else "per-sample gradients"
+def element(name: str, *content: str, **attributes: object) -> str:
+    """Return an HTML element of HTML contents; attributes are escaped, and those that are None omitted.
+
+    >>> element("td", "<b>1</b>", class_="number", title="B < 2")
+    '<td class="number" title="B &lt; 2"><b>1</b></td>'
+    """
+    names = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    words = "".join(f' {key}="{escape(str(value))}"' for key, value in names.items())
+    return f"<{name}{words}>{''.join(content)}</{name}>"
 
 
-def _sizes(findings: Findings) -> str:
-    return ", ".join(f"<b>{escape(name)}</b> = {size}" for name, size in findings.sizes.items())
-
-
-def _totals(findings: Findings) -> Iterator[str]:
-    yield '<section class="totals"><table><thead><tr><th></th><th>plain step</th><th>with fxgrad</th></tr></thead>'
-    yield "<tbody>"
+def _totals(findings: Findings) -> str:
+    heads = [element("th", title) for title in ("", *TOTAL_TITLES[1:])]
+    rows = []
     for total in findings.totals:
-        numbers = "".join(
-            f'<td class="number" title="{escape(cost.formula)}">{escape(show(cost, total.unit)) or "?"}</td>'
+        numbers = [
+            element("td", escape(show(cost, total.unit)) or "?", class_="number", title=cost.formula)
             for cost in (total.plain, total.fxgrad)
-        )
-        yield f"<tr><th>{escape(total.what)}</th>{numbers}</tr>"
-    yield "</tbody></table>"
-    if findings.notes:
-        yield "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in findings.notes) + "</ul>"
-    yield "</section>"
+        ]
+        rows.append(element("tr", element("th", escape(total.what)), *numbers))
+    table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
+    notes = [element("li", escape(note)) for note in findings.notes]
+    return table + (element("ul", *notes) if notes else "")
 
 
-def _parameters(findings: Findings) -> Iterator[str]:
+def _parameters(findings: Findings) -> str:
     largest = max((p.bytes.value or 0 for p in findings.parameters), default=0)
-    heads = "".join(f"<th{_number(title)}>{title}</th>" for title in titles_of(findings))
-    tall = " tall" if sum(max(1, len(p.steps)) for p in findings.parameters) > LINES_AT_ONCE else ""
-    yield f'<section><h2>Parameters</h2><div class="wide{tall}"><table class="parameters">'
-    yield f"<thead><tr>{heads}</tr></thead>"
-    for p in findings.parameters:
-        yield f'<tbody class="{p.status}">{"".join(_parameter_rows(p, largest, bool(findings.machine)))}</tbody>'
-    yield "</table></div></section>"
+    rows = [list(_parameter_rows(p, largest, bool(findings.machine))) for p in findings.parameters]
+    pairs = zip(findings.parameters, rows, strict=True)
+    bodies = [element("tbody", *rows_of_p, class_=p.status) for p, rows_of_p in pairs]
+    return _wide_table(titles_of(findings), bodies, sum(map(len, rows)))
 
 
-def _number(title: str) -> str:
-    return ' class="number"' if title in ("grad_sample", "flops", "bytes", "ms") else ""
+def _ways(findings: Findings) -> str:
+    """Return the table of strategies and their costs, for uses with a choice."""
+    options = [row for p in findings.parameters for row in options_of(p)]
+    if not options:
+        return ""
+    rows = []
+    for row in options:
+        pairs = zip(OPTION_TITLES, row, strict=True)
+        rows.append(element("tr", *(element("td", escape(cell), class_=_number(title)) for title, cell in pairs)))
+    remark = element("p", f"estimated for {escape(findings.machine)}")
+    table = _wide_table(OPTION_TITLES, [element("tbody", *rows)], len(rows))
+    return element("section", element("h2", "Ways"), remark, table)
 
 
-def _ways(findings: Findings) -> Iterator[str]:
-    """Yield the table of strategies and their costs, for uses with a choice."""
-    rows = [row for p in findings.parameters for row in options_of(p)]
-    if not rows:
-        return
-    titles = ("parameter", "use", "way", "flops", "bytes", "ms", "why")
-    heads = "".join(f"<th{_number(title)}>{title}</th>" for title in titles)
-    tall = " tall" if len(rows) > LINES_AT_ONCE else ""
-    yield f"<section><h2>Ways</h2><p>estimated for {escape(findings.machine)}</p>"
-    yield f'<div class="wide{tall}"><table class="parameters"><thead><tr>{heads}</tr></thead><tbody>'
-    for row in rows:
-        cells_of = "".join(f"<td{_number(title)}>{escape(cell)}</td>" for title, cell in zip(titles, row, strict=True))
-        yield f"<tr>{cells_of}</tr>"
-    yield "</tbody></table></div></section>"
+def _wide_table(titles: Sequence[str], bodies: Sequence[str], lines: int) -> str:
+    heads = [element("th", title, class_=_number(title)) for title in titles]
+    table = element("table", element("thead", element("tr", *heads)), *bodies, class_="parameters")
+    return element("div", table, class_="wide tall" if lines > LINES_AT_ONCE else "wide")
+
+
+def _number(title: str) -> str | None:
+    return "number" if title in NUMBERS else None
 
 
 def _parameter_rows(p: Explained, largest: int, ways: bool) -> Iterator[str]:
     count = max(1, len(p.steps))
-    name = ", ".join([p.name, *p.aliases])
-    share = 100 * (p.bytes.value or 0) / largest if largest else 0
-    first = f'<th rowspan="{count}">{escape(name)}</th><td rowspan="{count}">{p.dtype}{escape(str(list(p.shape)))}</td>'
-    size = (
-        f'<td rowspan="{count}" class="number bar" style="--share:{share:.1f}%" title="{escape(p.bytes.formula)}">'
-        f"{escape(show(p.bytes, 'B'))}</td>"
-    )
-    size = "" if ways else size
+    name = element("th", escape(", ".join([p.name, *p.aliases])), rowspan=count)
+    first = name + element("td", escape(f"{p.dtype}{list(p.shape)}"), rowspan=count)
+    share = f"--share:{100 * (p.bytes.value or 0) / largest if largest else 0:.1f}%"
+    bar = {"class_": "number bar", "style": share, "title": p.bytes.formula}
+    size = "" if ways else element("td", escape(show(p.bytes, "B")), rowspan=count, **bar)
     if not p.steps:
-        yield f'<tr>{first}<td colspan="5"><i>{p.status}</i></td>{size or "<td></td>"}<td></td></tr>'
+        yield element("tr", first, element("td", element("i", p.status), colspan=5), size or "<td></td>", "<td></td>")
     for i, step in enumerate(p.steps):
         use, line, by, term, samples = map(escape, cells(step))
-        target = f'<a href="#v-{escape(step.node)}">{use}</a>'
-        row = (
-            f'<td>{target}</td><td title="{escape(step.line)}">{line}</td><td><span class="tap {by.split()[0]}">{by}'
-            f"</span></td><td><code>{term}</code></td><td>{samples}</td>"
+        yield element(
+            "tr",
+            first if i == 0 else "",
+            element("td", element("a", use, href=f"#v-{step.node}")),
+            element("td", line, title=step.line),
+            element("td", element("span", by, class_=f"tap {by.split()[0]}")),
+            element("td", element("code", term)),
+            element("td", samples),
+            element("td", way_cell(step), title=step.contracted and step.contracted.why) if ways else "",
+            size if i == 0 else "",
+            element("td", escape(show(step.flops, "")), class_="number", title=step.flops.formula),
         )
-        flops = f'<td class="number" title="{escape(step.flops.formula)}">{escape(show(step.flops, ""))}</td>'
-        way = f'<td title="{escape(step.contracted.why)}">{way_cell(step)}</td>' if step.contracted and ways else ""
-        yield f"<tr>{first if i == 0 else ''}{row}{way}{size if i == 0 else ''}{flops}</tr>"
 
 
 @dataclass
-class _Group:
-    """Consecutive values of one module; values of its submodules are nested groups."""
+class Group:
+    """Consecutive values of one module; those of its submodules are groups among the items."""
 
     name: str
-    items: list[_Group | Value] = field(default_factory=list)
-
-    def values(self) -> Iterator[Value]:
-        for item in self.items:
-            if isinstance(item, _Group):
-                yield from item.values()
-            else:
-                yield item
+    values: list[Value]
+    items: list[Group | Value]
 
 
-def grouped(values: Sequence[Value]) -> _Group:
+def grouped(values: Sequence[Value], depth: int = 0) -> list[Group | Value]:
     """Group values by module, in their order; a module with a single op forms no group."""
-    top = _Group("")
-    for value in values:
-        group = top
-        for name in value.modules:
-            last = group.items[-1] if group.items else None
-            if not (isinstance(last, _Group) and last.name == name):
-                last = _Group(name)
-                group.items.append(last)
-            group = last
-        group.items.append(value)
-    return _flattened(top)
-
-
-def _flattened(group: _Group) -> _Group:
-    items: list[_Group | Value] = []
-    for item in group.items:
-        if isinstance(item, _Group):
-            inner = _flattened(item)
-            items += inner.items if len(list(inner.values())) == 1 else [inner]
+    items: list[Group | Value] = []
+    for name, run in groupby(values, lambda value: value.modules[depth] if depth < len(value.modules) else None):
+        members = list(run)
+        if name is None or len(members) == 1:
+            items += members
         else:
-            items.append(item)
-    return _Group(group.name, items)
+            items.append(Group(name, members, grouped(members, depth + 1)))
+    return items
 
 
-def _graph(findings: Findings) -> Iterator[str]:
-    kinds = ("batched", "uniform", "constant", "mixed")
-    words = ("holds the samples", "function of parameters", "the same for all", "mixes samples")
-    legend = "".join(
-        f'<span class="{kind}"><span class="dot"></span>{word}</span>' for kind, word in zip(kinds, words, strict=True)
-    )
-    yield f'<section><h2>Graph</h2><p class="legend">{legend}<span><b class="sample">B</b> sample dimension</span>'
-    yield '<span><span class="pill">parameter</span></span><span><span class="tap">tap</span></span>'
-    yield '<button data-open="1">open all</button><button data-open="">close all</button></p>'
-    yield '<div class="wide"><div class="graph"><svg aria-hidden="true"></svg>'
-    top = grouped(findings.values)
-    depth = _open_depth(top)
-    for item in top.items:
-        yield from _item(item, "", depth)
-    yield "</div></div></section>"
+def _graph(findings: Findings) -> str:
+    items = grouped(findings.values)
+    depth = next((depth for depth in range(20) if _visible(items, depth + 1) > ROWS_AT_FIRST), 20)
+    return "".join(_item(item, "", depth) for item in items)
 
 
-def _open_depth(top: _Group) -> int:
-    """Return the depth to which groups are open at first, so that the rows fit on a page."""
-    depth = 0
-    while depth < 20 and _visible(top, depth + 1) <= ROWS_AT_FIRST:
-        depth += 1
-    return depth
+def _visible(items: Sequence[Group | Value], depth: int) -> int:
+    """Count the rows if groups are open down to a depth."""
+    inner = [item.items for item in items if isinstance(item, Group)] if depth > 0 else []
+    return len(items) + sum(_visible(below, depth - 1) for below in inner)
 
 
-def _visible(group: _Group, depth: int) -> int:
-    if depth < 0:
-        return 0
-    return sum(1 + _visible(item, depth - 1) if isinstance(item, _Group) else 1 for item in group.items)
-
-
-def _item(item: _Group | Value, outer: str, depth: int) -> Iterator[str]:
+def _item(item: Group | Value, outer: str, depth: int) -> str:
     if isinstance(item, Value):
-        yield _row(item, outer)
-        return
+        return _row(item, outer)
     path, _, kind = item.name.partition(": ")
-    values = list(item.values())
-    parameters = len({name for value in values for name in value.parameters})
-    counts = f"{len(values)} ops" + (f", {parameters} parameters" if parameters else "")
-    inner_path = path.removeprefix(f"{outer}.") if outer else path
-    yield f'<details{" open" if depth > 0 else ""}><summary><span class="dot"></span><b>{escape(inner_path)}</b> '
-    yield f"{escape(kind)} <small>{counts}</small></summary>"
-    for inner in item.items:
-        yield from _item(inner, path, depth - 1)
-    yield "</details>"
+    parameters = len({name for value in item.values for name in value.parameters})
+    counts = f"{len(item.values)} ops" + (f", {parameters} parameters" if parameters else "")
+    name = element("b", escape(_relative(path, outer)))
+    summary = element("summary", element("span", class_="dot"), name, f" {escape(kind)} ", element("small", counts))
+    rows = [_item(inner, path, depth - 1) for inner in item.items]
+    return element("details", summary, *rows, open="" if depth > 0 else None)
 
 
 def _row(value: Value, module: str) -> str:
     sizes = [
-        f'<b class="sample">{escape(size)}</b>' if i == value.sample_dim else escape(size)
+        element("b", escape(size), class_="sample") if i == value.sample_dim else escape(size)
         for i, size in enumerate(value.sizes)
     ]
-    shape = f"{value.dtype}[{', '.join(sizes)}]" if value.dtype else ""
-    label = f"{value.op} <small>{escape(value.line)}</small>" if value.op == "input" else f"{escape(value.op)}"
-    line = "" if value.op == "input" else value.line.split("   ")[0]
-    pills = [_pill("pill", name, module) for name in value.parameters]
-    pills += [_pill("pill still", name, module) for name in value.constants]
-    kind = value.tap.partition(":")[0].split(" ")[0]
-    tap = f'<span class="tap {kind}">{escape(value.tap)}</span>' if value.tap else ""
-    innermost = value.modules[-1] if value.modules else ""
-    return (
-        f'<div class="row {value.kind}" id="v-{escape(value.name)}" data-from="{" ".join(value.operands)}" '
-        f'title="{escape(" · ".join(word for word in (innermost, value.line, value.samples) if word))}">'
-        f'<span class="dot"></span><span class="op">{label}</span><span class="shape">{shape}</span>'
-        f'<span class="line">{escape(line)}</span><span class="pills">{"".join(pills)}</span>{tap}</div>'
+    label, line = escape(value.op), value.line.split("   ")[0]
+    if value.op == "input":
+        label, line = f"{label} {element('small', escape(value.line))}", ""
+    kinds = dict.fromkeys(value.parameters, "pill") | dict.fromkeys(value.constants, "pill still")
+    pills = [element("span", escape(_relative(name, module)), class_=kinds[name], title=name) for name in kinds]
+    tap = element("span", escape(value.tap), class_=f"tap {value.tap.partition(':')[0].split(' ')[0]}")
+    titles = [*value.modules[-1:], value.line, value.samples]
+    return element(
+        "div",
+        element("span", class_="dot"),
+        element("span", label, class_="op"),
+        element("span", f"{value.dtype}[{', '.join(sizes)}]" if value.dtype else "", class_="shape"),
+        element("span", escape(line), class_="line"),
+        element("span", *pills, class_="pills"),
+        tap if value.tap else "",
+        class_=f"row {value.kind}",
+        id=f"v-{value.name}",
+        data_from=" ".join(value.operands),
+        title=" · ".join(word for word in titles if word),
     )
 
 
-def _pill(kind: str, name: str, module: str) -> str:
-    """Return the label of a parameter, named relative to the module of its group."""
-    label = name.removeprefix(f"{module}.") if module else name
-    return f'<span class="{kind}" title="{escape(name)}">{escape(label)}</span>'
+def _relative(name: str, module: str) -> str:
+    """Return a name relative to the module around it."""
+    return name.removeprefix(f"{module}.") if module else name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +18,10 @@ from fxgrad.costs.choices import Choice
 from fxgrad.costs.flops import at, formula
 from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, OptionError
-from fxgrad.explanation.explanation import Explanation
-from fxgrad.explanation.findings import Contracted, Cost, Explained, Option, Step, Total
-from fxgrad.explanation.values import (
-    GraphValues,
-    TapNode,
-    line_of,
-    modules_of,
-    opaque,
-    term_text,
-    where,
-)
+from fxgrad.explanation.drawing import page
+from fxgrad.explanation.findings import Contracted, Cost, Explained, Findings, Option, Step, Total
+from fxgrad.explanation.text import as_text
+from fxgrad.explanation.values import GraphValues, TapNode, line_of, modules_of, opaque, short_name, term_text, where
 from fxgrad.graph.context import Context
 from fxgrad.graph.printing import dtype_name
 from fxgrad.kernels.compiled import libraries_asked
@@ -42,6 +37,44 @@ from fxgrad.samples.batch import SHARED, map_tensors
 from fxgrad.samples.symbols import expression
 from fxgrad.terms.work import Way
 from fxgrad.tracing import Trace, capture, settled_batch
+
+COUNTED = (("forward", "flop", "forward"), ("backward", "flop", "backward"), ("saved for the backward", "B", "saved"))
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Findings):
+    """The treatment of a model by fxgrad, as returned by `fxgrad.explain`.
+
+    ``str()`` is a table, `to_dict` gives data for JSON, `to_html` a page.
+
+    Attributes:
+        model: the name of the model's class.
+        batch_size: the number of samples in the batch.
+        sizes: the size of each symbol, such as ``{"B": 5}``.
+        parameters: one `Explained` for each parameter, with its uses.
+        totals: flops and bytes of the plain step and of the transformed model's.
+        notes: sentences about the samples, such as ops that you registered.
+        values: the values of the rewritten graph, in its order.
+        quantities: the names of the quantities.
+        machine: the machine that milliseconds are estimated for; empty without estimates.
+
+    >>> import torch, fxgrad
+    >>> explanation = fxgrad.explain(torch.nn.Linear(3, 2), torch.randn(5, 3))
+    >>> [parameter.name for parameter in explanation.parameters]
+    ['weight', 'bias']
+    """
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return a self-contained page with the table and the graph; also write it to ``path`` if set."""
+        text = page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    __repr__ = __str__
 
 
 def explain(
@@ -109,13 +142,10 @@ def explain(
 
     early, late = PASSES.index(decompose_recurrent) + 1, PASSES.index(attach_taps)
     trace = capture(engine, args, kwargs, (*PASSES[:early], keep, *PASSES[early:late], keep, *PASSES[late:]))
-    return _Explainer(engine.model, trace, _plain_step(*kept), size).explanation()
-
-
-def _plain_step(captured: fx.GraphModule, decomposed: fx.GraphModule) -> fx.GraphModule:
-    """Return the captured graph, or the decomposed one for torch.func, whose levels do not open on fake tensors."""
+    captured, decomposed = kept
     wrapped = any(isinstance(node.target, Stretch) for node in captured.graph.nodes)
-    return decomposed if wrapped else captured
+    plain = decomposed if wrapped else captured  # the levels of torch.func do not open on fake tensors
+    return _Explainer(engine.model, trace, plain, size).explanation()
 
 
 def _two_samples(engine: Engine, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
@@ -142,12 +172,12 @@ class _Explainer:
         self.dense = any(quantity.dense for quantity in self.ctx.quantities)
         self.plain = self._rehearse(plain, "the plain step")
         with libraries_asked() as self.libraries:
-            self.own = self._rehearse(trace.graph_module, "the transformed model")
-        self.parts = self.own.parts if self.own is not None else []
+            self.transformed = self._rehearse(trace.graph_module, "the transformed model")
+        self.parts = self.transformed.parts if self.transformed is not None else []
         self.taps = [TapNode(node) for node in self.graph.nodes if isinstance(node.target, (*TAPS, DeriveTarget))]
         self.roots = self._roots()
 
-    def _rehearse(self, gm: fx.GraphModule, what: str) -> Rehearsal | None:
+    def _rehearse(self, gm: fx.GraphModule, subject: str) -> Rehearsal | None:
         """Count the costs of a graph; on failure, add a note and return None, as the rest can still be explained."""
         try:
             return rehearse(gm, self.ctx, self.size)
@@ -155,14 +185,13 @@ class _Explainer:
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            self.notes.append(f"{what} was not counted: {type(error).__name__}: {first}")
+            self.notes.append(f"{subject} was not counted: {type(error).__name__}: {first}")
             return None
 
     def explanation(self) -> Explanation:
         parameters = tuple(self._parameters())
         values = GraphValues(self.graph, self.ctx, self.taps, self.parts).values()
-        self._note_what_is_not_counted(parameters)
-        self._note_what_is_not_compiled()
+        self._add_notes(parameters)
         names = {name: at(symbol, self.ctx.symbols, self.size) for symbol, name in self.ctx.symbols.names.items()}
         return Explanation(
             type(self.model).__name__,
@@ -216,48 +245,43 @@ class _Explainer:
     def _step(self, tap: TapNode, slot: int, of: str) -> Step:
         parts = [part for part in self.parts if part.use is tap.use and part.slot == slot]
         choice = next((part.choice for part in parts if part.choice is not None and not self.dense), None)
-        flops = [part.flops for part in parts] if choice is None or choice.found is None else [self._flops(choice)]
+        flops = [part.flops for part in parts] if choice is None or choice.found is None else self._work(choice)[:1]
         known = [count for count in flops if count is not None]
         node = tap.behind
         return Step(
-            op_name(tap.use.op).split("::")[-1].split(".")[-1],
+            short_name(op_name(tap.use.op)),
             node.name,
             tap.strategy.name,
             of,
             tuple(term_text(part) for part in parts),
             (modules_of(node) or [""])[-1],
             line_of(node),
-            self.type_of(node),
+            ", ".join(dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in tensors_of(FAKE.get(node))),
             where(tap.layout),
             self._cost(sum(known)) if known and len(known) == len(flops) else Cost(),
             None if choice is None else self._contracted(choice),
         )
 
-    def _flops(self, choice: Choice, way: Way | None = None) -> Any:
+    def _work(self, choice: Choice, way: Way | None = None) -> list[Any]:
+        """Return the flops and the bytes of a strategy, by default of the chosen one."""
         assert choice.found is not None
         work = choice.work(self.ctx.ways.sums, way)
-        return choice.found.expression(work.flops, self.ctx.symbols.symbol, expression)
+        counts = (work.flops, work.bytes)
+        return [choice.found.expression(count, self.ctx.symbols.symbol, expression) for count in counts]
 
     def _contracted(self, choice: Choice) -> Contracted:
         options = []
         for way, price in choice.costs.items():
-            assert choice.found is not None
-            work = choice.work(self.ctx.ways.sums, way)
-            size = choice.found.expression(work.bytes, self.ctx.symbols.symbol, expression)
-            costs = self._cost(self._flops(choice, way)), self._cost(size)
-            options.append(Option(way.value, *costs, float(f"{1e3 * price.seconds:.3g}")))
+            flops, size = map(self._cost, self._work(choice, way))
+            options.append(Option(way.value, flops, size, float(f"{1e3 * price.seconds:.3g}")))
         return Contracted(choice.way.value, choice.why, choice.way is Way.MATERIALISE, tuple(options))
 
     def _totals(self, parameters: Sequence[Explained]) -> Iterator[Total]:
-        for what, unit, field in (
-            ("forward", "flop", "forward"),
-            ("backward", "flop", "backward"),
-            ("saved for the backward", "B", "saved"),
-        ):
-            costs = [self._cost(getattr(r, field)) if r is not None else Cost() for r in (self.plain, self.own)]
-            yield Total(what, unit, *costs)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        ordinary = sum(p.numel() * p.element_size() for p in trained)
+        for name, unit, field in COUNTED:
+            costs = [self._cost(getattr(r, field)) if r is not None else Cost() for r in (self.plain, self.transformed)]
+            yield Total(name, unit, *costs)
+        bytes_of = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters() if p.requires_grad}
+        ordinary = sum(bytes_of.values())
         b = self.ctx.symbols.symbol
         if self.dense:
             yield Total("gradients", "B", self._cost(ordinary), self._cost(b * ordinary))
@@ -265,18 +289,16 @@ class _Explainer:
         delivered = self.ctx.deliveries(self.ctx.symbols.b)
         size = sum(math.prod(map(expression, d.shape)) * d.dtype.itemsize for d in delivered)
         yield Total("results", "B", self._cost(ordinary), self._cost(size))
-        named = {name: p for name, p in self.model.named_parameters()}
-        materialised = sum(named[p.name].numel() * named[p.name].element_size() for p in parameters if p.materialised)
+        materialised = sum(bytes_of[p.name] for p in parameters if p.materialised)
         yield Total("gradients held", "B", Cost("0", 0), self._cost(b * materialised))
 
-    def _note_what_is_not_counted(self, parameters: Sequence[Explained]) -> None:
+    def _add_notes(self, parameters: Sequence[Explained]) -> None:
+        """Note the work that is not counted, and the kernels that are not compiled."""
         hidden = sorted({name for node in self.graph.nodes if (name := opaque(node))})
         if hidden:
             self.notes.append(f"flops leave out what happens inside of {', '.join(hidden)}")
         if any(step.by == "generic" for p in parameters for step in p.steps):
             self.notes.append("flops leave out the generic rule, which runs the op's own derivative under vmap")
-
-    def _note_what_is_not_compiled(self) -> None:
         for library in self.libraries:
             reason = library.why_off()
             if reason:
@@ -285,9 +307,3 @@ class _Explainer:
     def _cost(self, cost: Any) -> Cost:
         symbols = self.ctx.symbols
         return Cost(formula(cost, symbols), at(cost, symbols, self.size))
-
-    def type_of(self, node: fx.Node) -> str:
-        """Format a value's dtype and shape: ``f32[B, 4]``."""
-        values = tensors_of(FAKE.get(node))
-        shapes = [dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in values]
-        return ", ".join(shapes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import Any
 
 VERSION = 1  # of to_dict()
@@ -119,22 +119,10 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all findings as JSON types; ``version`` changes when a key's meaning does."""
-        data: dict[str, Any] = _plain({"version": VERSION, **_fields(self)})
+        data: dict[str, Any] = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         return data
 
     def heading(self) -> str:
         """Return the model's name and the sizes that the numbers are for."""
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
         return f"{self.model} at {sizes}" + (f", for {', '.join(self.quantities)}" if self.machine else "")
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(_fields(value))
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxgrad.explanation.findings import Cost, Explained, Findings, Step
 from fxgrad.graph.printing import table
+
+OPTION_TITLES = ("parameter", "use", "way", "flops", "bytes", "ms", "why")
+TOTAL_TITLES = ("total", "plain step", "with fxgrad")
+NUMBERS = {"grad_sample", "flops", "bytes", "ms", "plain step", "with fxgrad"}  # the titles of columns of numbers
+PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def titles_of(findings: Findings) -> list[str]:
@@ -18,15 +25,9 @@ def _rows(p: Explained, ways: bool) -> list[list[str]]:
     size = "" if ways else show(p.bytes, "B")
     if not p.steps:
         return [[*first, p.status, "", "", "", "", size, ""]]
-    return [
-        [
-            *(first if i == 0 else ["", ""]),
-            *cells(step),
-            way_cell(step) if ways else size if i == 0 else "",
-            show(step.flops, ""),
-        ]
-        for i, step in enumerate(p.steps)
-    ]
+    rows = [[*cells(step), way_cell(step) if ways else "", show(step.flops, "")] for step in p.steps]
+    rows[0][-2] = rows[0][-2] or size
+    return [[*(first if i == 0 else ["", ""]), *row] for i, row in enumerate(rows)]
 
 
 def way_cell(step: Step) -> str:
@@ -35,15 +36,14 @@ def way_cell(step: Step) -> str:
 
 
 def options_of(p: Explained) -> list[list[str]]:
-    """Return the costs of each strategy of a parameter's uses, and the reason of the chosen one."""
+    """Return the costs of each strategy of a parameter's uses with a choice, and the reason of the chosen one."""
     rows = []
-    for step in p.steps:
-        contracted = step.contracted
-        for option in contracted.options if contracted is not None and len(contracted.options) > 1 else ():
-            assert contracted is not None
-            why = contracted.why if option.way == contracted.way else ""
-            numbers = [show(option.flops, ""), show(option.bytes, "B"), f"{option.milliseconds:.3g}"]
-            rows.append([p.name, cells(step)[0], option.way, *numbers, why])
+    for step, contracted in [(step, step.contracted) for step in p.steps]:
+        if contracted is not None and len(contracted.options) > 1:
+            for option in contracted.options:
+                why = contracted.why if option.way == contracted.way else ""
+                numbers = [show(option.flops, ""), show(option.bytes, "B"), f"{option.milliseconds:.3g}"]
+                rows.append([p.name, cells(step)[0], option.way, *numbers, why])
     return rows
 
 
@@ -54,32 +54,29 @@ def cells(step: Step) -> list[str]:
     return [use, line, step.by, "; ".join(step.terms), step.samples]
 
 
-_PREFIXES = ("", "k", "M", "G", "T", "P")
-
-
 def show(cost: Cost, unit: str) -> str:
     """Format a cost in three digits: ``1.23 MB``; return the formula if there is no number."""
     value: float | None = cost.value
     if value is None:
         return cost.formula
     power = 0
-    while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
+    while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
         value, power = value / 1000, power + 1
     digits = str(cost.value) if power == 0 else f"{value:.3g}"
-    return f"{digits} {_PREFIXES[power]}{unit}".rstrip()
+    return f"{digits} {PREFIXES[power]}{unit}".rstrip()
 
 
 def as_text(findings: Findings) -> str:
     """Return the tables of parameters, of strategies with a choice, and of totals, and the notes."""
-    right = {8} if findings.machine else {7, 8}
     rows = [row for p in findings.parameters for row in _rows(p, bool(findings.machine))]
-    lines = [findings.heading(), "", *table(titles_of(findings), rows, right=right)]
-    if findings.machine:
-        rows = [row for p in findings.parameters for row in options_of(p)]
-        titles = ["parameter", "use", "way", "flops", "bytes", "ms", "why"]
-        lines += ["", f"estimated for {findings.machine}", *table(titles, rows, right={3, 4, 5})] if rows else []
-    titles = ["total", "plain step", "with fxgrad"]
-    rows = [[t.what, show(t.plain, t.unit), show(t.fxgrad, t.unit)] for t in findings.totals]
-    lines += ["", *table(titles, rows, right={1, 2})]
+    options = [row for p in findings.parameters for row in options_of(p)]
+    totals = [[t.what, show(t.plain, t.unit), show(t.fxgrad, t.unit)] for t in findings.totals]
+    lines = [findings.heading(), "", *_table(titles_of(findings), rows)]
+    lines += ["", f"estimated for {findings.machine}", *_table(OPTION_TITLES, options)] if options else []
+    lines += ["", *_table(TOTAL_TITLES, totals)]
     lines += [""] * bool(findings.notes) + [f"note: {note}" for note in findings.notes]
     return "\n".join(lines)
+
+
+def _table(titles: Sequence[str], rows: list[list[str]]) -> list[str]:
+    return table(titles, rows, right={i for i, title in enumerate(titles) if title in NUMBERS})

@@ -17,14 +17,7 @@ from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import tensors_of
 from fxgrad.rules.uses import Use
-from fxgrad.runtime.targets import (
-    CollectTarget,
-    DeriveTarget,
-    NewTape,
-    OwnTapTarget,
-    TapSeveralTarget,
-    TapTarget,
-)
+from fxgrad.runtime.targets import CollectTarget, DeriveTarget, NewTape, OwnTapTarget, TapSeveralTarget, TapTarget
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 
 
@@ -33,9 +26,9 @@ class TapNode:
 
     def __init__(self, node: fx.Node) -> None:
         target: Any = node.target
-        self.node, self.strategy, self.use = node, target.strategy, target.strategy.use
+        use: Use = target.strategy.use
+        self.node, self.strategy, self.use = node, target.strategy, use
         self.key: int | None = target.key if isinstance(target, DeriveTarget) else None
-        use: Use = self.use
         self.layout = use.several[0][1] if use.several else use.output
         self.behind = _behind(node)
 
@@ -46,10 +39,8 @@ def _behind(node: fx.Node) -> fx.Node:
         return node.prev
     if isinstance(node.target, OwnTapTarget):
         return node
-    y = node.args[2]
-    assert isinstance(y, fx.Node)
-    source = y.args[0] if isinstance(node.target, TapSeveralTarget) else y
-    assert isinstance(source, fx.Node)
+    y: Any = node.args[2]
+    source: fx.Node = y.args[0] if isinstance(node.target, TapSeveralTarget) else y
     return source
 
 
@@ -72,22 +63,20 @@ class GraphValues:
         return tuple(values)
 
     def _stands_for(self, node: fx.Node) -> fx.Node | None:
-        source = node.args[0] if node.args else None
+        """Return the value that is drawn in a node's place; None for a node that stands for itself."""
         if isinstance(node.target, TapTarget | TapSeveralTarget):
             return _behind(node)
-        if isinstance(source, fx.Node):
-            of_parameter = node.target == "detach" and source.name in self.ctx.by_node
-            of_several = not isinstance(FAKE.get(source), Tensor) and op_name(node.target) == "getitem"
-            return source if of_parameter or of_several else None
-        return None
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return None
+        of_parameter = node.target == "detach" and source.name in self.ctx.by_node
+        of_several = not isinstance(FAKE.get(source), Tensor) and op_name(node.target) == "getitem"
+        return source if of_parameter or of_several else None
 
     def _drawn(self, node: fx.Node) -> bool:
-        if node.op == "output":
-            return True
         machinery = isinstance(node.target, DeriveTarget | CollectTarget | NewTape)
-        if machinery or node.name in self.ctx.by_node or self._constant(node):
-            return False
-        return bool(tensors_of(FAKE.get(node)))
+        hidden = machinery or node.name in self.ctx.by_node or self._constant(node)
+        return node.op == "output" or (not hidden and bool(tensors_of(FAKE.get(node))))
 
     def _constant(self, node: fx.Node) -> bool:
         """Decide whether a node is an input shared by all samples, and no trainable parameter."""
@@ -101,18 +90,18 @@ class GraphValues:
         constants = [self.ctx.names.get(arg.name, arg.name) for arg in operands if self._constant(arg)]
         drawn = [arg.name for arg in operands if self._drawn(arg)]
         tensor = next(iter(tensors_of(FAKE.get(node))), None)
-        source = drawn_from[0] if node.op == "output" and (drawn_from := node.all_input_nodes) else node
+        source = node.all_input_nodes[0] if node.op == "output" and node.all_input_nodes else node
         samples = _first(SAMPLES.get(source))
         layout = samples.layout if samples else None
-        symbols = self.ctx.symbols
+        is_call = node.op.startswith("call")
         return Value(
             node.name,
-            {"placeholder": "input", "output": "output"}.get(node.op) or short_name(node),
+            {"placeholder": "input", "output": "output"}.get(node.op) or short_name(op_of(node)),
             samples.kind.value if samples else "constant",
-            tuple(modules_of(node)) if node.op.startswith("call") else (),
-            line_of(node) if node.op.startswith("call") else self.ctx.names.get(node.name, ""),
+            tuple(modules_of(node)) if is_call else (),
+            line_of(node) if is_call else self.ctx.names.get(node.name, ""),
             "" if tensor is None else dtype_name(tensor.dtype),
-            () if tensor is None else tuple(symbols.show(size) for size in tensor.shape),
+            () if tensor is None else tuple(self.ctx.symbols.show(size) for size in tensor.shape),
             where(layout) if layout else "",
             layout.dim if layout else None,
             tuple(dict.fromkeys(drawn)),
@@ -126,7 +115,7 @@ class GraphValues:
         if tap is None:
             return ""
         terms = dict.fromkeys(term_text(part) for part in self.parts if part.use is tap.use)
-        return ": ".join([tap.strategy.name, *(["; ".join(terms)] if terms else [])])
+        return tap.strategy.name + (f": {'; '.join(terms)}" if terms else "")
 
 
 def _first(samples: Any) -> Samples | None:
@@ -134,15 +123,20 @@ def _first(samples: Any) -> Samples | None:
     return next((s for s in several if isinstance(s, Samples)), None)
 
 
-def short_name(node: fx.Node) -> str:
-    name = node.target.strategy.use.op if isinstance(node.target, OwnTapTarget) else op_name(node.target)
-    return name.split("::")[-1].split(".")[-1]
+def op_of(node: fx.Node) -> str:
+    """Return the name of a node's op, which may be the tap's own."""
+    op: Any = node.target.strategy.use.op if isinstance(node.target, OwnTapTarget) else node.target
+    return op_name(op)
+
+
+def short_name(op: str) -> str:
+    """Return the name of an op without its namespace and overload."""
+    return op.split("::")[-1].split(".")[-1]
 
 
 def opaque(node: fx.Node) -> str:
     """Return the name of an operator that PyTorch's flop counter does not count; empty for others."""
-    use: Any = node.target.strategy.use if isinstance(node.target, OwnTapTarget) else None
-    name = use.op if use else op_name(node.target) if node.op == "call_function" else ""
+    name = op_of(node) if node.op == "call_function" else ""
     return name if "::" in name and not name.startswith("aten::") else ""
 
 

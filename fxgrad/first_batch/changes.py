@@ -20,7 +20,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class BatchedInput:
     """An input with samples: position k of dimension ``dim`` belongs to sample ``owners[k]``."""
 
     value: Tensor
@@ -30,9 +30,8 @@ class Held:
     def sizes(self, samples: int) -> Tensor:
         """Return the largest magnitude in each sample."""
         rows = self.value.detach().movedim(self.dim, 0).reshape(len(self.owners), -1)
-        rows = rows.abs() if rows.is_complex() else rows.double().abs()
-        none = torch.zeros(samples, dtype=torch.float64, device=rows.device)
-        return none.scatter_reduce(0, self.owners, rows.double().amax(1), "amax")
+        rows = (rows if rows.is_complex() else rows.double()).abs().double()
+        return rows.new_zeros(samples).scatter_reduce(0, self.owners, rows.amax(1), "amax")
 
     def put(self, made: Tensor, change: Change) -> bool:
         """Write the change into a copy of the value; return False if no number differs.
@@ -49,31 +48,32 @@ class Held:
             places = (self.owners == sample).nonzero().flatten()
             old = value.index_select(self.dim, places)
             cycled = torch.arange(len(places), device=source.device) % len(source)
-            new = _between(old, value.index_select(self.dim, source[cycled]))
+            other = value.index_select(self.dim, source[cycled])
+            new = between(old, other)
+            new = old * 0.9 if new is not other and torch.equal(new, old) else new
             made.index_copy_(self.dim, places, new)
             moved = moved or not torch.equal(old, new)
         return moved
 
 
-def held_inputs(
+def batched_inputs(
     args: Sequence[Any], size: int, dims: Mapping[int, int], packed: Mapping[int, tuple[int, int] | None]
-) -> dict[int, Held]:
+) -> dict[int, BatchedInput]:
     """Return the inputs with samples by position; for a packed sequence, its data."""
-    inputs = {
-        i: Held(args[i], dim, torch.arange(size, device=args[i].device)) for i, dim in dims.items() if i not in packed
-    }
+    padded = {i: dim for i, dim in dims.items() if i not in packed}
+    inputs = {i: BatchedInput(args[i], dim, torch.arange(size, device=args[i].device)) for i, dim in padded.items()}
     for i, places in packed.items():
         if places is not None:
             steps, order = args[places[0]].tolist(), args[places[1]]
-            inputs[i] = Held(args[i], 0, torch.cat([order[:n] for n in steps]).to(args[i].device))
+            inputs[i] = BatchedInput(args[i], 0, torch.cat([order[:n] for n in steps]).to(args[i].device))
     return inputs
 
 
-def chosen(inputs: Mapping[int, Held], size: int, count: int) -> Change | None:
+def chosen(inputs: Mapping[int, BatchedInput], size: int, count: int) -> Change:
     """Choose the samples with the largest and the smallest values, which a maximum, minimum or mean depends on."""
     known = [one for one in inputs.values() if one.value.numel()]
     if not known:
-        return None
+        return Change((), 0)
     deciding = next((one for one in known if one.value.is_floating_point()), known[0])
     order = deciding.sizes(size).argsort().tolist()
     return Change((order[-1], order[0])[:count], order[(size - 1) // 2])
@@ -81,29 +81,26 @@ def chosen(inputs: Mapping[int, Held], size: int, count: int) -> Change | None:
 
 def copies(args: Mapping[int, Tensor], written: frozenset[int]) -> dict[int, Tensor]:
     """Copy each tensor with its strides; those that share memory which the graph writes to share the copy's."""
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Any, dict[int, Tensor]] = {}
     shared = {_memory(args[i]) for i in written if i in args}
     for i, x in args.items():
-        groups.setdefault(_memory(x) if _memory(x) in shared else i, []).append(i)
-    return {i: made for group in groups.values() for i, made in _copied({i: args[i] for i in group}).items()}
+        together = _plain(x) and _memory(x) in shared
+        groups.setdefault(_memory(x) if together else i, {})[i] = x.detach()
+    return {i: made for group in groups.values() for i, made in _copied(group).items()}
 
 
-def _copied(args: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def _copied(group: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Copy tensors into one memory, with the offsets and strides of the originals."""
-    new = {}
-    plain = {}
-    for i, x in args.items():
-        if x.layout is not torch.strided or x.is_conj() or x.is_neg() or not x.numel():
-            new[i] = x.detach().clone()
-        else:
-            plain[i] = x.detach()
-    if plain:
-        start = min(x.storage_offset() for x in plain.values())
-        end = max(x.storage_offset() + _span(x) for x in plain.values())
-        memory = next(iter(plain.values())).as_strided((end - start,), (1,), start).clone()
-        for i, x in plain.items():
-            new[i] = memory.as_strided(x.shape, x.stride(), x.storage_offset() - start)
-    return new
+    if not all(map(_plain, group.values())):
+        return {i: x.clone() for i, x in group.items()}
+    start = min(x.storage_offset() for x in group.values())
+    end = max(x.storage_offset() + _span(x) for x in group.values())
+    memory = next(iter(group.values())).as_strided((end - start,), (1,), start).clone()
+    return {i: memory.as_strided(x.shape, x.stride(), x.storage_offset() - start) for i, x in group.items()}
+
+
+def _plain(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_conj() and not x.is_neg() and x.numel() > 0
 
 
 def _memory(x: Tensor) -> Any:
@@ -132,10 +129,9 @@ def _apart(x: Tensor) -> bool:
     return True
 
 
-def _between(old: Tensor, other: Tensor) -> Tensor:
+def between(old: Tensor, other: Tensor) -> Tensor:
     """Return new values: floating ones between both samples', so in range; others are the other sample's."""
     if not (old.is_floating_point() or old.is_complex()) or old.element_size() == 1:
         return other
     new = old + 0.7 * (other - old)
-    new = torch.where(new.isfinite(), new, other)
-    return old * 0.9 if torch.equal(new, old) else new
+    return torch.where(new.isfinite(), new, other)

@@ -2,7 +2,7 @@
 
 fxgrad runs two steps on the compiled graph before the user's forward: one on the original batch, one with two samples
 changed. Both start from the same random state, on copies of the inputs and buffers. Their results are gradients by
-ghosts that lead to no parameter, so nothing is delivered, counted or added.
+placeholders that lead to no parameter, so nothing is delivered, counted or added.
 
 Note [What the two steps can see]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fxgrad.capture.distributed import group_around, largest_of_all
 from fxgrad.errors import MixedSamples, OptionError
-from fxgrad.first_batch.changes import Change, Held, chosen, copies, held_inputs
+from fxgrad.first_batch.changes import BatchedInput, batched_inputs, chosen, copies
 from fxgrad.first_batch.compared_rows import Rows, largest, moved, sketch
 from fxgrad.host.autograd import saved_tensors_hooks_aside
 from fxgrad.kernels.precision import accumulating
@@ -78,11 +78,11 @@ class FirstBatch:
     def due(self, size: int, parameters: Mapping[str, Tensor]) -> bool:
         """Decide whether every process can check this call's batch; all processes have to ask at the same call."""
         self._agreeing = None if self.settles else group_around()
-        enough = self._units(size) > 1
-        return not largest_of_all(int(not enough), self._agreeing, _device(parameters))
+        too_few = _units(self.quantities, size) < 2
+        return not largest_of_all(int(too_few), self._agreeing, _device(parameters))
 
     def check(
-        self, graph: Transformed, args: Sequence[Any], parameters: Mapping[str, Tensor], given: Sequence[Tensor]
+        self, graph: Transformed, args: Sequence[Any], parameters: Mapping[str, Tensor], weights: Sequence[Tensor]
     ) -> None:
         """Run the two steps and compare them.
 
@@ -91,7 +91,7 @@ class FirstBatch:
         """
         verdict, seen = Verdict.SKIPPED, ""
         try:
-            verdict, seen = self._verdict(graph, args, parameters, given)
+            verdict, seen = _TwoSteps(graph, args, self.quantities, parameters, weights).outcome()
         finally:  # otherwise the others would wait for a failed process
             agreed = largest_of_all(verdict, self._agreeing, _device(parameters))
         if agreed == Verdict.MIXED and self.settles:
@@ -112,46 +112,10 @@ class FirstBatch:
             raise _mixed(self._seen)
         return agreed == Verdict.PASSED
 
-    def _units(self, size: int) -> int:
-        """Return the least number of samples that a quantity divides the batch into."""
-        return int(min(quantity.units(size) for quantity in self.quantities))
 
-    def _verdict(
-        self, graph: Transformed, args: Sequence[Any], parameters: Mapping[str, Tensor], given: Sequence[Tensor]
-    ) -> tuple[Verdict, str]:
-        size = graph.size_of(args)
-        inputs = held_inputs(args, size, graph.interface.dims, graph.interface.packed)
-        change = chosen(inputs, size, min(2, self._units(size) - 1))
-        if change is None:
-            return Verdict.SKIPPED, ""
-        steps = _Steps(graph, args, self.quantities, parameters, given, size, change)
-        other = steps.altered(inputs)
-        if other is None:
-            return Verdict.SKIPPED, ""
-        before = steps.run(steps.inputs())
-        after = self._after(steps, other, inputs)
-        if not any(largest(rows.values) for rows in before):
-            return Verdict.SKIPPED, ""
-        seen = moved(before, after, graph.interface.tolerance)
-        if seen is None:
-            return Verdict.PASSED, ""
-        return Verdict.MIXED, f"{steps.changed()} new values in the first batch, and {seen}"
-
-    def _after(self, steps: _Steps, inputs: Sequence[Any], batched: Mapping[int, Held]) -> list[Rows]:
-        """Run the second step; if integers must keep an order (sorted lengths), change only floating inputs."""
-        try:
-            return steps.run(inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            floating = {i: one for i, one in batched.items() if one.value.is_floating_point()}
-            fewer = steps.altered(floating) if len(floating) < len(batched) else None
-            if fewer is not None:
-                return self._after(steps, fewer, floating)
-            raise OptionError(
-                f"the model raises {type(error).__name__} where {steps.changed()} another sample's values: {error}",
-                advice="Pass check_first_batch=False, and use fxgrad.verify.",
-            ) from error
+def _units(quantities: Sequence[Quantity], size: int) -> int:
+    """Return the least number of samples that a quantity divides the batch into."""
+    return int(min(quantity.units(size) for quantity in quantities))
 
 
 def _mixed(seen: str | None) -> MixedSamples:
@@ -163,19 +127,53 @@ def _mixed(seen: str | None) -> MixedSamples:
 
 
 @dataclass
-class _Steps:
-    """The forwards and backwards of one compiled graph for the check."""
+class _TwoSteps:
+    """The two forwards and backwards of one compiled graph, and their comparison."""
 
     graph: Transformed
     args: Sequence[Any]
     quantities: Sequence[Quantity]
     parameters: Mapping[str, Tensor]
-    given: Sequence[Tensor]
-    size: int
-    change: Change
+    weights: Sequence[Tensor]  # the inputs that quantities add, such as sample weights
 
     def __post_init__(self) -> None:
         self.scales: dict[int, Tensor] = {}  # the rms of each output in the first step
+        size = self.graph.size_of(self.args)
+        self.batched = batched_inputs(self.args, size, self.graph.interface.dims, self.graph.interface.packed)
+        self.change = chosen(self.batched, size, min(2, _units(self.quantities, size) - 1))
+        self.asked = [
+            (q, q.units(size), *one) for q in self.quantities for one in sample_dims(q, q.units(size), self.parameters)
+        ]
+
+    def outcome(self) -> tuple[Verdict, str]:
+        """Run the two steps and compare them; describe the results of other samples that changed."""
+        inputs = self.altered(self.batched)
+        if inputs is None:
+            return Verdict.SKIPPED, ""
+        before = self.run(self.inputs())
+        after = self._after(inputs, self.batched)
+        if not any(largest(rows.values) for rows in before):
+            return Verdict.SKIPPED, ""
+        seen = moved(before, after, self.graph.interface.tolerance)
+        if seen is None:
+            return Verdict.PASSED, ""
+        return Verdict.MIXED, f"{self.changed()} new values in the first batch, and {seen}"
+
+    def _after(self, inputs: Sequence[Any], batched: Mapping[int, BatchedInput]) -> list[Rows]:
+        """Run the second step; if integers must keep an order (sorted lengths), change only floating inputs."""
+        try:
+            return self.run(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            floating = {i: one for i, one in batched.items() if one.value.is_floating_point()}
+            fewer = self.altered(floating) if len(floating) < len(batched) else None
+            if fewer is not None:
+                return self._after(fewer, floating)
+            raise OptionError(
+                f"the model raises {type(error).__name__} where {self.changed()} another sample's values: {error}",
+                advice="Pass check_first_batch=False, and use fxgrad.verify.",
+            ) from error
 
     def changed(self) -> str:
         first, *rest = sorted(self.change.samples)
@@ -189,34 +187,28 @@ class _Steps:
             for i, arg in enumerate(self.args)
             if isinstance(arg, Tensor) and (i in written or not isinstance(arg, nn.Parameter))
         }
-        new = copies(copied, written)
-        trainable = {i: self.args[i].detach() for i in self.graph.interface.trainable.values()}
-        return [new.get(i, trainable.get(i, arg)) for i, arg in enumerate(self.args)]
+        new = {i: self.args[i].detach() for i in self.graph.interface.trainable.values()} | copies(copied, written)
+        return [new.get(i, arg) for i, arg in enumerate(self.args)]
 
-    def altered(self, batched: Mapping[int, Held]) -> list[Any] | None:
+    def altered(self, batched: Mapping[int, BatchedInput]) -> list[Any] | None:
         """Copy the inputs with new values of the changed samples; return None if no number differs."""
         new = self.inputs()
         return new if any([one.put(new[i], self.change) for i, one in batched.items()]) else None
 
     def run(self, inputs: Sequence[Any]) -> list[Rows]:
         """Run a step and return the results of the unchanged samples."""
-        asked = [sample_dims(q, q.units(self.size), self.parameters) for q in self.quantities]
-        ghosts = [_ghost(one) for deliveries in asked for one, _ in deliveries]
+        placeholders = [_placeholder(delivery) for _, _, delivery, _ in self.asked]
         with _undisturbed(self.args):
-            outputs = self.graph.compiled(*inputs, *ghosts, *self.given)
-            taken = [
-                (i, y)
-                for i, y in enumerate(outputs)
-                if isinstance(y, Tensor) and y.requires_grad and i not in self.graph.interface.uniform
-            ]
+            outputs = enumerate(self.graph.compiled(*inputs, *placeholders, *self.weights))
+            real = [(i, y) for i, y in outputs if isinstance(y, Tensor) and y.requires_grad]
+            taken = {i: y for i, y in real if i not in self.graph.interface.uniform}
             if not taken:
                 return []
             with torch.autocast(_device(self.parameters).type, enabled=False):  # as in the user's backward
-                grads = [self._gradient(i, y.detach()) for i, y in taken]
-                results = torch.autograd.grad([y for _, y in taken], ghosts, grads, allow_unused=True)
-        of = [(q, *one) for q, deliveries in zip(self.quantities, asked, strict=True) for one in deliveries]
-        grads_of_ghosts = [(*one, grad) for one, grad in zip(of, results, strict=True)]
-        return [self._rows(q, one, dims, grad) for q, one, dims, grad in grads_of_ghosts if dims and grad is not None]
+                grads = [self._gradient(i, y.detach()) for i, y in taken.items()]
+                results = torch.autograd.grad(list(taken.values()), placeholders, grads, allow_unused=True)
+        pairs = zip(self.asked, results, strict=True)
+        return [self._rows(*one, result) for one, result in pairs if one[-1] and result is not None]
 
     def _gradient(self, i: int, y: Tensor) -> Tensor:
         """Return the gradient of an output. See Note [What the two steps can see]."""
@@ -234,22 +226,23 @@ class _Steps:
         r = r.to(real.dtype)
         return torch.view_as_complex(r) if y.is_complex() else r
 
-    def _rows(self, quantity: Quantity, delivery: Delivery, dims: list[int], grad: Tensor) -> Rows:
-        n, changed = quantity.units(self.size), {i // quantity.group_size for i in self.change.samples}
+    def _rows(self, quantity: Quantity, n: int, delivery: Delivery, dims: list[int], grad: Tensor) -> Rows:
+        """Return the results of the unchanged samples, one a row."""
+        changed = {i // quantity.group_size for i in self.change.samples}
         kept = [i for i in range(n) if i not in changed]
         index = torch.tensor(kept, device=grad.device)
         rows = grad.detach()
         for dim in dims:
             rows = rows.index_select(dim, index)
         rows = rows.movedim(dims[0], 0).flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
-        place = delivery.place if delivery.place == RESULT else f"{delivery.place} of '{delivery.parameter}'"
-        label = f"the {place} of {quantity}" if delivery.place == RESULT else place
-        return Rows(label, kept, None if delivery.place == RESULT else delivery.place, sketch(rows))
+        if delivery.place == RESULT:
+            return Rows(f"the {RESULT} of {quantity}", kept, None, sketch(rows))
+        return Rows(f"{delivery.place} of '{delivery.parameter}'", kept, delivery.place, sketch(rows))
 
 
-def _ghost(spec: Delivery) -> Tensor:
-    ghost = torch.empty_strided(spec.shape, (0,) * len(spec.shape), dtype=spec.dtype, device=spec.device)
-    return ghost.requires_grad_()
+def _placeholder(spec: Delivery) -> Tensor:
+    strides = (0,) * len(spec.shape)
+    return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=spec.device, requires_grad=True)
 
 
 def _varied(y: Tensor, constant: int | None) -> Tensor:

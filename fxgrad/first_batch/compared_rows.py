@@ -46,10 +46,8 @@ def moved(before: Sequence[Rows], after: Sequence[Rows], tolerance: float) -> st
     worst, finding = 0.0, None
     for old, new in zip(before, after, strict=True):
         floor = FLOOR * by_scale[old.scale] if old.scale is not None else 0.0
-        a, b = wide(old.values), wide(new.values)
         scale = max(largest(old.values), floor)
-        off = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).nan_to_num(torch.inf)
-        by_row = off.flatten(1).amax(1)
+        by_row = difference(old.values, new.values).flatten(1).amax(1)
         share = float(by_row.max()) / scale if scale else float(by_row.max() > 0)
         if share > max(tolerance, worst):
             worst = share
@@ -57,7 +55,13 @@ def moved(before: Sequence[Rows], after: Sequence[Rows], tolerance: float) -> st
     return finding
 
 
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """Return |a - b|: 0 where both are equal or NaN, infinite where only one is finite."""
+    a, b = wide(a), wide(b)
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
+
+
 def largest(values: Tensor) -> float:
     """Return the largest finite magnitude; 0 if there is none."""
-    values = values.detach().abs()
-    return float(torch.where(values.isfinite(), values, 0).max()) if values.numel() else 0.0
+    values = wide(values).abs()
+    return float(torch.where(values.isfinite(), values, 0.0).max()) if values.numel() else 0.0

@@ -21,8 +21,4 @@ except ImportError as error:
 from fxgrad.opacus.preparing import make_private, make_private_with_epsilon
 from fxgrad.opacus.validating import validate
 
-__all__ = [
-    "make_private",
-    "make_private_with_epsilon",
-    "validate",
-]
+__all__ = ["make_private", "make_private_with_epsilon", "validate"]

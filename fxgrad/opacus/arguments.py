@@ -47,12 +47,9 @@ def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], furt
         if name in further:
             continue
         close = difflib.get_close_matches(name, known, n=1)
+        advice = f"Did you mean '{close[0]}'?" if close else f"It takes {', '.join(known)}."
         if name in GRADIENTS:
             advice = "Leave it out: fxgrad computes the gradients, and Opacus has no hooks on the model."
-        elif close:
-            advice = f"Did you mean '{close[0]}'?"
-        else:
-            advice = f"It takes {', '.join(known)}."
         raise UnknownArgument(f"{function.__name__} got an unexpected argument '{name}'", advice=advice)
 
 
@@ -104,30 +101,30 @@ def check_number(name: str, value: Any, *, zero: bool = False, infinite: bool = 
 
 def _check_bounds(optimizer: optim.Optimizer, max_grad_norm: Any, clipping: str) -> None:
     several = isinstance(max_grad_norm, Sequence) and not isinstance(max_grad_norm, str)
-    if clipping == "per_layer":
-        count = len(params(optimizer))
-        if not several or len(max_grad_norm) != count:
-            raise OptionError(
-                f"clipping='per_layer' needs {count} numbers as max_grad_norm, one for each trainable parameter of the "
-                f"optimizer, not {len(max_grad_norm) if several else max_grad_norm!r}",
-                advice=f"Pass a list, such as max_grad_norm=[0.1] * {count}.",
-            )
-    elif several:
+    bounds = max_grad_norm if several else [max_grad_norm]
+    count = len(params(optimizer))
+    if clipping == "per_layer" and not (several and len(bounds) == count):
+        raise OptionError(
+            f"clipping='per_layer' needs {count} numbers as max_grad_norm, one for each trainable parameter of the "
+            f"optimizer, not {len(bounds) if several else max_grad_norm!r}",
+            advice=f"Pass a list, such as max_grad_norm=[0.1] * {count}.",
+        )
+    if several and clipping != "per_layer":
         raise OptionError(
             f"clipping={clipping!r} needs one number as max_grad_norm, not {max_grad_norm!r}",
             advice="Pass clipping='per_layer' for one number for each parameter.",
         )
-    for bound in max_grad_norm if several else [max_grad_norm]:
+    for bound in bounds:
         check_number("max_grad_norm", bound)
 
 
 def _check_adaptive(noise_multiplier: float, clipping: str, arguments: Mapping[str, Any]) -> None:
-    for name in ADAPTIVE:
-        if clipping != "adaptive" and name in arguments:
-            raise OptionError(
-                f"{name} is an argument of clipping='adaptive', and clipping is {clipping!r}",
-                advice=f"Pass clipping='adaptive', or leave out {name}=.",
-            )
+    known = [name for name in ADAPTIVE if name in arguments]
+    if clipping != "adaptive" and known:
+        raise OptionError(
+            f"{known[0]} is an argument of clipping='adaptive', and clipping is {clipping!r}",
+            advice=f"Pass clipping='adaptive', or leave out {known[0]}=.",
+        )
     if clipping != "adaptive":
         return
     missing = [name for name in ADAPTIVE if name not in arguments]

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxgrad.engine import Engine
-from fxgrad.errors import UnaccountedGrad
+from fxgrad.errors import OptionError, UnaccountedGrad
 from fxgrad.first_batch.check import FirstBatch
-from fxgrad.host.modules import step_pre_hooks
+from fxgrad.host.modules import own_step_hooks, step_pre_hooks
 from fxgrad.host.tensors import identity, version
 from fxgrad.opacus.ledger import CLEAR, Ledger
+from fxgrad.opacus.processes import check_one_process
 from fxgrad.runtime.grad_scaler import check_no_scaler_steps
 
+# Note [Copies of an optimizer]
+# Opacus's optimizers do not call Optimizer.__init__. copy.deepcopy and pickle end in Optimizer.__setstate__, which
+# wraps the `step` of the class in a function that reads the hooks made by __init__. From then on the step of every
+# optimizer of that class and its subclasses fails. So fxgrad sets these hooks on each of its optimizers.
 
-class CheckedStep:
-    """A mixin for Opacus's optimizers that checks p.grad against the ledger before each step."""
+
+class CheckedStep(DPOptimizer):  # type: ignore[misc]
+    """A base of optimizers, before one of Opacus's, that checks p.grad against the ledger before each step."""
 
     ledger: Ledger
-    param_groups: list[dict[str, Any]]
-    params: list[nn.Parameter]
+    in_one_process: bool  # whether to refuse other processes, which torch.distributed may start later
     first_batch: FirstBatch | None = None  # until the processes have agreed on their first batches
-    _check_skip_next_step: Callable[..., bool]
-    max_grad_norm: float
-    step_hook: Any
-    _is_last_step_skipped: bool
-    original_optimizer: Any
     _noised: list[tuple[Tensor | None, int]] | None = None  # p.grad after the noise, before the step
     _left: Any = None  # the sums left by virtual steps of this logical batch
     _broken = False  # whether those sums were changed
 
     def pre_step(self, closure: Any = None) -> Any:
         check_no_scaler_steps()
+        if self.in_one_process:
+            check_one_process()
         if self.first_batch is not None and not self._check_skip_next_step(pop_next=False):
             settled = self.first_batch.settle(dist.group.WORLD, self.params[0].device)
             self.first_batch = None if settled else self.first_batch
@@ -47,7 +48,7 @@ class CheckedStep:
             parameter.__dict__.setdefault("summed_grad", None)
             _check_processed_flag(parameter.__dict__["summed_grad"])  # before any addition to it
         self._check_sums()
-        real = super().pre_step(closure)  # type: ignore[misc]
+        real = super().pre_step(closure)
         for parameter in self.params if real else ():  # Opacus marks them only in the process that adds noise
             _mark_as_processed(parameter.__dict__["summed_grad"])
         self._left, self._broken = self._sums(), False
@@ -67,26 +68,35 @@ class CheckedStep:
 
     def scale_grad(self) -> None:
         """Scale as Opacus does, and record p.grad; in one process, this is its last change before the step."""
-        super().scale_grad()  # type: ignore[misc]
+        super().scale_grad()
         self._noised = self._grads()
 
     def reduce_gradients(self) -> None:
         """Sum over the processes as Opacus does, and record p.grad."""
         self._check_unchanged(self._noised or [])
-        super().reduce_gradients()  # type: ignore[misc]
+        super().reduce_gradients()
         self._noised = self._grads()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure)  # type: ignore[misc]
+        return super().step(closure)
 
-    def stand_before_original(self) -> None:
-        """Register the check as the last pre-hook of the original optimizer's step."""
+    def begin_checks(self, ledger: Ledger) -> None:
+        """Check each step against the ledger, last by a pre-hook of the original optimizer's step."""
+        self.ledger = ledger
+        own_step_hooks(self)  # see Note [Copies of an optimizer]
         hooks = step_pre_hooks(self.original_optimizer)
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), CheckedStep):  # from an earlier make_private
                 del hooks[key]
         self._hook = self.original_optimizer.register_step_pre_hook(self._check_original)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise OptionError(
+            "a private optimizer cannot be copied: the copy would step copies of the parameters, which no model has",
+            advice="Save optimizer.state_dict(), and load it into the optimizer that make_private returns for the "
+            "copied model.",
+        )
 
     def _check_original(self, *_: Any) -> None:
         """Raise if the user calls the original optimizer's step, or if p.grad changed after the noise."""
@@ -135,7 +145,7 @@ class CheckedStep:
     def zero_grad(self, set_to_none: bool = False) -> None:
         if self._broken:
             self._is_last_step_skipped = self._broken = False
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in every:  # Opacus skips frozen parameters, which may be unfrozen later
             if not parameter.requires_grad:
@@ -145,29 +155,7 @@ class CheckedStep:
         self.ledger.cleared(every)
 
 
-def _of_the_inner(name: str) -> Any:
-    """Make a register method that passes hooks to the original optimizer; Opacus's optimizers never call their own."""
-
-    def register(self: CheckedStep, *args: Any, **arguments: Any) -> Any:
-        return getattr(self.original_optimizer, name)(*args, **arguments)
-
-    register.__name__ = name
-    return register
-
-
-for _of in ("step", "state_dict", "load_state_dict"):
+for _of in ("step", "state_dict", "load_state_dict"):  # Opacus's optimizers never call hooks of their own
     for _when in ("pre", "post"):
-        setattr(CheckedStep, f"register_{_of}_{_when}_hook", _of_the_inner(f"register_{_of}_{_when}_hook"))
-
-
-def checked(private: DPOptimizer, engine: Engine) -> DPOptimizer:
-    """Return Opacus's optimizer for p.grad_sample with a check against the ledger before each step."""
-    private.ledger = Ledger(engine, "grad_sample")
-    kind: Any = type(private)
-    private.__class__ = _checked_kind(kind)
-    return private
-
-
-@cache
-def _checked_kind(kind: Any) -> Any:
-    return type(kind.__name__, (CheckedStep, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+        _name = f"register_{_of}_{_when}_hook"
+        setattr(CheckedStep, _name, property(attrgetter(f"original_optimizer.{_name}")))

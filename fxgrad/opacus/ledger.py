@@ -45,18 +45,17 @@ class Ledger:
         if self.place == "grad" and not any(map(accumulates, forward.parameters.values())):  # autograd.grad
             return
         self._check_hooks(forward)
-        states = {name: self.state(parameter) for name, parameter in forward.parameters.items()}
-        if not any(states.values()):
+        parameters = forward.parameters
+        states = {name: self.state(parameter) for name, parameter in parameters.items()}
+        present = {name: state for name, state in states.items() if state or self.deliveries}
+        changed = [name for name, state in present.items() if state != self.states.get(id(parameters[name]), ())]
+        values = (tensor for parameter in parameters.values() for tensor in self.tensors(parameter))
+        if changed and any(bool(value.any()) for value in values):  # zero_grad(set_to_none=False) leaves zeros
+            self.trouble = self.trouble or (
+                f"{self.place} of '{changed[0]}' held something else than fxgrad delivered when a backward began"
+            )
+        elif changed or not any(states.values()):
             self._forget()
-        elif not self._as_left(forward, states):
-            values = [tensor for parameter in forward.parameters.values() for tensor in self.tensors(parameter)]
-            if any(bool(value.any()) for value in values):  # zero_grad(set_to_none=False) leaves zeros
-                name = next(name for name, p in forward.parameters.items() if states[name] != self.states.get(id(p)))
-                self.trouble = self.trouble or (
-                    f"{self.place} of '{name}' held something else than fxgrad delivered when a backward began"
-                )
-            else:
-                self._forget()
         self.running = forward.task()
 
     def _check_hooks(self, forward: Forward) -> None:
@@ -69,12 +68,6 @@ class Ledger:
                 advice="Remove it. A hook of register_hook may look at the clipped gradient.",
             )
 
-    def _as_left(self, forward: Forward, states: dict[str, State]) -> bool:
-        known = {name: self.states.get(id(parameter), ()) for name, parameter in forward.parameters.items()}
-        if self.deliveries == 0:
-            return all(not state or state == known[name] for name, state in states.items())
-        return known == states
-
     def ended(self, forward: Forward) -> None:
         """Record a delivery at the very end of the backward, after DistributedDataParallel averaged p.grad."""
         if forward.task() != self.running:
@@ -84,8 +77,9 @@ class Ledger:
         autograd_engine.queue_callback(lambda: self._enter(forward))
 
     def _trouble_with(self, name: str, parameter: Tensor, forward: Forward) -> str:
-        tensors = self.tensors(parameter)
-        if not tensors or (self.place == "grad" and self._missed(name, parameter, forward)):
+        tensors, guard = self.tensors(parameter), self.engine.store.guard
+        missed = guard is not None and name in forward.sent and not guard.arrived(parameter)
+        if not tensors or (self.place == "grad" and (missed or not parameter.requires_grad)):
             return (
                 f"{self.place} of '{name}' did not get its part of the last backward, as with backward(inputs=..), "
                 "after fxgrad.release, or where it was frozen between forward and backward"
@@ -96,11 +90,6 @@ class Ledger:
             if self.deliveries and id(parameter) not in self.parameters:
                 return f"'{name}' is trainable in some of the batches of this step, and in others it is not"
         return ""
-
-    def _missed(self, name: str, parameter: Tensor, forward: Forward) -> bool:
-        guard = self.engine.store.guard
-        missing = guard is not None and name in forward.sent and not guard.arrived(parameter)
-        return missing or not parameter.requires_grad
 
     def _enter(self, forward: Forward) -> None:
         self.running = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import opacus
@@ -17,26 +17,10 @@ from fxgrad.api import engine_of, transform
 from fxgrad.capture.options import Inner, loss_scale
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
-from fxgrad.opacus.adaptive import adaptive
-from fxgrad.opacus.arguments import (
-    ADAPTIVE,
-    OPTIONAL,
-    check_names,
-    check_number,
-    check_values,
-    names_of_accountant,
-)
-from fxgrad.opacus.checked_step import checked
-from fxgrad.opacus.copies import refuse_copies
-from fxgrad.opacus.one_backward import one_backward as with_one_backward
-from fxgrad.opacus.processes import (
-    WRAPPERS,
-    check_processes,
-    checked_in_each_step,
-    communicate_in_steps,
-    settle_in_steps,
-)
-from fxgrad.opacus.validating import validating
+from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
+from fxgrad.opacus.optimizers import check_steps
+from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
+from fxgrad.opacus.validating import prepared_by_opacus
 from fxgrad.quantities import ClippedGrad, GradSample, Quantity
 
 M = TypeVar("M", bound=nn.Module)
@@ -136,44 +120,37 @@ def make_private(
     check_names(make_private, arguments, (*OPTIONAL, *ADAPTIVE))
     check_values(optimizer, noise_multiplier, max_grad_norm, clipping, arguments)
     _check_reduction(loss_reduction, criterion)
-    quantity: Quantity = GradSample()
-    if one_backward:
-        quantity = _clipped(clipping, max_grad_norm)
-    accumulate = "error" if poisson_sampling or one_backward else "append"
-    plain, wrapper = _unwrapped(module)
+    quantity = _clipped(clipping, max_grad_norm) if one_backward else GradSample()
+    wrapper = module if isinstance(module, WRAPPERS) else None
     check_processes(wrapper, independent, clipping)
-    view, transformed = _transformed(plain, quantity, loss_reduction, accumulate, backend, check_first_batch)
-    _check_sizes(transformed, poisson_sampling)
-    with validating(engine):
-        _, private, loader = engine.make_private(
-            module=_original(module),
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            grad_sample_mode="no_op",
-            wrap_model=False,
-            **arguments,
-        )
+    view, transformed = _transformed(
+        module if wrapper is None else wrapper.module,
+        poisson_sampling,
+        quantity=quantity,
+        loss_reduction=loss_reduction,
+        accumulate="error" if poisson_sampling or one_backward else "append",
+        backend=backend,
+        check_first_batch=check_first_batch,
+    )
+    private, loader = prepared_by_opacus(
+        engine,
+        module=transformed.model if wrapper is None else wrapper,
+        optimizer=optimizer,
+        data_loader=data_loader,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        loss_reduction=loss_reduction,
+        poisson_sampling=poisson_sampling,
+        clipping=clipping,
+        **arguments,
+    )
     transformed.store.alone = quantity  # two batches in one backward would add up their rows
-    if one_backward:
-        private = with_one_backward(private, transformed, poisson_sampling)
-    else:
-        private = adaptive(private) if clipping == "adaptive" else private
-        private = checked(private, transformed)
-    refuse_copies(private)
-    private.stand_before_original()
+    check_steps(private, transformed, one_backward=one_backward, poisson_sampling=poisson_sampling)
+    private.in_one_process = wrapper is None and not independent
     if wrapper is None:
-        if not independent:
-            checked_in_each_step(private)
         return view, private, loader
-    communicate_in_steps(wrapper, loader)
     wrapper.module = view
-    if transformed.first_batch is not None:
-        settle_in_steps(private, transformed.first_batch)
+    communicate_in_steps(wrapper, loader, private, transformed.first_batch)
     return module, private, loader
 
 
@@ -229,16 +206,6 @@ def make_private_with_epsilon(
     return make_private(engine, data_loader=data_loader, noise_multiplier=noise_multiplier, **arguments)
 
 
-def _unwrapped(module: nn.Module) -> tuple[Any, nn.Module | None]:
-    """Return the model and its distributed wrapper, or None."""
-    return (module.module, module) if isinstance(module, WRAPPERS) else (module, None)
-
-
-def _original(module: nn.Module) -> nn.Module:
-    transformed = engine_of(module)
-    return module if transformed is None else transformed.model
-
-
 def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGrad:
     if clipping != "flat" or isinstance(max_grad_norm, Sequence):
         raise OptionError(
@@ -248,22 +215,12 @@ def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGr
     return ClippedGrad(max_grad_norm=float(max_grad_norm))
 
 
-def _transformed(
-    model: Any, quantity: Quantity, loss_reduction: str, accumulate: Any, backend: str | Inner, check: bool
-) -> tuple[Any, Engine]:
-    """Transform the model, or check that it is already transformed with matching options."""
-    if engine_of(model) is None:
-        model = transform(
-            model,
-            quantity=quantity,
-            loss_reduction=loss_reduction,
-            accumulate=accumulate,
-            backend=backend,
-            check_first_batch=check,
-        )
+def _transformed(model: Any, poisson_sampling: bool, **options: Any) -> tuple[Any, Engine]:
+    """Transform the model with these options, or check that it is already transformed with matching ones."""
+    model = transform(model, **options) if engine_of(model) is None else model
     engine = engine_of(model)
     assert engine is not None
-    _check_options(engine, quantity, loss_reduction, accumulate)
+    _check_options(engine, poisson_sampling, options)
     engine.options.settled |= {"mixing"}
     return model, engine
 
@@ -283,19 +240,9 @@ def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
         )
 
 
-def _check_sizes(engine: Engine, poisson_sampling: bool) -> None:
-    size = engine.roles["forward"].batch_size
-    if poisson_sampling and size is not None:
-        raise OptionError(
-            f"the model is transformed with batch_size={size}, and Poisson sampling draws batches of every size: "
-            "inputs of another size would be shared by all samples",
-            advice="Transform it without batch_size=, with in_dims= for inputs that all samples share.",
-        )
-
-
-def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accumulate: str) -> None:
+def _check_options(engine: Engine, poisson_sampling: bool, needed: Mapping[str, Any]) -> None:
     """Check that an already transformed model has all options that the clipping relies on."""
-    options = engine.options
+    options, loss_reduction, accumulate = engine.options, needed["loss_reduction"], needed["accumulate"]
     if options.loss_scale != loss_scale(loss_reduction):
         raise OptionError(
             f"the model is transformed for another loss than loss_reduction={loss_reduction!r}: "
@@ -307,15 +254,23 @@ def _check_options(engine: Engine, quantity: Quantity, loss_reduction: str, accu
             "the model is transformed with mixing='allow': clipping rows does not bound what one sample changes",
             advice="Transform it without mixing=.",
         )
-    if not any(_serves(quantity_of_model, quantity) for quantity_of_model in options.quantities):
+    if not any(_serves(quantity, needed["quantity"]) for quantity in options.quantities):
         raise OptionError(
-            f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs {quantity}",
+            f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs "
+            f"{needed['quantity']}",
             advice="Transform it for that, or leave one_backward as it fits.",
         )
     if engine.store.policy not in ("error", accumulate):
         raise OptionError(
             f"the model is transformed with accumulate={engine.store.policy!r}: rows would not belong to one batch",
             advice=f"Transform it with accumulate={accumulate!r}.",
+        )
+    size = engine.roles["forward"].batch_size
+    if poisson_sampling and size is not None:
+        raise OptionError(
+            f"the model is transformed with batch_size={size}, and Poisson sampling draws batches of every size: "
+            "inputs of another size would be shared by all samples",
+            advice="Transform it without batch_size=, with in_dims= for inputs that all samples share.",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def check_processes(wrapper: nn.Module | None, independent: bool, clipping: str)
     """Raise if several processes would train one model without a wrapper, or in a way that Opacus does not support."""
     if wrapper is None:
         if not independent:
-            _check_one()
+            check_one_process()
         return
     if independent:
         raise OptionError(
@@ -62,7 +62,8 @@ def check_processes(wrapper: nn.Module | None, independent: bool, clipping: str)
         )
 
 
-def _check_one() -> None:
+def check_one_process() -> None:
+    """Raise if several processes train, each a model without a wrapper."""
     count = processes()
     if count > 1:
         raise OptionError(
@@ -73,18 +74,9 @@ def _check_one() -> None:
         )
 
 
-def checked_in_each_step(optimizer: DPOptimizer) -> None:
-    """Check the number of processes before each counted step, as torch.distributed may start later."""
-    count: Callable[[DPOptimizer], None] = optimizer.step_hook
-
-    def hook(optimizer: DPOptimizer) -> None:
-        _check_one()
-        count(optimizer)
-
-    optimizer.step_hook = hook  # attach_step_hook would add one
-
-
-def communicate_in_steps(wrapper: nn.Module, loader: DataLoader[Any]) -> None:
+def communicate_in_steps(
+    wrapper: nn.Module, loader: DataLoader[Any], optimizer: DPOptimizer, first_batch: FirstBatch | None
+) -> None:
     """Make a wrapped model's processes communicate only in steps, and take equally many steps.
 
     See Note [One communication for each step].
@@ -93,12 +85,9 @@ def communicate_in_steps(wrapper: nn.Module, loader: DataLoader[Any]) -> None:
         wrapper.require_backward_grad_sync = False  # as in no_sync()
     if isinstance(loader.batch_sampler, DistributedUniformWithReplacementSampler):
         loader.batch_sampler.__class__ = EveryBatch  # a DataLoader refuses a new sampler
-
-
-def settle_in_steps(optimizer: DPOptimizer, first_batch: FirstBatch) -> None:
-    """Make processes agree on their first batches in steps, as their calls do not match under Poisson sampling."""
-    first_batch.settles = True
-    optimizer.first_batch = first_batch
+    if first_batch is not None:
+        first_batch.settles = True
+        optimizer.first_batch = first_batch
 
 
 class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc]

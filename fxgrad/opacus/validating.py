@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import opacus
+from opacus.optimizers import DPOptimizer
 from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from opacus.validators.module_validator import ModuleValidator
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of
 from fxgrad.host.modules import BatchNorm, NormBase
@@ -35,7 +35,8 @@ def validate(module: nn.Module) -> None:
     """
     errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
     for name, part in module.named_modules():
-        kind = _class_of(part)
+        transformed = engine_of(part)
+        kind = type(part if transformed is None else transformed.model)  # the user's class
         if kind in COVERED or kind not in ModuleValidator.VALIDATORS or not _matters(part):
             continue
         reasons = ModuleValidator.VALIDATORS[kind](part)
@@ -50,21 +51,11 @@ def _matters(part: nn.Module) -> bool:
     return not isinstance(part, BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
 
 
-def _class_of(part: nn.Module) -> type[nn.Module]:
-    """Return the user's class of a module, also if it is transformed."""
-    transformed = engine_of(part)
-    return type(part if transformed is None else transformed.model)
-
-
-@contextlib.contextmanager
-def validating(engine: opacus.PrivacyEngine) -> Iterator[None]:
-    """Replace the engine's validator by `validate` within the context."""
-
-    def by_fxgrad(*, module: nn.Module, optimizer: Any, data_loader: Any) -> None:
-        validate(module)
-
-    engine.validate = by_fxgrad  # shadows the class's method
+def prepared_by_opacus(engine: opacus.PrivacyEngine, **arguments: Any) -> tuple[DPOptimizer, DataLoader[Any]]:
+    """Return Opacus's optimizer and loader for gradients computed elsewhere, with `validate` as the validator."""
+    engine.validate = lambda *, module, optimizer, data_loader: validate(module)  # shadows the class's method
     try:
-        yield
+        _, private, loader = engine.make_private(grad_sample_mode="no_op", wrap_model=False, **arguments)
     finally:
         del engine.validate
+    return private, loader

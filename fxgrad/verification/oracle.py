@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host import pytree
-from fxgrad.kernels.precision import wide
 
 LossFn = Callable[[Any], Tensor]
-
+Grads = dict[str, Tensor]  # of each parameter
 
 NEGLIGIBLE = 1e-3
 """The least scale of errors, as a share of the model's largest gradient: some true gradients are exactly zero."""
@@ -31,26 +31,22 @@ def default_loss(output: Any, sample_dim: int = 0) -> Tensor:
     >>> torch.allclose(default_loss(y), sum(default_loss(y[i : i + 1]) for i in range(3)))
     True
     """
-    total: Tensor | None = None
+    terms: list[Tensor] = []
     for index, leaf in enumerate(pytree.tree_leaves(output)):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             continue
         y = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
         y = y.float() if y.dtype in (torch.float16, torch.bfloat16) else y
         if leaf.dim() == 0:
-            total = _plus(total, y.sum() * (0.3 + index))
+            terms.append(y.sum() * (0.3 + index))
             continue
         y = y.movedim(min(sample_dim, leaf.dim() - 1), 0)
         size = y.shape[1:]  # one sample
         phase = torch.arange(size.numel(), device=y.device, dtype=y.dtype).mul(0.7).add(0.3 + index).reshape(size)
-        total = _plus(total, (y + phase).sin().sum())
-    if total is None:
+        terms.append((y + phase).sin().sum())
+    if not terms:
         raise TypeError("the model's output holds no floating-point tensor: pass loss_fn")
-    return total
-
-
-def _plus(total: Tensor | None, term: Tensor) -> Tensor:
-    return term if total is None else total + term.to(total.device, total.dtype)
+    return sum((term.to(terms[0]) for term in terms[1:]), terms[0])
 
 
 def per_sample_grads(
@@ -81,20 +77,28 @@ def per_sample_grads(
     >>> {name: tuple(g.shape) for name, g in per_sample_grads(model, default_loss, (x,)).items()}
     {'weight': (5, 2, 3), 'bias': (5, 2)}
     """
+    sample_dim = 0 if batch_first else 1
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    dims = _sample_dims(leaves, args, kwargs or {}, in_dims, batch_first, batch_size)
+    dims = [_sample_dim(leaf, sample_dim, batch_size) for leaf in leaves]
+    if in_dims is not None:
+        prefix = tuple(in_dims) if isinstance(in_dims, list) else in_dims
+        dims_of_args = pytree.broadcast_to_and_flatten(prefix, pytree.tree_structure(tuple(args)))
+        if dims_of_args is None:
+            raise ValueError(f"in_dims={in_dims!r} is not a prefix of the structure of the arguments")
+        dims[: len(dims_of_args)] = dims_of_args
     size = _number_of_samples(leaves, dims)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = {name: p.new_zeros((size, *p.shape)) for name, p in parameters.items()}
     for n in range(size):
-        inputs = fresh(leaves) if seed is not None else fresh(take_sample(leaves, dims, n))
+        sample = [_take(leaf, dim, n) for leaf, dim in zip(leaves, dims, strict=True)]
+        inputs = fresh(sample if seed is None else leaves)
         sample_args, sample_kwargs = pytree.tree_unflatten(inputs, spec)
         with state_restored(model), torch.enable_grad():
             if seed is not None:
                 torch.manual_seed(seed)
             output = model(*sample_args, **sample_kwargs)
             if seed is not None:
-                output = _take_output(output, n, 0 if batch_first else 1)
+                output = pytree.tree_map(lambda y, n=n: _take(y, _sample_dim(y, sample_dim, None), n), output)
             for name, g in grads_of(loss_fn(output), parameters).items():
                 grads[name][n] = g
     return grads
@@ -110,65 +114,66 @@ def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     >>> relative_error({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
     0.25
     """
+    missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
+    if missing or extra:
+        raise AssertionError(f"names differ: missing {missing}, unexpected {extra}")
+    for name, b in expected.items():
+        a = actual[name]
+        if a.shape != b.shape:
+            raise AssertionError(f"shape of '{name}': {list(a.shape)} instead of {list(b.shape)}")
+        if not _alike(a, b):
+            raise AssertionError(f"'{name}' is {a.dtype} on {a.device} instead of {b.dtype} on {b.device}")
+        if difference(a, b).isinf().any():
+            raise AssertionError(f"'{name}' is not finite where it should be, or the reverse")
     return max(relative_errors(actual, expected).values(), default=0.0)
 
 
 def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the error of each name, of which `relative_error` is the largest."""
-    missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
-    if missing or extra:
-        raise AssertionError(f"names differ: missing {missing}, unexpected {extra}")
+    """Return the error of each name, of which `relative_error` is the largest; inf where that raises."""
     smallest_scale = NEGLIGIBLE * max((largest(b) for b in expected.values()), default=0.0)
-    return {name: _error_of(name, actual[name], b, smallest_scale) for name, b in expected.items()}
+    errors = dict.fromkeys(expected, float("inf"))
+    for name, b in expected.items():
+        if name in actual and _alike(actual[name], b):
+            most = float(difference(actual[name], b).max()) if b.numel() else 0.0
+            scale = max(largest(b), smallest_scale)
+            errors[name] = 0.0 if most == 0 else most / scale if scale else float("inf")
+    return errors
 
 
-def _error_of(name: str, a: Tensor, b: Tensor, smallest_scale: float) -> float:
-    if a.shape != b.shape:
-        raise AssertionError(f"shape of '{name}': {list(a.shape)} instead of {list(b.shape)}")
-    if a.dtype != b.dtype or a.device != b.device:
-        raise AssertionError(f"'{name}' is {a.dtype} on {a.device} instead of {b.dtype} on {b.device}")
-    a, b = wide(a), wide(b)
-    finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        raise AssertionError(f"'{name}' is not finite where it should be, or the reverse")
-    difference = largest(a[finite] - b[finite])
-    scale = max(largest(b), smallest_scale)
-    return 0.0 if difference == 0 else difference / scale if scale else float("inf")
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-def grads_of(loss: Tensor, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def grads_of(loss: Tensor, sources: Mapping[str, Tensor]) -> Grads:
     """Return the dense d loss / d source of each source; zeros for those that the loss does not depend on."""
-    grads: Sequence[Tensor | None] = [None] * len(sources)
-    if sources and loss.requires_grad:
-        grads = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
-    pairs = zip(sources.items(), grads, strict=True)
-    return {name: torch.zeros_like(x) if g is None else g.to_dense() for (name, x), g in pairs}
+    return dense(gradients([loss], sources), sources)
 
 
-def _sample_dims(
-    leaves: list[Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    in_dims: Any,
-    batch_first: bool,
-    batch_size: int | None,
-) -> list[int | None]:
-    """Return the sample dim of every leaf of (args, kwargs); None for leaves that all samples share."""
-    dim = 0 if batch_first else 1
+def gradients(
+    outputs: Sequence[Tensor], sources: Mapping[Any, Tensor], by_output: Sequence[Tensor | None] | None = None
+) -> dict[Any, Tensor | None]:
+    """Pull gradients by outputs, or scalar losses, back to each source; None for a source without influence on them."""
+    if by_output is None:
+        pairs: list[tuple[Tensor, Tensor | None]] = [(y, None) for y in outputs if y.requires_grad]
+    else:
+        pairs = [(y, g) for y, g in zip(outputs, by_output, strict=True) if g is not None]
+    if not pairs or not sources:
+        return dict.fromkeys(sources)
+    ys, gs = zip(*pairs, strict=True)
+    by_source = torch.autograd.grad(ys, list(sources.values()), gs, allow_unused=True, retain_graph=True)
+    return dict(zip(sources, by_source, strict=True))
 
-    def default(leaf: Any) -> int | None:
-        if not isinstance(leaf, Tensor) or leaf.dim() <= dim:
-            return None
-        return dim if batch_size is None or leaf.shape[dim] == batch_size else None
 
-    if in_dims is None:
-        return [default(leaf) for leaf in leaves]
-    spec = pytree.tree_structure(tuple(args))
-    prefix = tuple(in_dims) if isinstance(in_dims, list) else in_dims
-    dims_of_args = pytree.broadcast_to_and_flatten(prefix, spec)
-    if dims_of_args is None:
-        raise ValueError(f"in_dims={in_dims!r} is not a prefix of the structure of the arguments")
-    return [*dims_of_args, *(default(leaf) for leaf in pytree.tree_leaves(dict(kwargs)))]
+def dense(grads: Mapping[str, Tensor | None], sources: Mapping[str, Tensor]) -> Grads:
+    """Return gradients as dense tensors, zeros for None."""
+    return {name: torch.zeros_like(sources[name]) if g is None else g.detach().to_dense() for name, g in grads.items()}
+
+
+def _sample_dim(leaf: Any, dim: int, batch_size: int | None) -> int | None:
+    """Return the default sample dim of an input; None if all samples share it."""
+    if not isinstance(leaf, Tensor) or leaf.dim() <= dim:
+        return None
+    return dim if batch_size is None or leaf.shape[dim] == batch_size else None
 
 
 def _number_of_samples(leaves: list[Any], dims: list[int | None]) -> int:
@@ -178,13 +183,9 @@ def _number_of_samples(leaves: list[Any], dims: list[int | None]) -> int:
     return int(sizes.pop())
 
 
-def take_sample(leaves: list[Any], dims: list[int | None], n: int) -> list[Any]:
-    pairs = zip(leaves, dims, strict=True)
-    return [leaf if dim is None else leaf.narrow(dim, n, 1) for leaf, dim in pairs]
-
-
-def _take_output(output: Any, n: int, dim: int) -> Any:
-    return pytree.tree_map(lambda y: y.narrow(dim, n, 1) if isinstance(y, Tensor) and y.dim() > dim else y, output)
+def _take(value: Any, dim: int | None, n: int) -> Any:
+    """Return sample n of a value with samples along ``dim``; the value itself if all samples share it."""
+    return value if dim is None else value.narrow(dim, n, 1)
 
 
 def fresh(leaves: Sequence[Any]) -> list[Any]:
@@ -204,9 +205,3 @@ def state_restored(model: nn.Module) -> Iterator[None]:
             for t, value in zip(state, before, strict=True):
                 if not torch.equal(t, value):
                     t.copy_(value)
-
-
-def largest(t: Tensor) -> float:
-    """Return max|t| over finite values; 0 if there are none."""
-    t = wide(t).abs()
-    return float(torch.where(t.isfinite(), t, 0.0).max()) if t.numel() else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -9,63 +10,55 @@ from torch import Tensor
 from fxgrad.errors import FxgradError
 from fxgrad.samples.batch import tensors_in
 from fxgrad.samples.layouts import Layout, samples_first
+from fxgrad.verification.oracle import Grads
 from fxgrad.verification.verdict import Influence
 from fxgrad.verification.witness import Nest, Whole, Witness, differs
 
-Found = dict[str, Tensor] | FxgradError  # each parameter's grad_sample, or the refusal
+Rows = list[list[int]]  # for each sample, the samples whose values its change reached
 
 
 def probe(
-    witness: Witness, whole: Whole, transformed: Callable[[Nest], Found], unchanged: Found
-) -> tuple[list[Layout | None], list[Influence]]:
-    """Return the layout of the samples in each output, and the influences between samples.
+    witness: Witness, whole: Whole, transformed: Callable[[Nest], Grads], unchanged: Grads | None
+) -> list[Influence]:
+    """Set the layout of the samples in each output of ``whole``, and return the influences between samples.
 
     If a value has several possible layouts, take the one with the fewest influences. Influences on the loss or the
     gradients are reported only if no output mixes samples.
     """
     n = witness.n
     options = [candidates(y, one, n) for y, one in zip(whole.outputs, _one_alone(witness, whole), strict=True)]
+    whole.places = [places[0] if places else None for places in options]
     if n == 1:
-        return [places[0] if places else None for places in options], []
-    outputs = [[_Seen(place, n) for place in places] for places in options]
-    loss, grads = _Seen(None, n), _Seen(None, n)
+        return []
+    outputs: list[list[Rows]] = [[[] for _ in places] for places in options]
+    loss: Rows = []
+    grads: Rows = []
     for i in range(n):
         nest = witness.inputs.changed(i)
         with witness.forward(witness.model, nest) as output:
             leaves = tensors_in(output)
             by_output = witness.by_output(output)
-        for y, before, seen in zip(leaves, whole.outputs, outputs, strict=True):
-            for way in seen:
-                assert way.place is not None
-                way.add(i, rows_changed(y.detach(), before, way.place, n))
-        loss.add(i, _rows_of_loss(by_output, whole, options, n))
-        again = unchanged if isinstance(unchanged, FxgradError) else transformed(witness.inputs.changed(i))
-        if not isinstance(unchanged, FxgradError) and not isinstance(again, FxgradError):
-            grads.add(i, _rows_of_grads(again, unchanged, n))
-    best = [min(seen, key=len, default=None) for seen in outputs]
-    influences = [item for k, way in enumerate(best) if way for item in way.influences(f"output {k}")]
-    influences = influences or loss.influences("loss") or grads.influences("grad_sample")
-    return [way.place if way else None for way in best], influences
+        for y, before, places, reached in zip(leaves, whole.outputs, options, outputs, strict=True):
+            for place, rows in zip(places, reached, strict=True):
+                rows.append(rows_changed(y.detach(), before, place, n))
+        loss.append(_rows_of_loss(by_output, whole, options, n))
+        grads.append([])
+        if unchanged is not None:
+            with contextlib.suppress(FxgradError):
+                grads[i] = _rows_of_grads(transformed(witness.inputs.changed(i)), unchanged, n)
+    influences: list[Influence] = []
+    for k, (places, reached) in enumerate(zip(options, outputs, strict=True)):
+        each = [_influences(rows, f"output {k}") for rows in reached]
+        if each:
+            best = min(range(len(each)), key=lambda way: sum(len(one.targets) for one in each[way]))
+            whole.places[k] = places[best]
+            influences += each[best]
+    return influences or _influences(loss, "loss") or _influences(grads, "grad_sample")
 
 
-class _Seen:
-    """The samples that a change of each sample reached, under the layout ``place``."""
-
-    def __init__(self, place: Layout | None, n: int) -> None:
-        self.place = place
-        self.others: list[tuple[int, ...]] = [()] * n
-
-    def add(self, i: int, rows: Sequence[int]) -> None:
-        self.others[i] = tuple(j for j in rows if j != i)
-
-    def __len__(self) -> int:
-        return sum(len(targets) for targets in self.others)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def influences(self, what: str) -> list[Influence]:
-        return [Influence(i, targets, what) for i, targets in enumerate(self.others) if targets]
+def _influences(rows: Rows, value: str) -> list[Influence]:
+    others = [tuple(j for j in reached if j != i) for i, reached in enumerate(rows)]
+    return [Influence(i, targets, value) for i, targets in enumerate(others) if targets]
 
 
 def _one_alone(witness: Witness, whole: Whole) -> Sequence[Tensor | None]:
@@ -109,8 +102,8 @@ def _rows_of_loss(
     changed: set[int] = set()
     for g, before, places in zip(by_output, whole.by_output, options, strict=True):
         if g is not None and before is not None and places:
-            ways = [rows_changed(g, before, place, n) for place in places]
-            changed.update(ways[min(range(len(ways)), key=lambda k: len(ways[k]))])
+            fewest = min([rows_changed(g, before, place, n) for place in places], key=len)
+            changed.update(fewest)
     return sorted(changed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from fxgrad.errors import FxgradError, MixedSamples, RuleError
 from fxgrad.graph.printing import table
@@ -174,11 +175,7 @@ def _influence_lines(influences: Sequence[Influence], n: int) -> list[str]:
 
 def _samples(targets: Sequence[int]) -> str:
     """Format sample numbers with runs of neighbours: ``samples 1, 3 to 7``."""
-    runs: list[list[int]] = []
-    for target in targets:
-        if runs and target == runs[-1][-1] + 1:
-            runs[-1].append(target)
-        else:
-            runs.append([target])
+    by_run = groupby(enumerate(targets), lambda pair: pair[1] - pair[0])  # neighbours differ as their positions do
+    runs = [[target for _, target in run] for _, run in by_run]
     words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"sample{'s' if len(targets) > 1 else ''} {', '.join(words)}"

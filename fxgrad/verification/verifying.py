@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,25 +15,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fxgrad.api import engine_of, transform, zero_grad
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
+from fxgrad.first_batch.compared_rows import difference, largest
+from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.precision import TOLERANCE, wide
 from fxgrad.samples.batch import map_tensors, tensors_in
-from fxgrad.samples.layouts import Layout
 from fxgrad.tracing import settled_batch
-from fxgrad.verification.oracle import largest, relative_error, relative_errors
-from fxgrad.verification.probe import Found, probe
-from fxgrad.verification.verdict import ParameterVerdict, Verdict
-from fxgrad.verification.witness import (
-    Inputs,
-    Nest,
-    NotAlone,
-    Whole,
-    Witness,
-    cuda_devices,
-)
+from fxgrad.verification.oracle import Grads, LossFn, dense, relative_errors
+from fxgrad.verification.probe import probe
+from fxgrad.verification.verdict import Influence, ParameterVerdict, Verdict
+from fxgrad.verification.witness import Inputs, Nest, NotAlone, Whole, Witness, cuda_devices
 
-LossFn = Callable[[Any], Tensor]
 Row = tuple[str, float | None, int | None]  # a parameter's verdict, error and worst sample
-Grads = dict[str, Tensor]
 
 
 def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs: Any) -> Verdict:
@@ -75,7 +67,7 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
     options["check_first_batch"] = False  # every sample is changed here
     original = model if engine is None else engine.model
-    if any(isinstance(item, PackedSequence) for item in _items((args, kwargs))):
+    if any(map(_is_packed, tree_leaves((args, kwargs), is_leaf=_is_packed))):
         raise OptionError(
             "verify cannot take single samples out of a PackedSequence",
             advice="Pass padded inputs to a model that packs them itself.",
@@ -83,6 +75,10 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     with _random_numbers_kept(original):
         may_mix = engine is None or engine.options.takes(mixing="allow")
         return _Verification(original, options, (args, kwargs), loss_fn, may_mix).verdict()
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 @contextmanager
@@ -109,48 +105,35 @@ class _Verification:
     transformed: nn.Module = field(init=False)
     dtype: torch.dtype = torch.float64
     tolerance: float = TOLERANCE[torch.float64]
+    refusal: FxgradError | None = None
     output_error: float | None = None
+    sum_error: float | None = None
+    method: str = ""  # of the reference
 
     def verdict(self) -> Verdict:
         whole = self._choose_dtype()
         if whole.draws and self.options["backend"] == "inductor":
             self.notes.append('through "aot_eager": Inductor draws other random numbers than the plain model')
             self.transformed = transform(self.witness.model, **{**self.options, "backend": "aot_eager"})
-        self.scale = self._loss_scale()
-        grads = self._compare_outputs(whole)
-        places, influences = probe(self.witness, whole, self._transformed_grads, grads)
-        if whole.draws and self._undivided(whole, places):
+        grads, influences = self._probe(whole)
+        if whole.draws and self._undivided(whole):
             self.notes.append("the model draws random numbers and returns a loss of all samples: tried in eval mode")
             self.witness.model.eval()
             whole = self.witness.whole()
-            grads = self._compare_outputs(whole) if not isinstance(grads, FxgradError) else grads
-            places, seen = probe(self.witness, whole, self._transformed_grads, grads)
+            grads, seen = self._probe(whole)
             influences = influences or seen
-        rows: dict[str, Row] = {}
-        sum_error, witness = None, ""
-        if not isinstance(grads, FxgradError):
-            sum_error = self._sum_error(grads, whole)
-            if any(influence.what.startswith("output") for influence in influences):
-                self.notes.append("not compared with single samples, which do not see each other")
-                rows = dict.fromkeys(grads, ("not compared", None, None))
-            elif whole.draws and self._undivided(whole, places):
-                self.notes.append("not compared: the model draws random numbers in eval mode too")
-                rows = dict.fromkeys(grads, ("not compared", None, None))
-            else:
-                witness, truth = self._truth(whole, places)
-                shares = self._undivided(whole, places) and sum_error <= self.tolerance
-                rows = self._compare(grads, self._shares(grads, truth) if shares else truth, whole)
+        rows = {} if grads is None else self._rows(grads, whole, influences)
         return Verdict(
             self.witness.n,
             _name(self.dtype),
-            witness,
+            self.method,
             self.tolerance,
             tuple(self._verdicts(rows)),
             tuple(influences),
             self.options.get("mixing") == "allow",
-            grads if isinstance(grads, FxgradError) else None,
+            self.refusal,
             self.output_error,
-            sum_error,
+            self.sum_error,
             tuple(self.notes),
             self.may_mix,
         )
@@ -166,12 +149,10 @@ class _Verification:
             raise
         except Exception as error:  # any error: use the model's dtype instead
             first = (str(error).splitlines() or [""])[0]
-            note = f"not in float64, where the model raises {type(error).__name__}: {first}"
-        self.dtype = max(dtypes, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
-        self.tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
-        whole = self._prepare(convert=False)
-        self.notes.append(note)
-        return whole
+            self.notes.append(f"not in float64, where the model raises {type(error).__name__}: {first}")
+        self.dtype = max(dtypes, key=_tolerance)
+        self.tolerance = _tolerance(self.dtype)
+        return self._prepare(convert=False)
 
     def _prepare(self, *, convert: bool) -> Whole:
         model = copied(self.original)
@@ -183,31 +164,34 @@ class _Verification:
         inputs = Inputs(nest, settled_batch(engine, *nest))
         if inputs.batch.size == 0:
             raise BatchSizeError("verify needs samples: the batch is empty", advice="Pass a batch of two or more.")
-        self.witness = Witness(model, inputs, self.loss_fn)
+        scale = self.options.get("loss_reduction", "sum")
+        scale = 1 if scale == "sum" else inputs.batch.size if scale == "mean" else scale
+        self.witness = Witness(model, inputs, self.loss_fn, float(scale))
         whole = self.witness.whole()
-        coarsest = max(whole.dtypes, key=lambda dtype: TOLERANCE.get(dtype, 0.0), default=self.dtype)
-        if TOLERANCE.get(coarsest, 0.0) > self.tolerance:
-            self.tolerance = TOLERANCE[coarsest]
+        coarsest = max(whole.dtypes, key=_tolerance, default=self.dtype)
+        if _tolerance(coarsest) > self.tolerance:
+            self.tolerance = _tolerance(coarsest)
             self.notes.append(f"the model computes in {_name(coarsest)} inside")
-        self.witness.tolerance = self.tolerance
         return whole
 
-    def _loss_scale(self) -> float:
-        scale = self.options.get("loss_reduction", "sum")
-        return 1.0 if scale == "sum" else float(self.witness.n) if scale == "mean" else float(scale)
-
-    def _undivided(self, whole: Whole, places: list[Layout | None]) -> bool:
+    def _undivided(self, whole: Whole) -> bool:
         """Decide whether the loss has a gradient at an output without a sample layout."""
-        pairs = zip(whole.by_output, places, strict=True)
+        pairs = zip(whole.by_output, whole.places, strict=True)
         return self.witness.n > 1 and any(g is not None and place is None for g, place in pairs)
 
-    def _compare_outputs(self, whole: Whole) -> Found:
-        """Return the transformed model's grad_sample, and compare its outputs with the plain model's."""
-        self.output_error = None
-        return self._transformed_grads(self.witness.inputs.fresh(), whole)
+    def _probe(self, whole: Whole) -> tuple[Grads | None, list[Influence]]:
+        """Return the transformed model's grad_sample, None if fxgrad refuses it, and the influences between samples."""
+        grads = None
+        if self.refusal is None:
+            self.output_error = None
+            try:
+                grads = self._transformed_grads(self.witness.inputs.fresh(), whole)
+            except FxgradError as error:
+                self.refusal = error
+        return grads, probe(self.witness, whole, self._transformed_grads, grads)
 
-    def _transformed_grads(self, nest: Nest, whole: Whole | None = None) -> Found:
-        """Return ``grad_sample`` of every parameter, or the refusal."""
+    def _transformed_grads(self, nest: Nest, whole: Whole | None = None) -> Grads:
+        """Return ``grad_sample`` of every parameter; with ``whole``, compare the outputs with the plain model's."""
         witness = self.witness
         zero_grad(witness.model)
         try:
@@ -217,38 +201,48 @@ class _Verification:
                 loss = witness.loss(output)
                 if loss.requires_grad:
                     loss.backward()
-            grads = {name: getattr(p, "grad_sample", None) for name, p in witness.parameters.items()}
-        except FxgradError as error:
-            return error
+            grads: Grads = {}
+            for name, p in witness.parameters.items():
+                grad_sample = getattr(p, "grad_sample", None)
+                grads[name] = p.new_zeros(witness.n, *p.shape) if grad_sample is None else grad_sample
+            return grads
         finally:
             zero_grad(witness.model)
-        parameters = witness.parameters
-        return {
-            name: parameters[name].new_zeros(witness.n, *parameters[name].shape) if g is None else g
-            for name, g in grads.items()
-        }
 
-    def _truth(self, whole: Whole, places: list[Layout | None]) -> tuple[str, Grads]:
-        """Return every sample's gradients by plain autograd, and the name of the method."""
-        witness = self.witness
+    def _rows(self, grads: Grads, whole: Whole, influences: list[Influence]) -> dict[str, Row]:
+        """Compare ``grad_sample`` with the ordinary gradient and, if the samples are independent, with single ones."""
+        plain = dense(whole.grads, self.witness.parameters)
+        by_sum = {name: g.sum(0) for name, g in grads.items()}
+        self.sum_error = _distance(by_sum, {name: g * self.witness.scale for name, g in plain.items()})
+        if any(influence.what.startswith("output") for influence in influences):
+            self.notes.append("not compared with single samples, which do not see each other")
+            return dict.fromkeys(grads, ("not compared", None, None))
+        if whole.draws and self._undivided(whole):
+            self.notes.append("not compared: the model draws random numbers in eval mode too")
+            return dict.fromkeys(grads, ("not compared", None, None))
+        truth = self._truth(whole)
+        if self._undivided(whole) and self.sum_error <= self.tolerance:
+            truth = self._shares(grads, truth)
+        return self._compare(grads, truth, whole)
+
+    def _truth(self, whole: Whole) -> Grads:
+        """Return every sample's gradients by plain autograd."""
         if not whole.draws:
             try:
-                return "the loop over single samples", _stacked(list(witness.alone(whole, places, self.scale)))
+                self.method = "the loop over single samples"
+                return self.witness.alone(whole, self.tolerance)
             except NotAlone as reason:
                 self.notes.append(str(reason))
             except Exception as error:  # the model rejects a batch of one
                 self.notes.append(f"one sample alone raises {type(error).__name__}")
-        method = "one sample's outputs at a time, in forwards of the batch under one seed"
-        return method, _stacked(list(witness.within(whole, places, self.scale)))
+        self.method = "one sample's outputs at a time, in forwards of the batch under one seed"
+        return self.witness.within(whole)
 
     def _compare(self, grads: Grads, truth: Grads, whole: Whole) -> dict[str, Row]:
         """Return the verdict, the error and the worst sample of every trainable parameter."""
-        rest = {name: g for name, g in truth.items() if torch.equal(g.isfinite(), grads[name].isfinite())}
-        errors = relative_errors({name: grads[name] for name in rest}, rest)
         rows: dict[str, Row] = {}
-        for name in truth:
-            error = errors.get(name, float("inf"))
-            off = wide(grads[name] - truth[name]).abs()
+        for name, error in relative_errors(grads, truth).items():
+            off = difference(grads[name], truth[name])
             sample = int(off.reshape(len(off), -1).amax(1).argmax()) if error and off.numel() else None
             verdict = "wrong" if error > self.tolerance else "unused" if whole.grads[name] is None else "right"
             rows[name] = (verdict, error, sample)
@@ -270,13 +264,6 @@ class _Verification:
         factors = advice if mean else ", ".join(f"{share:.3g}" for share in shares.tolist())
         self.notes.append(f"the model's own loss weighs each sample's by {factors}")
         return weighed
-
-    def _sum_error(self, grads: Grads, whole: Whole) -> float:
-        plain = {
-            name: torch.zeros_like(grads[name][0]) if g is None else g.detach().to_dense() * self.scale
-            for name, g in whole.grads.items()
-        }
-        return _distance({name: g.sum(0) for name, g in grads.items()}, plain)
 
     def _verdicts(self, rows: dict[str, Row]) -> Iterator[ParameterVerdict]:
         first: dict[int, str] = {}
@@ -301,21 +288,13 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _copy(x: Tensor, convert: bool) -> Tensor:
-    copied_x = x.detach().clone()
-    if convert and copied_x.is_floating_point():
-        copied_x = copied_x.double()
-    elif convert and copied_x.is_complex():
-        copied_x = copied_x.to(torch.complex128)
-    return copied_x.requires_grad_(x.requires_grad)
+    numeric = x.is_floating_point() or x.is_complex()
+    dtype = torch.promote_types(x.dtype, torch.float64) if convert and numeric else x.dtype
+    return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
 
 
-def _items(value: Any) -> Iterator[Any]:
-    yield value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _items(item)
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype, 0.0)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -328,12 +307,4 @@ def _outputs_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def _distance(actual: Grads, expected: Grads) -> float:
-    """Return `relative_error`; infinity if two values are not comparable."""
-    try:
-        return relative_error(actual, expected)
-    except AssertionError:  # another shape, or finite in only one
-        return float("inf")
-
-
-def _stacked(samples: list[Grads]) -> Grads:
-    return {name: torch.stack([grads[name] for grads in samples]) for name in samples[0]}
+    return max(relative_errors(actual, expected).values(), default=0.0)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxgrad.first_batch.changes import between
+from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host.dispatch import TorchDispatchMode
-from fxgrad.kernels.precision import wide
 from fxgrad.samples.batch import SHARED, Batch, map_tensors, tensors_in
 from fxgrad.samples.layouts import Layout, samples_first
-from fxgrad.verification.oracle import default_loss, largest, state_restored
+from fxgrad.verification.oracle import Grads, LossFn, default_loss, dense, gradients, state_restored
 
 SEED = 0  # of every forward, so that all draw the same random numbers
 
@@ -52,12 +54,9 @@ class Inputs:
 def _changed(x: Tensor, dim: int, i: int) -> Tensor:
     """Change sample i of x: towards its neighbour for floating values, else to the neighbour's values."""
     old, other = x.select(dim, i), x.select(dim, (i + 1) % x.shape[dim])
-    if x.is_floating_point() or x.is_complex():
-        new = old + 0.7 * (other - old)
-        new = torch.where(new.isfinite(), new, other)
-        new = old * 1.1 + 0.1 if torch.equal(new, old) else new
-    else:
-        new = old.flip(-1) if old.dim() and torch.equal(old, other) else other
+    new = between(old, other)
+    if torch.equal(new, old):
+        new = old * 1.1 + 0.1 if new is not other else old.flip(-1) if old.dim() else old
     result = x.clone()
     result.select(dim, i).copy_(new)
     return result
@@ -72,15 +71,16 @@ class Whole:
     grads: dict[str, Tensor | None]  # by each parameter; None if the loss does not depend on it
     draws: bool  # whether the model drew random numbers
     dtypes: set[torch.dtype]  # of all floating values that it computed
+    places: list[Layout | None] = field(default_factory=list)  # the samples in each output, as `probe` saw them
 
 
 class Witness:
     """Runs of a model owned by the witness, each from the same state and random seed."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: LossFn | None, scale: float) -> None:
         self.model, self.inputs, self.loss_fn = model, inputs, loss_fn
+        self.scale = scale  # of the gradients, in place of the loss
         self.n = inputs.batch.size
-        self.tolerance = 0.0  # for a sample alone against its rows in the batch
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     @contextmanager
@@ -107,11 +107,11 @@ class Witness:
             after = _random_state(self.model)
             leaves = tensors_in(output)
             by_output = self.by_output(output)
-            grads = self._grads(leaves, by_output)
+            grads = gradients(leaves, self.parameters, by_output)
         torch.manual_seed(SEED)
         before = _random_state(self.model)
         draws = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws, dtypes.found)
+        return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws, dtypes.seen)
 
     def by_output(self, output: Any) -> list[Tensor | None]:
         """Return dL/dy for every tensor y of an output, as independent variables."""
@@ -122,59 +122,44 @@ class Witness:
             return cut[-1]
 
         loss = self.loss(map_tensors(output, leaf))
-        wrt = [y for y in cut if y.requires_grad]
-        if not loss.requires_grad:
-            return [None] * len(cut)
-        grads = iter(torch.autograd.grad(loss, wrt, allow_unused=True))
-        return [next(grads) if y.requires_grad else None for y in cut]
+        grads = gradients([loss], {k: y for k, y in enumerate(cut) if y.requires_grad})
+        return [grads.get(k) for k in range(len(cut))]
 
-    def alone(self, whole: Whole, places: Sequence[Layout | None], scale: float) -> Iterator[dict[str, Tensor]]:
-        """Yield each sample's gradients by a forward and a backward of that sample alone.
+    def alone(self, whole: Whole, tolerance: float) -> Grads:
+        """Return the gradients of all samples, by a forward and a backward of each sample alone.
 
-        Raise `NotAlone` if that forward does not give the sample's rows of the batch's outputs.
+        Raise `NotAlone` if that forward does not give the sample's rows of the batch's outputs, up to a tolerance.
         """
+        grads = []
         for i in range(self.n):
             with self.forward(self.model, self.inputs.sample(i)) as output:
                 leaves = tensors_in(output)
-                by_output = []
-                for y, all_y, g, place in zip(leaves, whole.outputs, whole.by_output, places, strict=True):
-                    if place is not None and not self._close(y.detach(), row(all_y, place, self.n, i)):
+                for y, all_y, place in zip(leaves, whole.outputs, whole.places, strict=True):
+                    rows = y if place is None else row(all_y, place, self.n, i)
+                    if y.shape != rows.shape or differs(y, rows, tolerance).any():
                         raise NotAlone(f"sample {i} alone has other outputs than in the batch")
-                    by_output.append(g if place is None or g is None else row(g, place, self.n, i) * scale)
-                yield _dense(self._grads(leaves, by_output), self.parameters)
+                grads.append(self._backward(leaves, whole, partial(row, n=self.n, i=i)))
+        return _stacked(grads)
 
-    def within(self, whole: Whole, places: Sequence[Layout | None], scale: float) -> Iterator[dict[str, Tensor]]:
-        """Yield each sample's gradients by one forward of the batch and a backward from that sample's outputs."""
+    def within(self, whole: Whole) -> Grads:
+        """Return the gradients of all samples, by one forward of the batch and a backward from each one's outputs."""
         with self.forward(self.model, self.inputs.fresh()) as output:
             leaves = tensors_in(output)
-            for i in range(self.n):
-                by_output = []
-                for g, place in zip(whole.by_output, places, strict=True):
-                    by_output.append(g if place is None or g is None else _masked(g, place, self.n, i) * scale)
-                yield _dense(self._grads(leaves, by_output), self.parameters)
+            return _stacked([self._backward(leaves, whole, partial(_masked, n=self.n, i=i)) for i in range(self.n)])
 
-    def _close(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and not bool(differs(a, b, self.tolerance).any())
-
-    def _grads(self, leaves: Sequence[Tensor], by_output: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-        pairs = [(y, g) for y, g in zip(leaves, by_output, strict=True) if g is not None]
-        if not pairs or not self.parameters:
-            return dict.fromkeys(self.parameters)
-        outputs, grads = zip(*pairs, strict=True)
-        grads_of_parameters = torch.autograd.grad(
-            outputs, list(self.parameters.values()), grads, allow_unused=True, retain_graph=True
-        )
-        return dict(zip(self.parameters, grads_of_parameters, strict=True))
+    def _backward(self, leaves: Sequence[Tensor], whole: Whole, part: Callable[[Tensor, Layout], Tensor]) -> Grads:
+        """Return the gradients by one sample's part of the loss's gradient."""
+        pairs = zip(whole.by_output, whole.places, strict=True)
+        by_output = [g if place is None or g is None else part(g, place) * self.scale for g, place in pairs]
+        return dense(gradients(leaves, self.parameters, by_output), self.parameters)
 
 
 class NotAlone(Exception):
     """Raised if a sample alone has other outputs than in the batch, so the loop over samples is no reference."""
 
 
-def _dense(grads: Mapping[str, Tensor | None], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(parameters[name]) if g is None else g.detach().to_dense() for name, g in grads.items()
-    }
+def _stacked(samples: list[Grads]) -> Grads:
+    return {name: torch.stack([grads[name] for grads in samples]) for name in samples[0]}
 
 
 def _random_state(model: nn.Module) -> list[Tensor]:
@@ -205,9 +190,7 @@ def differs(a: Tensor, b: Tensor, tolerance: float | None = None) -> Tensor:
     """Return a mask of elements that differ by more than rounding, or than a share of the largest."""
     if not (b.is_floating_point() or b.is_complex()):
         return a != b
-    allowed = (4 * torch.finfo(b.dtype).eps if tolerance is None else tolerance) * largest(b)
-    a, b = wide(a), wide(b)
-    return ~((a == b) | ((a - b).abs() <= allowed) | (a.isnan() & b.isnan()))
+    return difference(a, b) > (4 * torch.finfo(b.dtype).eps if tolerance is None else tolerance) * largest(b)
 
 
 class _Dtypes(TorchDispatchMode):
@@ -215,9 +198,9 @@ class _Dtypes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[torch.dtype] = set()
+        self.seen: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found |= {value.dtype for value in tensors_in(result) if value.is_floating_point()}
+        self.seen |= {value.dtype for value in tensors_in(result) if value.is_floating_point()}
         return result

@@ -1,10 +1,13 @@
-"""Opacus's optimizers for clipped gradients: `OneBackwardOptimizer` reads the clipped sum from p.grad."""
+"""The classes of the optimizers that `make_private` returns: Opacus's own, with the checked step."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 from opacus.optimizers import (
+    AdaClipDPOptimizer,
     DistributedDPOptimizer,
     DistributedDPOptimizerFastGradientClipping,
     DPOptimizer,
@@ -15,20 +18,34 @@ from fxgrad.engine import Engine
 from fxgrad.errors import AlreadySet, OptionError
 from fxgrad.opacus.checked_step import CheckedStep
 from fxgrad.opacus.ledger import Ledger
-from fxgrad.opacus.remaking import remade
+
+
+class AdaptiveOptimizer(CheckedStep, AdaClipDPOptimizer):  # type: ignore[misc]
+    """Opacus's AdaClipDPOptimizer with support for empty batches; `make_private` makes it.
+
+    The share of unclipped samples is ``(count + σ_u N(0, 1)) / B``. For an empty batch, B is the expected batch size,
+    as for every batch in Andrew et al. (2019), https://arxiv.org/abs/1905.03871.
+    """
+
+    def clip_and_accumulate(self) -> None:
+        rows = self._get_flat_grad_sample(self.params[0])
+        if len(rows):
+            super().clip_and_accumulate()
+            return
+        DPOptimizer.clip_and_accumulate(self)
+        self.unclipped_num = self.unclipped_num + torch.zeros((), device=rows.device)
+
+    def update_max_grad_norm(self) -> None:
+        self.sample_size = self.sample_size or self.expected_batch_size
+        super().update_max_grad_norm()
 
 
 class _OneBackward(CheckedStep):
     """The common base of both optimizers, in which p.grad is a sum of clipped gradients."""
 
-    attach_step_hook: Any
-
-    def __init__(self, *args: Any, ledger: Ledger, poisson_sampling: bool = True, **arguments: Any) -> None:
-        super().__init__(*args, **arguments)
-        self.ledger, self.poisson_sampling = ledger, poisson_sampling
-        self.clipped_to = self.max_grad_norm
-        self._iterations = 1
-        ledger.cleared(())
+    poisson_sampling: bool
+    clipped_to: float  # the bound of the backward
+    _iterations = 1
 
     @property
     def accumulated_iterations(self) -> int:
@@ -50,7 +67,7 @@ class _OneBackward(CheckedStep):
                 "be in all of them, and count more than once",
                 advice="Call step() and zero_grad() after each backward, or use Opacus's BatchMemoryManager.",
             )
-        super().accumulate()  # type: ignore[misc]
+        super().accumulate()
         self._iterations = max(1, backwards)
         for parameter in self.params:
             parameter.grad = None
@@ -78,7 +95,25 @@ class DistributedOneBackwardOptimizer(_OneBackward, DistributedDPOptimizerFastGr
     """
 
 
-def one_backward(private: DPOptimizer, engine: Engine, poisson_sampling: bool) -> DPOptimizer:
-    """Return an optimizer for clipped gradients in place of Opacus's, with its accountant's hook."""
-    kinds = {DPOptimizer: OneBackwardOptimizer, DistributedDPOptimizer: DistributedOneBackwardOptimizer}
-    return remade(private, kinds[type(private)], ledger=Ledger(engine, "grad"), poisson_sampling=poisson_sampling)
+ONE_BACKWARD = {DPOptimizer: OneBackwardOptimizer, DistributedDPOptimizer: DistributedOneBackwardOptimizer}
+
+
+def check_steps(private: DPOptimizer, engine: Engine, *, one_backward: bool, poisson_sampling: bool) -> None:
+    """Turn Opacus's optimizer into one that checks p.grad, or p.grad_sample, against the ledger before each step.
+
+    Opacus's classes share their attributes, so the object remains: its settings, its sums, and the accountant's hook.
+    """
+    if one_backward:
+        private.__class__ = ONE_BACKWARD[type(private)]
+        private.poisson_sampling, private.clipped_to = poisson_sampling, private.max_grad_norm
+    else:
+        opacus_class: Any = type(private)
+        private.__class__ = _checked_class(opacus_class)
+    private.begin_checks(Ledger(engine, "grad" if one_backward else "grad_sample"))
+
+
+@cache
+def _checked_class(kind: Any) -> Any:
+    if kind is AdaClipDPOptimizer:
+        return AdaptiveOptimizer
+    return type(kind.__name__, (CheckedStep, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
