@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import Kind, Samples, holds_samples
+from fxgrad.samples.operands import Crossed
 
 Pair = tuple[Any, Samples | None]  # a fake value and its `Samples`
 Run = Callable[[fx.GraphModule, Sequence[Pair]], Sequence[Pair]]  # (body, operands) -> the body's outputs
-
-
-class Crossed(Exception):
-    """Raised when samples influence each other; the message says how."""
 
 
 class ControlFlow:
@@ -76,7 +73,7 @@ class Cond(ControlFlow):
 
     def samples(self, run: Run, args: Sequence[Pair]) -> list[Samples | None]:
         _, decides = args[0]
-        if _held(decides):
+        if holds_samples(decides):
             raise Crossed("which branch runs depends on samples")
         true, false = (run(body, args[1:]) for body in self.bodies)
         return [_joined(a, b) for (_, a), (_, b) in zip(true, false, strict=True)]
@@ -115,12 +112,14 @@ class Map(ControlFlow):
 
     def samples(self, run: Run, args: Sequence[Pair]) -> list[Samples | None]:
         xs, rest = self.groups(args)
-        along = [samples for _, samples in xs if _held(samples) and samples.layout and samples.layout.dim == 0]
+        along = [samples for _, samples in xs if holds_samples(samples) and samples.layout and samples.layout.dim == 0]
         if not along:
             outputs = run(self.bodies[0], [*(_slice(pair) for pair in xs), *rest])
             return [_stacked(samples) for _, samples in outputs]
-        batched = [samples for _, samples in (*xs, *rest) if _held(samples)]
-        if any(samples.layout != along[0].layout for samples in batched) or any(_held(samples) for _, samples in rest):
+        batched = [samples for _, samples in (*xs, *rest) if holds_samples(samples)]
+        if any(samples.layout != along[0].layout for samples in batched) or any(
+            holds_samples(samples) for _, samples in rest
+        ):
             raise Crossed("it maps over one sample's values together with another's")
         constant = Samples(Kind.CONSTANT)  # the body sees one sample at a time
         shapes = run(self.bodies[0], [*((x[0], constant) for x, _ in xs), *rest])
@@ -147,7 +146,7 @@ class WhileLoop(ControlFlow):
         _, settled = _settled(lambda values: run(self.bodies[1], [*values, *rest]), carried)
         last = [(value, samples) for (value, _), samples in zip(carried, settled, strict=True)]
         ((_, decides),) = run(self.bodies[0], [*last, *rest])
-        if _held(decides):
+        if holds_samples(decides):
             raise Crossed("how often its body runs depends on samples")
         return settled
 
@@ -155,18 +154,14 @@ class WhileLoop(ControlFlow):
 CONTROL_FLOW: dict[str, type[ControlFlow]] = {f"higher_order::{c.op.name()}": c for c in (Cond, Scan, Map, WhileLoop)}
 
 
-def _held(samples: Samples | None) -> bool:
-    return samples is not None and samples.kind in (Kind.BATCHED, Kind.MIXED)
-
-
 def _joined(a: Samples | None, b: Samples | None) -> Samples | None:
     """Return the samples of a value that is one of two."""
     if a is None or b is None or a == b:
         return a
-    if _held(a) and _held(b):
+    if holds_samples(a) and holds_samples(b):
         raise Crossed("its bodies hold the samples in different places")
-    if _held(a) or _held(b):
-        return a if _held(a) else b
+    if holds_samples(a) or holds_samples(b):
+        return a if holds_samples(a) else b
     return Samples(Kind.UNIFORM)
 
 

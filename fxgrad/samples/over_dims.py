@@ -50,12 +50,12 @@ def worked_dims(op: Op, operand: Operand) -> Sequence[int]:
     if name == "renorm":  # each slice at an index of `dim` has its own norm
         return _others(ndim, op.dims("dim", ndim) or ())
     if name in OVER_NAMED:
-        return _named(op, ndim)
+        return _named(op, operand)
     last = OVER_LAST[name]
     count = last.get(operand.name, last.get(EVERY, 0))
     if name in _SOLVES and operand.name in ("B", "b", "other") and _is_vector(op, operand):
         count = 1
-    return range(max(ndim - count, 0), ndim)
+    return operand.last_dims(count)
 
 
 def _is_vector(op: Op, right: Operand) -> bool:
@@ -67,15 +67,14 @@ def _is_vector(op: Op, right: Operand) -> bool:
     return a.fake.dim() - 1 == right.fake.dim() and sizes == matrix[:-1]
 
 
-def _named(op: Op, ndim: int) -> Sequence[int]:
+def _named(op: Op, operand: Operand) -> Sequence[int]:
     """Return the dims that the call names, by the conventions of torch.fft."""
-    named = op.dims("dim", ndim)
-    if named is not None:
-        return named
+    ndim = operand.fake.dim()
     count, sizes = OVER_NAMED[op.call.op], op.call.get("s")
     if count is None:
         count = len(sizes) if isinstance(sizes, tuple | list) else ndim
-    return range(max(ndim - count, 0), ndim)
+    named = op.dims("dim", ndim)
+    return operand.last_dims(count) if named is None else named
 
 
 _SOLVES = frozenset({"linalg_solve", "linalg_solve_ex", "_linalg_solve_ex", "linalg_lstsq"})
