@@ -269,11 +269,10 @@ class _Inference:
         """Follow cond, scan, map or while_loop, as its bodies say."""
         target: Any = op.node.target
         results = target.samples(self._results, self._pairs(op))
-        if any(
-            flow and samples and samples.kind is Kind.MIXED for samples, flow in zip(results, op.flows, strict=True)
-        ):
+        results = [s and Samples(s.kind, s.layout, flow) for s, flow in zip(results, op.flows, strict=True)]
+        if Samples(Kind.MIXED, traced=True) in results:
             raise Crossed("what its body returns depends on several samples")
-        return [s and Samples(s.kind, s.layout, flow) for s, flow in zip(results, op.flows, strict=True)]
+        return results
 
     def _results(self, gm: fx.GraphModule, inputs: Sequence[Pair]) -> Any:
         results = self._body(gm, inputs)

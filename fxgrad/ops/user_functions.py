@@ -48,11 +48,11 @@ class UserFunction:
         with torch.no_grad():  # the bodies switch gradients off, and on again
             outs, saved = fx.Interpreter(self.fwd).run(*args)
         with torch.no_grad():
-            given = [
+            of_outputs = [
                 torch.zeros_like(out) if isinstance(out, Tensor) and i not in grads else grads.get(i)
                 for i, out in enumerate(outs)
             ]
-            return list(fx.Interpreter(self.bwd).run(*given, *saved))
+            return list(fx.Interpreter(self.bwd).run(*of_outputs, *saved))
 
     @cached_property
     def linear(self) -> bool:
@@ -87,8 +87,8 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     if node.kwargs.keys() & {"out", "alpha", "rounding_mode", "value"} or name.endswith("_"):
         return False
     if name in _ONE_BY_ONE:
-        others = [arg for arg in node.all_input_nodes if arg not in dependent and isinstance(_example(arg), Tensor)]
-        return not others
+        others = (arg for arg in node.all_input_nodes if arg not in dependent)
+        return not any(isinstance(EXAMPLE.get(arg), Tensor) for arg in others)
     if name in ("add", "sub"):
         return all(held)
     if name in ("mul", "matmul", "mm", "bmm", "rmatmul"):
@@ -98,10 +98,6 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     if name == "where":
         return not held[0] and all(one or arg in (0, 0.0) for one, arg in zip(held[1:], operands[1:], strict=True))
     return name == "masked_fill" and held[0] and not any(held[1:]) and operands[-1] in (0, 0.0)
-
-
-def _example(node: fx.Node) -> Any:
-    return EXAMPLE.get(node)
 
 
 def fitted(grad: Tensor | None, like: Tensor) -> Tensor:

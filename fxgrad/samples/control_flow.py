@@ -116,10 +116,8 @@ class Map(ControlFlow):
         if not along:
             outputs = run(self.bodies[0], [*(_slice(pair) for pair in xs), *rest])
             return [_stacked(samples) for _, samples in outputs]
-        batched = [samples for _, samples in (*xs, *rest) if holds_samples(samples)]
-        if any(samples.layout != along[0].layout for samples in batched) or any(
-            holds_samples(samples) for _, samples in rest
-        ):
+        others = [samples for _, samples in xs if holds_samples(samples) and samples.layout != along[0].layout]
+        if others or any(holds_samples(samples) for _, samples in rest):
             raise Crossed("it maps over one sample's values together with another's")
         constant = Samples(Kind.CONSTANT)  # the body sees one sample at a time
         shapes = run(self.bodies[0], [*((x[0], constant) for x, _ in xs), *rest])

@@ -49,7 +49,7 @@ class _Unknown(Exception):
 
 
 class Thresholds:
-    """The thresholds of movement ops and their indices; ``constant(node, batch)`` computes a value made only of sizes."""
+    """The thresholds of a graph's movement ops; ``constant(node, batch)`` computes a value made only of sizes."""
 
     def __init__(self, symbols: Symbols, constant: Callable[[fx.Node, int], Tensor]) -> None:
         self.symbols, self.constant = symbols, constant
