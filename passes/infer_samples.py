@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxgrad.errors import FxgradError, LostLayout, MixedSamples, UnknownOp
 from fxgrad.graph.context import Context, path_to, source_line, spoken
-from fxgrad.ops.calls import CALL, Call, map_nodes
+from fxgrad.ops.calls import CALL, Call, leaves, map_nodes
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import MOVEMENT, Family, family_of
 from fxgrad.ops.forms import SHAPED_AS, reads_form_alone
@@ -105,7 +105,7 @@ class _Inference:
         if node.op == "get_attr":
             return _constant(fake)
         call = CALL.of(node)
-        op = Op(node, call, self._operands(call), self.symbols, self.replay)
+        op = Op(node, call, self._operands(call), self.replay)
         if call.op == "setitem":
             self._check_assigned(op)
             return None
@@ -138,25 +138,21 @@ class _Inference:
 
     def _operands(self, call: Call) -> list[Operand]:
         """Return what a call reads the values of: tensors, and numbers that are made of samples."""
-        nodes: list[tuple[str, fx.Node]] = []
-        for name, arg in call.arguments.items():
-            if not reads_form_alone(call.op, name):
-                map_nodes(arg, lambda node: nodes.append((name, node)))  # noqa: B023
-        return [operand for name, node in nodes for operand in self._operands_of(name, node)]
-
-    def _operands_of(self, name: str, node: fx.Node) -> Iterator[Operand]:
-        """Yield a tensor, each output of several, or a number that is made of samples."""
-        fake, samples = FAKE.of(node), SAMPLES.of(node)
-        pairs = zip(fake, samples, strict=True) if isinstance(samples, list) else [(fake, samples)]
-        for value, known in pairs:
-            if known is not None:
-                yield Operand(name, node, value if isinstance(value, Tensor) else self.numbers.scalar, known)
+        operands = []
+        read = ((name, arg) for name, arg in call.arguments.items() if not reads_form_alone(call.op, name))
+        for name, node in ((name, leaf) for name, arg in read for leaf in leaves(arg) if isinstance(leaf, fx.Node)):
+            fake, samples = FAKE.of(node), SAMPLES.of(node)
+            for value, one in zip(fake, samples, strict=True) if isinstance(samples, list) else [(fake, samples)]:
+                if one is not None:
+                    tensor = value if isinstance(value, Tensor) else self.numbers.scalar
+                    operands.append(Operand(name, node, tensor, one))
+        return operands
 
     def _call(self, op: Op) -> list[Samples | None]:
         """Return the samples of each output, by the op's family and by the kinds of its operands."""
         family = family_of(op.call.op) if not _read_as_another(op) else None
         if decide(op):
-            op = Op(op.node, op.call, self._operands(op.call), self.symbols, self.replay)
+            op = Op(op.node, op.call, self._operands(op.call), self.replay)
         shaped = op.call.get("input") if op.call.op in SHAPED_AS else None
         if isinstance(shaped, fx.Node) and SAMPLES.of(shaped) == Samples(Kind.CONSTANT):
             return [Samples(Kind.CONSTANT)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from string import ascii_letters
@@ -39,7 +39,7 @@ class Call:
     arguments: Mapping[str, Any]
     inplace: bool = False
     given: frozenset[str] = frozenset()  # arguments that differ from their default
-    guessed: bool = False  # whether arguments have names by their place, because no signature or schema fits
+    guessed: bool = False  # whether other arguments than the first have names by their place: no schema fits
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.arguments.get(name, default)
@@ -70,6 +70,19 @@ def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
 def map_nodes(value: Any, fn: Callable[[fx.Node], Any]) -> Any:
     """A nest of arguments with ``fn(node)`` in place of every node."""
     return map_leaves(value, fx.Node, fn)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what a nest of arguments holds: nodes, numbers, and all else that is no container."""
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    elif isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, tuple | list):
+        yield value
+        return
+    for item in value:
+        yield from leaves(item)
 
 
 # One name for ops with several: Python's operators, special methods of tensors, aliases of PyTorch.
@@ -179,7 +192,7 @@ def bind(node: fx.Node) -> Call:
     names = {"self": "input", **_ARGUMENT_NAMES.get(op, {})}
     arguments = {names.get(key, key): value for key, value in arguments.items()}
     given = frozenset(key for key, value in arguments.items() if not (key in defaults and _same(value, defaults[key])))
-    return Call(op, arguments, inplace or arguments.get("inplace") is True, given, guessed=bound is None)
+    return Call(op, arguments, inplace or arguments.get("inplace") is True, given, bound is None and len(arguments) > 1)
 
 
 _STRUCTURAL = (operator.getitem, operator.setitem, getattr, "__getitem__", "__setitem__")

@@ -18,8 +18,7 @@ def sample_ids(layout: Layout, shape: Sequence[int], batch: int) -> Tensor:
     size = shape[layout.dim]
     if layout.rows is not None:
         layout, batch = Layout(layout.dim), size
-    inner = layout.inner if layout.inner is not None else size // (batch * (layout.outer or 1))
-    outer = layout.outer if layout.outer is not None else size // (batch * inner)
+    outer, inner = layout.split(size, batch)
     ids = torch.arange(1, batch + 1, dtype=torch.int32).view(1, batch, 1).expand(outer, batch, inner)
     flat = ids.reshape([-1 if dim == layout.dim else 1 for dim in range(len(shape))])
     return flat.expand(tuple(shape))

@@ -48,6 +48,12 @@ class Layout:
         """Return the same merge at another dimension."""
         return Layout(dim, self.outer, self.inner, self.rows)
 
+    def split(self, size: int, n: int) -> tuple[int, int]:
+        """Return outer and inner for a dimension of this size with n samples."""
+        if self.outer is None:
+            return size // (n * (self.inner or 1)), self.inner or 1
+        return self.outer, size // (n * self.outer) if self.inner is None else self.inner
+
     def __str__(self) -> str:
         if self == WHOLE:
             return "(all)"
@@ -114,8 +120,6 @@ def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:
     if not layout.merged:
         return value.movedim(dim, 0).unsqueeze(dim + 1)
     before, after = value.shape[:dim], value.shape[dim + 1 :]
-    size = value.shape[dim]
-    outer = size // (n * layout.inner) if layout.outer is None else layout.outer  # type: ignore[operator]
-    inner = size // (n * outer) if layout.inner is None else layout.inner
+    outer, inner = layout.split(value.shape[dim], n)
     split = value.reshape(*before, outer, n, inner, *after).movedim(dim + 1, 0)
     return split.reshape(n, *before, outer * inner, *after)

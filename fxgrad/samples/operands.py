@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,12 @@ class Operand:
     def layout(self) -> Layout | None:
         return self.samples.layout
 
+    def place(self, worked: Collection[int]) -> int | None:
+        """Return the place of the samples, from the right, among the dims that an op does not work over."""
+        others = [dim for dim in range(self.fake.dim()) if dim not in worked]
+        dim = None if self.layout is None else self.layout.dim
+        return others.index(dim) - len(others) if dim in others else None
+
     def last_dims(self, count: int) -> range:
         """Return the last ``count`` dims, or all if there are fewer."""
         ndim = self.fake.dim()
@@ -62,8 +68,11 @@ class Op:
     node: fx.Node
     call: Call
     operands: Sequence[Operand]
-    symbols: Symbols
     replay: Replay
+
+    @property
+    def symbols(self) -> Symbols:
+        return self.replay.symbols
 
     @property
     def outputs(self) -> list[Any]:

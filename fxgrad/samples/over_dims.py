@@ -18,9 +18,8 @@ from fxgrad.samples.symbols import expression
 def over_dims(op: Op, output: Tensor) -> Answer:
     """Require samples at the same batch dim in all operands and in the result."""
     worked = {operand: worked_dims(op, operand) for operand in op.operands}
-    for operand, layout in op.batched:
-        if layout.dim in worked[operand]:
-            return Mixes("it works along the sample dimension")
+    if any(layout.dim in worked[operand] for operand, layout in op.batched):
+        return Mixes("it works along the sample dimension")
     answer = by_shape(op, output)
     if isinstance(answer, Mixes):
         return answer
@@ -34,8 +33,7 @@ def over_dims(op: Op, output: Tensor) -> Answer:
         return Mixes("its result holds the samples on a dimension that it works along")
     place = kept.index(answer.dim) - len(kept)
     for operand, layout in op.batched:
-        others = _others(operand.fake.dim(), worked[operand])
-        if others.index(layout.dim) - len(others) != place or layout.at(0) != answer.at(0):
+        if operand.place(worked[operand]) != place or layout.at(0) != answer.at(0):
             return Mixes("its operands hold the samples in different places")
     return answer
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.ops.calls import CALL, Call, op_name
+from fxgrad.ops.calls import CALL, Call, leaves, op_name
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import upstream
 from fxgrad.samples.layouts import Kind, kind_of, layout_of
@@ -44,6 +44,14 @@ class Bounds:
     threshold: float = 0.0
 
 
+def batches_above(threshold: float) -> Batches | None:
+    """Return two batch sizes above a threshold; None if it is above `LARGEST`."""
+    if threshold > LARGEST:
+        return None
+    above = math.ceil(threshold) + 1
+    return BATCHES if threshold < BATCHES[0] else (above, above + 1)
+
+
 class _Unknown(Exception):
     """Raised for an op or a number with unknown behaviour at large batch sizes."""
 
@@ -60,10 +68,7 @@ class Thresholds:
         if not all(map(self.symbols.is_linear, numbers([node.args, dict(node.kwargs)]))):
             return None
         largest: float = max([0, *self._shifts(node), *map(self._of_index, self._indices(node))])
-        if largest > LARGEST:
-            return None
-        above = math.ceil(largest) + 1
-        return BATCHES if largest < BATCHES[0] else (above, above + 1)
+        return batches_above(largest)
 
     def _shifts(self, node: fx.Node) -> Iterator[int]:
         """Yield the shifts, independent of B, by which a roll moves samples."""
@@ -82,9 +87,8 @@ class Thresholds:
     def _indices(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield the indices of an op that depend on the batch size."""
         if op_name(node.target).removesuffix("_") in _INDEXED:
-            indices: list[fx.Node] = []
-            fx.map_arg((node.args[1:], dict(node.kwargs)), indices.append)
-            yield from filter(self._depends, indices)
+            indices = leaves((node.args[1:], dict(node.kwargs)))
+            yield from (index for index in indices if isinstance(index, fx.Node) and self._depends(index))
 
     def _of_index(self, index: fx.Node) -> float:
         """Return the batch size from which an index behaves uniformly; infinity if unknown."""
@@ -140,17 +144,11 @@ class Thresholds:
 
 def numbers(value: Any) -> Iterator[Any]:
     """Yield the integers in nested arguments, including those of nodes."""
-    if isinstance(value, fx.Node):
-        yield from numbers(FAKE.of(value))
-    elif isinstance(value, dict):
-        yield from numbers(list(value.values()))
-    elif isinstance(value, slice):
-        yield from numbers([value.start, value.stop, value.step])
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from numbers(item)
-    elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-        yield value
+    for leaf in leaves(value):
+        if isinstance(leaf, fx.Node):
+            yield from numbers(FAKE.of(leaf))
+        elif isinstance(leaf, int | torch.SymInt) and not isinstance(leaf, bool):
+            yield leaf
 
 
 def _sizes(fake: Any) -> Any:
@@ -185,10 +183,7 @@ _Rule = Callable[[_Of, _Arguments], Bounds]
 
 
 def _all(of: _Of, arguments: _Arguments) -> list[Bounds]:
-    bounds: list[Bounds] = []
-    for value in arguments.values():
-        bounds.extend(map(of, value) if isinstance(value, list | tuple) else [of(value)])
-    return bounds
+    return list(map(of, leaves(arguments)))
 
 
 def _crossing(operands: Sequence[Bounds]) -> float:
@@ -248,10 +243,6 @@ def _line(of: _Of, arguments: _Arguments) -> Bounds:
     return _met(start, step, constant=start.constant, slope=start.slope + step.constant)
 
 
-def _filled(of: _Of, arguments: _Arguments) -> Bounds:
-    return of(arguments["fill_value"])
-
-
 def _running(of: _Of, arguments: _Arguments) -> Bounds:
     """Bound a cumulative sum of bounded values."""
     a, sizes = of(arguments["input"]), [of(size) for size in FAKE.of(arguments["input"]).shape]
@@ -277,27 +268,17 @@ def _order(of: _Of, arguments: _Arguments) -> Bounds:
 def _read(of: _Of, arguments: _Arguments) -> Bounds:
     """Bound ``values[index]``, for an index of numbers, slices or other bounded indices."""
     fake = FAKE.of(arguments["input"])
-    a, indices = of(arguments["input"]), [of(one) for one in _flat(arguments.get("index", arguments.get("indices")))]
+    a, indices = of(arguments["input"]), [of(one) for one in leaves(arguments.get("index", arguments.get("indices")))]
     sizes = [of(size).constant for size in fake.shape] if isinstance(fake, Tensor) else []
     moved, steps = sum(one.constant for one in indices), max([1.0, *(one.slope for one in indices)])
     at = _crossing([a, *indices, Bounds(sum(sizes), 1.0)]) if indices else 0.0
     return _met(a, *indices, at=at, constant=a.constant + a.slope * moved, slope=a.slope * steps)
 
 
-def _flat(index: Any) -> list[Any]:
-    if isinstance(index, tuple | list):
-        return [one for item in index for one in _flat(item)]
-    return _flat([index.start, index.stop, index.step]) if isinstance(index, slice) else [index]
-
-
-def _constant(value: float) -> _Rule:
-    return lambda of, arguments: Bounds(value)
-
-
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys("zeros zeros_like new_zeros".split(), _constant(0.0)),
-    **dict.fromkeys("ones ones_like new_ones".split(), _constant(1.0)),
-    **dict.fromkeys("full new_full full_like".split(), _filled),
+    **dict.fromkeys("zeros zeros_like new_zeros".split(), lambda of, arguments: Bounds(0.0)),
+    **dict.fromkeys("ones ones_like new_ones".split(), lambda of, arguments: Bounds(1.0)),
+    **dict.fromkeys("full new_full full_like".split(), lambda of, arguments: of(arguments["fill_value"])),
     "arange": _line,
     **dict.fromkeys(
         """neg long int to clone view reshape unsqueeze squeeze expand expand_as view_as reshape_as flatten unflatten t
@@ -311,7 +292,7 @@ _RULES: dict[str, _Rule] = {
     "remainder": _rest,
     **dict.fromkeys("clamp clamp_min clamp_max minimum maximum max min amax amin where abs".split(), _compared),
     **dict.fromkeys("lt le gt ge eq ne logical_and logical_or logical_not bool".split(), _truth),
-    **dict.fromkeys(["cumsum"], _running),
+    "cumsum": _running,
     **dict.fromkeys("argsort sort topk".split(), _order),
     **dict.fromkeys("getitem index".split(), _read),
 }

@@ -161,10 +161,10 @@ def loss(op: Op, output: Tensor) -> Answer:
     """Follow a loss per element or row; a reduced loss is a linear sum over samples."""
     places = set()
     for operand, layout in op.batched:
-        others = [dim for dim in range(operand.fake.dim()) if dim not in _compared(op, operand)]
-        if layout.dim not in others:
+        place = operand.place(_compared(op, operand))
+        if place is None:
             return Mixes("it works along the sample dimension")
-        places.add((others.index(layout.dim) - len(others), layout.at(0)))
+        places.add((place, layout.at(0)))
     if len(places) > 1:
         return Mixes("its operands hold the samples in different places")
     if op.call.get("reduction", "mean") not in ("none", 0):

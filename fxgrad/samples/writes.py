@@ -21,7 +21,7 @@ from fxgrad.samples.ids import read_partly, sample_ids
 from fxgrad.samples.layouts import SAMPLES, Kind, Samples, holds_samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
-from fxgrad.samples.thresholds import BATCHES, LARGEST, Batches
+from fxgrad.samples.thresholds import BATCHES, Batches, batches_above
 
 
 def written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Samples]]:
@@ -89,7 +89,7 @@ def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
         fake, layout = FAKE.of(view), samples.layout
         if layout is not None:
             size = symbols.evaluate(fake.shape[layout.dim], BATCHES[0])
-            inner = layout.inner or size // (BATCHES[0] * (layout.outer or 1))
+            _, inner = layout.split(size, BATCHES[0])
             steps.append(inner * symbols.evaluate(fake.stride(layout.dim), BATCHES[0]))
         else:
             dims = symbols.batch_dims(fake.shape)
@@ -99,8 +99,7 @@ def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
 
 def _batches(views: Sequence[fx.Node], rows: int, symbols: Symbols) -> Batches | None:
     """Return the two batch sizes of the replay, or None. See Note [Sizes of memory]."""
-    largest = max(_counted(FAKE.of(view), rows, symbols) for view in views)
-    return None if largest > LARGEST else BATCHES if largest < BATCHES[0] else (largest + 1, largest + 2)
+    return batches_above(max(_counted(FAKE.of(view), rows, symbols) for view in views))
 
 
 def _counted(fake: Tensor, rows: int, symbols: Symbols) -> int:
