@@ -184,11 +184,8 @@ def bind(node: fx.Node) -> Call:
     op = name[:-1] if inplace else name
     args, kwargs = node.args, dict(node.kwargs)
     bound = _bind_signature(node.target, args, kwargs) or _bind_schema(op, name, args, kwargs)
-    if bound is None:
-        names_by_place = ["input", *(f"arg{i}" for i in range(1, len(args)))]
-        arguments, defaults = dict(zip(names_by_place, args, strict=False)) | kwargs, {}
-    else:
-        arguments, defaults = bound
+    names_by_place = ["input", *(f"arg{i}" for i in range(1, len(args)))]
+    arguments, defaults = bound or (dict(zip(names_by_place, args, strict=False)) | kwargs, {})
     names = {"self": "input", **_ARGUMENT_NAMES.get(op, {})}
     arguments = {names.get(key, key): value for key, value in arguments.items()}
     given = frozenset(key for key, value in arguments.items() if not (key in defaults and _same(value, defaults[key])))
@@ -298,21 +295,21 @@ def _match(schema: Sequence[_Argument], args: Sequence[Any], kwargs: dict[str, A
     args = _pack_varargs(positional, args)
     if len(args) > len(positional):
         return None
-    given = {a.name: value for a, value in zip(positional, args, strict=False)}
-    if given.keys() & kwargs.keys():
+    arguments = {a.name: value for a, value in zip(positional, args, strict=False)}
+    if arguments.keys() & kwargs.keys():
         return None
     names = {a.name for a in schema}
     renamed = {"input": "self", "axis": "dim", "keepdims": "keepdim"}
-    given |= {key if key in names else renamed.get(key, key): value for key, value in kwargs.items()}
-    if not given.keys() <= names:
+    arguments |= {key if key in names else renamed.get(key, key): value for key, value in kwargs.items()}
+    if not arguments.keys() <= names:
         return None
     for a in schema:
-        if a.name not in given and a.required:
+        if a.name not in arguments and a.required:
             return None
-        if strict and a.name in given and not _fits(given[a.name], a.type):
+        if strict and a.name in arguments and not _fits(arguments[a.name], a.type):
             return None
     defaults = {a.name: a.default for a in schema if not a.required}
-    return {a.name: given.get(a.name, a.default) for a in schema}, defaults
+    return {a.name: arguments.get(a.name, a.default) for a in schema}, defaults
 
 
 def _pack_varargs(positional: Sequence[_Argument], args: Sequence[Any]) -> Sequence[Any]:

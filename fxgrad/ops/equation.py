@@ -119,12 +119,12 @@ class Equation:
         >>> Equation.of("n...,n...i->ni").sizes([(2, 5), (2, 1, 3)])
         {'n': 2, '.1': 5, 'i': 3}
         """
-        found: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         for names, shape in zip(self.names([len(shape) for shape in shapes]), shapes, strict=True):
             for name, size in zip(names, shape, strict=True):
-                if name not in found or not (isinstance(size, int) and size == 1):
-                    found[name] = size
-        return found
+                if name not in sizes or not (isinstance(size, int) and size == 1):
+                    sizes[name] = size
+        return sizes
 
     def summed(self, ranks: Sequence[int]) -> list[str]:
         """The names that the result does not have."""

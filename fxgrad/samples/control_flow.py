@@ -95,9 +95,9 @@ class Scan(ControlFlow):
 
     def samples(self, run: Run, args: Sequence[Pair]) -> list[Samples | None]:
         init, xs, rest = self.groups(args)
-        slices = [_slice(pair) for pair in xs]
+        slices = list(map(_slice, xs))
         outputs, carry = _settled(lambda carry: run(self.bodies[0], [*carry, *slices, *rest]), init)
-        return [*carry, *(_stacked(samples) for _, samples in outputs[len(init) :])]
+        return [*carry, *_stacked(outputs[len(init) :])]
 
 
 class Map(ControlFlow):
@@ -114,8 +114,7 @@ class Map(ControlFlow):
         xs, rest = self.groups(args)
         along = [samples for _, samples in xs if holds_samples(samples) and samples.layout and samples.layout.dim == 0]
         if not along:
-            outputs = run(self.bodies[0], [*(_slice(pair) for pair in xs), *rest])
-            return [_stacked(samples) for _, samples in outputs]
+            return _stacked(run(self.bodies[0], [*map(_slice, xs), *rest]))
         others = [samples for _, samples in xs if holds_samples(samples) and samples.layout != along[0].layout]
         if others or any(holds_samples(samples) for _, samples in rest):
             raise Crossed("it maps over one sample's values together with another's")
@@ -158,9 +157,7 @@ def _joined(a: Samples | None, b: Samples | None) -> Samples | None:
         return a
     if holds_samples(a) and holds_samples(b):
         raise Crossed("its bodies hold the samples in different places")
-    if holds_samples(a) or holds_samples(b):
-        return a if holds_samples(a) else b
-    return Samples(Kind.UNIFORM)
+    return next(filter(holds_samples, (a, b)), Samples(Kind.UNIFORM))
 
 
 def _settled(run: Callable[[Sequence[Pair]], Sequence[Pair]], init: Sequence[Pair]) -> tuple[Any, list[Samples | None]]:
@@ -177,15 +174,17 @@ def _settled(run: Callable[[Sequence[Pair]], Sequence[Pair]], init: Sequence[Pai
 def _slice(pair: Pair) -> Pair:
     """Return one slice along dimension 0, with its samples."""
     value, samples = pair
-    if samples is None or samples.layout is None:
-        return value[0], samples
-    if samples.layout.dim == 0:
+    if samples is not None and samples.layout is not None and samples.layout.dim == 0:
         raise Crossed("it runs along the sample dimension")
-    return value[0], replace(samples, layout=samples.layout.at(samples.layout.dim - 1))
+    return value[0], _moved(samples, -1)
 
 
-def _stacked(samples: Samples | None) -> Samples | None:
+def _stacked(outputs: Sequence[Pair]) -> list[Samples | None]:
     """Return the samples of all steps' outputs, stacked along a new dimension 0."""
+    return [_moved(samples, 1) for _, samples in outputs]
+
+
+def _moved(samples: Samples | None, by: int) -> Samples | None:
     if samples is None or samples.layout is None:
         return samples
-    return replace(samples, layout=samples.layout.at(samples.layout.dim + 1))
+    return replace(samples, layout=samples.layout.at(samples.layout.dim + by))

@@ -67,14 +67,10 @@ def _by_places(op: Op, output: Tensor, values: Operand) -> Answer:
     base = op.operand("input")
     if base is None or any(kind_of(node) is not Kind.CONSTANT for node in _indices(op)):
         return Mixes("the data decides to which samples' places it writes")
-    kind = kind_of(base.node)
-    if kind is Kind.CONSTANT:
-        blank = _replayed(op, output, None, values)
-        if blank is not None:
-            return blank
-    if kind in (Kind.CONSTANT, Kind.BATCHED) and base.layout is not None:
-        return _replayed(op, output, base.layout, values) or _FOREIGN
-    return _FOREIGN
+    blank = _replayed(op, output, None, values) if kind_of(base.node) is Kind.CONSTANT else None
+    if blank is not None or base.layout is None:
+        return blank or _FOREIGN
+    return _replayed(op, output, base.layout, values) or _FOREIGN
 
 
 def _indices(op: Op) -> list[fx.Node]:

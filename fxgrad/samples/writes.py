@@ -43,37 +43,29 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
     A view without a layout is mixed from then on. If only some rows of a dimension have been written
     (``out[0::2] = a``), the others have to be constants.
     """
-    whole = SAMPLES.of(views[0])
-    followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
+    whole: Samples = SAMPLES.of(views[0])
     batches = _batches(views, _rows([(views[0], whole), (through, new)], replay.symbols), replay.symbols)
-    if batches is None:
-        lost = Samples(Kind.MIXED)
-        return {
-            view: replace(new if _same_place(view, through) else lost, traced=SAMPLES.of(view).traced or new.traced)
-            for view in views
-        }
-    memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches]
-    samples_of_views = {}
-    for view in views:
+    followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
+    memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches or ()]
+
+    def after(view: fx.Node) -> Samples:
         old: Samples = SAMPLES.of(view)
         traced = old.traced or new.traced
         if _same_place(view, through):
-            samples_of_views[view] = replace(new, traced=traced)
-        elif not memories[0].touched(view):
-            samples_of_views[view] = old
-        elif not followed:
-            samples_of_views[view] = Samples(Kind.MIXED, traced=traced)
-        elif not memories[0].ids(view).any():
-            uniform = Kind.UNIFORM in (old.kind, new.kind)
-            samples_of_views[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
-        else:
-            ids = [memory.ids(view) for memory in memories]
-            layout = replay.read(ids, FAKE.of(view), batches=batches)
-            if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
-                layout = replay.read(ids, FAKE.of(view), read_partly, batches)
-            kind = Kind.MIXED if layout is None else Kind.BATCHED
-            samples_of_views[view] = Samples(kind, layout, traced)
-    return samples_of_views
+            return replace(new, traced=traced)
+        if memories and not memories[0].touched(view):
+            return old
+        if batches is None or not followed:
+            return Samples(Kind.MIXED, traced=traced)
+        if not memories[0].ids(view).any():
+            return Samples(Kind.UNIFORM if Kind.UNIFORM in (old.kind, new.kind) else Kind.CONSTANT, traced=traced)
+        ids = [memory.ids(view) for memory in memories]
+        layout = replay.read(ids, FAKE.of(view), batches=batches)
+        if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
+            layout = replay.read(ids, FAKE.of(view), read_partly, batches)
+        return Samples(Kind.MIXED if layout is None else Kind.BATCHED, layout, traced)
+
+    return {view: after(view) for view in views}
 
 
 # Note [Sizes of memory]
