@@ -96,8 +96,8 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     if name == "div":
         return depends == [True, False]
     if name == "where":
-        others = [arg for arg, one in zip(operands, depends, strict=True) if not one]
-        return not depends[0] and all(arg in (0, 0.0) for arg in others[1:])
+        fixed = [arg for arg, one in zip(operands, depends, strict=True) if not one]
+        return not depends[0] and all(arg in (0, 0.0) for arg in fixed[1:])
     return name == "masked_fill" and depends[0] and not any(depends[1:]) and operands[-1] in (0, 0.0)
 
 
