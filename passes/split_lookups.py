@@ -14,8 +14,8 @@ from fxgrad.graph.edit import bind_again, make
 from fxgrad.host.pytree import tree_map
 from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import FAKE, TRACED
-from fxgrad.samples.every_batch import BATCHES
 from fxgrad.samples.symbols import expression
+from fxgrad.samples.thresholds import BATCHES
 
 # What an index may be made by; anything else stands for data.
 _FOLLOWED = frozenset(

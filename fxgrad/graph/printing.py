@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
-from fxgrad.ops.calls import op_name
+from fxgrad.ops.calls import CALL, op_name
 from fxgrad.ops.facts import EXAMPLE, FAKE
 from fxgrad.runtime.targets import CollectTarget, DeriveTarget, NewTape, SingleTarget, TapTarget, Target
 from fxgrad.samples.layouts import SAMPLES, Samples
@@ -119,7 +119,9 @@ class _Printer:
         if isinstance(target, DeriveTarget):
             return target.__name__, "derived", target.strategy.name
         name = op_name(target).split("::")[-1].split(".")[-1] if not isinstance(target, Target) else target.__name__
-        remark = f"{self._type(FAKE.get(node))} {_samples(SAMPLES.get(node))}".strip()
+        call = CALL.get(node)
+        guessed = "guessed argument names" if call is not None and call.guessed else ""
+        remark = f"{self._type(FAKE.get(node))} {_samples(SAMPLES.get(node))} {guessed}".strip()
         return name, target.__name__ if isinstance(target, SingleTarget) else name.rstrip("_"), remark
 
     def _type(self, fake: Any) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from string import ascii_letters
 from types import BuiltinFunctionType
@@ -38,15 +38,15 @@ class Call:
     op: str
     arguments: Mapping[str, Any]
     inplace: bool = False
-    given: frozenset[str] = field(default=frozenset())  # arguments that differ from their default
+    given: frozenset[str] = frozenset()  # arguments that differ from their default
+    guessed: bool = False  # whether other arguments than the first have names by their place: no schema fits
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.arguments.get(name, default)
 
     def moved(self, copies: Mapping[fx.Node, fx.Node]) -> Call:
         """The same call in a copy of its graph."""
-        arguments = map_nodes(dict(self.arguments), copies.__getitem__)
-        return Call(self.op, arguments, self.inplace, self.given)
+        return replace(self, arguments=map_nodes(dict(self.arguments), copies.__getitem__))
 
 
 CALL: Fact[Call] = Fact("call", "normalize_calls", Call)
@@ -88,80 +88,66 @@ def equal(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
-_OPERATORS: dict[Callable[..., Any], str] = {
-    operator.add: "add",
-    operator.sub: "sub",
-    operator.mul: "mul",
-    operator.truediv: "div",
-    operator.floordiv: "floor_divide",
-    operator.mod: "remainder",
-    operator.pow: "pow",
-    operator.matmul: "matmul",
-    operator.neg: "neg",
-    operator.pos: "positive",
-    operator.abs: "abs",
-    operator.and_: "bitwise_and",
-    operator.or_: "bitwise_or",
-    operator.xor: "bitwise_xor",
-    operator.invert: "bitwise_not",
-    operator.lt: "lt",
-    operator.le: "le",
-    operator.gt: "gt",
-    operator.ge: "ge",
-    operator.eq: "eq",
-    operator.ne: "ne",
-    operator.getitem: "getitem",
-    operator.setitem: "setitem_",
-    operator.iadd: "add_",
-    operator.isub: "sub_",
-    operator.imul: "mul_",
-    operator.itruediv: "div_",
-    operator.ipow: "pow_",
-    operator.imatmul: "matmul_",
-    operator.iand: "bitwise_and_",
-    operator.ior: "bitwise_or_",
-    operator.ixor: "bitwise_xor_",
-}
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what a nest of arguments holds: nodes, numbers, and all else that is no container."""
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    elif isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, tuple | list):
+        yield value
+        return
+    for item in value:
+        yield from leaves(item)
 
-# torch.nn.functional has its own meaning for two names of tensor methods
-_FUNCTIONS: dict[Callable[..., Any], str] = {F.unfold: "im2col", F.fold: "col2im"}
 
-_ALIASES = {
-    "absolute": "abs",
-    "arctan2": "atan2",
-    "concat": "cat",
-    "concatenate": "cat",
-    "divide": "div",
-    "true_divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
-    "negative": "neg",
-    "clip": "clamp",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "moveaxis": "movedim",
-    "greater": "gt",
-    "less": "lt",
-    "_softmax": "softmax",
-    "special_softmax": "softmax",
-    "_get_data_attr": "detach",  # x.data
-    "__getitem__": "getitem",
-    "__setitem__": "setitem_",
-    "__add__": "add",
-    "__radd__": "add",
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "__sub__": "sub",
-    "__rsub__": "rsub",
-    "__truediv__": "div",
-    "__matmul__": "matmul",
-    "__rmatmul__": "rmatmul",
-    "__pow__": "pow",
-    "__rpow__": "rpow",
-    "linalg_matmul": "matmul",
-    "numpy_T": "T",  # how x.T and x.H are captured from torch 2.15 on
-    "matrix_H": "H",
+# One name for ops with several: Python's operators, special methods of tensors, aliases of PyTorch.
+_SPELLINGS = {
+    "abs": "absolute",
+    "add": "__add__ __radd__",
+    "add_": "iadd",
+    "atan2": "arctan2",
+    "bitwise_and": "and_",
+    "bitwise_and_": "iand",
+    "bitwise_not": "invert",
+    "bitwise_or": "or_",
+    "bitwise_or_": "ior",
+    "bitwise_xor": "xor",
+    "bitwise_xor_": "ixor",
+    "cat": "concat concatenate",
+    "clamp": "clip",
+    "detach": "_get_data_attr",  # x.data
+    "div": "divide true_divide truediv __truediv__",
+    "div_": "itruediv",
+    "floor_divide": "floordiv",
+    "getitem": "__getitem__",
+    "gt": "greater",
+    "lt": "less",
+    "matmul": "__matmul__ linalg_matmul",
+    "matmul_": "imatmul",
+    "movedim": "moveaxis",
+    "mul": "multiply __mul__ __rmul__",
+    "mul_": "imul",
+    "neg": "negative",
+    "positive": "pos",
+    "pow": "__pow__",
+    "pow_": "ipow",
+    "remainder": "mod",
+    "rmatmul": "__rmatmul__",
+    "rpow": "__rpow__",
+    "rsub": "__rsub__",
+    "setitem_": "__setitem__",
+    "softmax": "_softmax special_softmax",
+    "sub": "subtract __sub__",
+    "sub_": "isub",
+    "transpose": "swapaxes swapdims",
+    "H": "matrix_H",  # how x.H and x.T are captured from torch 2.15 on
+    "T": "numpy_T",
 }
+_ALIASES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+
+# Functions whose own name means another op, or no op in place.
+_FUNCTIONS: dict[Callable[..., Any], str] = {F.unfold: "im2col", F.fold: "col2im", operator.setitem: "setitem_"}
 
 _ARGUMENT_NAMES = {
     "embedding": {"indices": "input"},
@@ -195,8 +181,6 @@ def _spelled(target: Any) -> str:
         return short if namespace == "aten" else name
     if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
-    if target in _OPERATORS:
-        return _OPERATORS[target]
     if target in _FUNCTIONS:
         return _FUNCTIONS[target]
     module = getattr(target, "__module__", None) or ""
@@ -209,26 +193,22 @@ def _spelled(target: Any) -> str:
 
 def bind(node: fx.Node) -> Call:
     """The call of a node, its arguments bound to the op's own names."""
-    if isinstance(node.target, str) and node.target in ("__getitem__", "__setitem__"):
-        return _bind_structural(op_name(node.target), node.args)
     name = op_name(node.target)
+    if node.target in _STRUCTURAL:
+        return _bind_structural(name, node.args)
     inplace = name.endswith("_") and not name.endswith("__")
     op = name[:-1] if inplace else name
     args, kwargs = node.args, dict(node.kwargs)
-    if node.target in _STRUCTURAL:
-        return _bind_structural(name, args)
     bound = _bind_signature(node.target, args, kwargs) or _bind_schema(op, name, args, kwargs)
-    if bound is None:
-        given_names = ["input", *(f"arg{i}" for i in range(1, len(args)))]
-        bound = (dict(zip(given_names, args, strict=False)) | kwargs, {})
-    arguments, defaults = bound
+    names_by_place = ["input", *(f"arg{i}" for i in range(1, len(args)))]
+    arguments, defaults = bound or (dict(zip(names_by_place, args, strict=False)) | kwargs, {})
     names = {"self": "input", **_ARGUMENT_NAMES.get(op, {})}
     arguments = {names.get(key, key): value for key, value in arguments.items()}
     given = frozenset(key for key, value in arguments.items() if not (key in defaults and _same(value, defaults[key])))
-    return Call(op, arguments, inplace or arguments.get("inplace") is True, given)
+    return Call(op, arguments, inplace or arguments.get("inplace") is True, given, bound is None and len(arguments) > 1)
 
 
-_STRUCTURAL = (operator.getitem, operator.setitem, getattr)
+_STRUCTURAL = (operator.getitem, operator.setitem, getattr, "__getitem__", "__setitem__")
 
 
 def _bind_structural(name: str, args: Sequence[Any]) -> Call:
@@ -254,9 +234,7 @@ _Bound = tuple[dict[str, Any], dict[str, Any]]
 
 @cache
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
-    if isinstance(target, str | OpOverload | OpOverloadPacket | HigherOrderOperator):
-        return None
-    if isinstance(target, BuiltinFunctionType) or target in _OPERATORS or not callable(target):
+    if isinstance(target, str | OpOverload | OpOverloadPacket | HigherOrderOperator | BuiltinFunctionType):
         return None
     try:
         return inspect.signature(target)
@@ -265,6 +243,8 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _bind_signature(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Bound | None:
+    if target is torch.einsum:
+        return _einsum(*args), {}
     signature = _signature(target)
     if signature is None:
         return None
@@ -273,31 +253,23 @@ def _bind_signature(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     except TypeError:
         return None
     bound.apply_defaults()
-    defaults = {
-        key: parameter.default
-        for key, parameter in signature.parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-    arguments = dict(bound.arguments)
-    for key, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(key, {}))
-    if getattr(target, "__name__", "") == "einsum":
-        if not isinstance(args[0], str):
-            return _einsum_of_sublists(list(args)), {}
-        equation, *operands = args
-        if len(operands) == 1 and isinstance(operands[0], tuple | list):
-            operands = list(operands[0])
-        return {"equation": equation, "operands": tuple(operands)}, {}
-    return arguments, defaults
+    arguments, parameters = dict(bound.arguments), signature.parameters.values()
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(parameter.name))
+    return arguments, {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def _einsum_of_sublists(parts: list[Any]) -> dict[str, Any]:
+def _einsum(equation: Any, *operands: Any) -> dict[str, Any]:
     """``einsum(x, [0, 1], w, [2, 1], [0, 2])`` is ``einsum("ab,cb->ac", x, w)``."""
+    if isinstance(equation, str):
+        several = len(operands) == 1 and isinstance(operands[0], tuple | list)
+        return {"equation": equation, "operands": tuple(operands[0] if several else operands)}
 
     def letters(numbers: Sequence[Any]) -> str:
         return "".join("..." if i is Ellipsis else ascii_letters[i] for i in numbers)
 
+    parts = [equation, *operands]
     result = f"->{letters(parts.pop())}" if len(parts) % 2 else ""
     return {"equation": ",".join(map(letters, parts[1::2])) + result, "operands": tuple(parts[::2])}
 
@@ -339,21 +311,21 @@ def _match(schema: Sequence[_Argument], args: Sequence[Any], kwargs: dict[str, A
     args = _pack_varargs(positional, args)
     if len(args) > len(positional):
         return None
-    given = {a.name: value for a, value in zip(positional, args, strict=False)}
-    if given.keys() & kwargs.keys():
+    arguments = {a.name: value for a, value in zip(positional, args, strict=False)}
+    if arguments.keys() & kwargs.keys():
         return None
     names = {a.name for a in schema}
     renamed = {"input": "self", "axis": "dim", "keepdims": "keepdim"}
-    given |= {key if key in names else renamed.get(key, key): value for key, value in kwargs.items()}
-    if not given.keys() <= names:
+    arguments |= {key if key in names else renamed.get(key, key): value for key, value in kwargs.items()}
+    if not arguments.keys() <= names:
         return None
     for a in schema:
-        if a.name not in given and a.required:
+        if a.name not in arguments and a.required:
             return None
-        if strict and a.name in given and not _fits(given[a.name], a.type):
+        if strict and a.name in arguments and not _fits(arguments[a.name], a.type):
             return None
     defaults = {a.name: a.default for a in schema if not a.required}
-    return {a.name: given.get(a.name, a.default) for a in schema}, defaults
+    return {a.name: arguments.get(a.name, a.default) for a in schema}, defaults
 
 
 def _pack_varargs(positional: Sequence[_Argument], args: Sequence[Any]) -> Sequence[Any]:
@@ -361,10 +333,8 @@ def _pack_varargs(positional: Sequence[_Argument], args: Sequence[Any]) -> Seque
     last = len(positional) - 1
     if not 0 <= last < len(args) or "List[int]" not in positional[last].type:
         return args
-    rest = args[last:]
-    if all(_is_int(_value(arg)) for arg in rest):
-        return [*args[:last], tuple(rest)]
-    return args
+    rest = tuple(args[last:])
+    return [*args[:last], rest] if all(_is_int(_value(arg)) for arg in rest) else args
 
 
 def _value(arg: Any) -> Any:
@@ -376,29 +346,29 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
+# The types of a schema that a value of each kind fits, besides "Any".
+_FITTING: tuple[tuple[Any, str], ...] = (
+    (Tensor, "Tensor"),
+    (bool, "bool number Scalar"),
+    (int | torch.SymInt, "int number float List[int]"),
+    (float | torch.SymFloat | complex, "float number complex"),
+    (str, "str Device"),
+    (torch.dtype | torch.layout | torch.memory_format, "int"),
+    (torch.device, "Device"),
+)
+
+
 def _fits(arg: Any, type_: str) -> bool:
     value = _value(arg)
+    optional = type_.startswith("Optional[")
     if value is None:
-        return type_.startswith("Optional[") or type_ in ("NoneType",)
-    if type_.startswith("Optional["):
-        type_ = type_[len("Optional[") : -1]
-    if isinstance(value, Tensor):
-        return type_ in ("Tensor", "Any")
-    if isinstance(value, bool):
-        return type_ in ("bool", "number", "Scalar", "Any")
-    if isinstance(value, int | torch.SymInt):
-        return type_ in ("int", "number", "float", "Any", "List[int]")
-    if isinstance(value, float | torch.SymFloat | complex):
-        return type_ in ("float", "number", "complex", "Any")
-    if isinstance(value, str):
-        return type_ in ("str", "Device", "Any")
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-        return type_ in ("int", "Any")
-    if isinstance(value, torch.device):
-        return type_ in ("Device", "Any")
+        return optional or type_ == "NoneType"
+    type_ = type_[len("Optional[") : -1] if optional else type_
+    if type_ == "Any":
+        return True
+    for kind, types in _FITTING:
+        if isinstance(value, kind):
+            return type_ in types.split()
     if isinstance(value, tuple | list):
-        if not type_.startswith("List["):
-            return type_ == "Any"
-        element = type_[len("List[") : -1]
-        return all(_fits(item, element) for item in value)
+        return type_.startswith("List[") and all(_fits(item, type_[len("List[") : -1]) for item in value)
     return True

@@ -86,15 +86,19 @@ class Equation:
         return any(not operand.before.startswith(SAMPLE) for operand in self.inputs)
 
     @cached_property
+    def parts(self) -> tuple[Subscripts, ...]:
+        """The letters of each operand, and of the output."""
+        return self.inputs if self.output is None else (*self.inputs, self.output)
+
+    @cached_property
     def has_dots(self) -> bool:
         """Whether dots stand for dimensions of some operand, or of the output."""
-        return any(part.dots for part in (*self.inputs, self.output) if part is not None)
+        return any(part.dots for part in self.parts)
 
     @cached_property
     def repeats_a_letter(self) -> bool:
         """Whether some operand, or the output, has a letter twice: a diagonal."""
-        texts = [part.letters for part in (*self.inputs, self.output) if part is not None]
-        return any(len(set(text)) < len(text) for text in texts)
+        return any(len(set(part.letters)) < len(part.letters) for part in self.parts)
 
     def names(self, ranks: Sequence[int]) -> list[list[str]]:
         """Name each dimension of each operand; see `Subscripts.names`."""
@@ -115,12 +119,12 @@ class Equation:
         >>> Equation.of("n...,n...i->ni").sizes([(2, 5), (2, 1, 3)])
         {'n': 2, '.1': 5, 'i': 3}
         """
-        found: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         for names, shape in zip(self.names([len(shape) for shape in shapes]), shapes, strict=True):
             for name, size in zip(names, shape, strict=True):
-                if name not in found or not (isinstance(size, int) and size == 1):
-                    found[name] = size
-        return found
+                if name not in sizes or not (isinstance(size, int) and size == 1):
+                    sizes[name] = size
+        return sizes
 
     def summed(self, ranks: Sequence[int]) -> list[str]:
         """The names that the result does not have."""

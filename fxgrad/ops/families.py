@@ -7,6 +7,7 @@ decomposed into ATen ops that are, or refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from fxgrad.host.ops import schema
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import Call, op_name
 from fxgrad.ops.user_functions import AUTOGRAD_FUNCTION
 from fxgrad.ops.worked_dims import OVER_LAST, OVER_NAMED
 
@@ -69,64 +70,63 @@ MOVEMENT = frozenset(
     linalg_diagonal slice_scatter select_scatter diagonal_scatter cartesian_prod""".split()
 )
 
-# softmax-like, cumulative and sorting ops; reductions whose result is not linear in the samples
-ALONG = frozenset(
-    """softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp sort msort
-    argsort topk kthvalue mode median nanmedian max min amax amin argmax argmin any all prod var std
-    var_mean std_mean logsumexp norm vector_norm linalg_vector_norm linalg_norm normalize glu
-    cosine_similarity count_nonzero aminmax diff quantile nanquantile unique_consecutive
-    cross linalg_cross _safe_softmax""".split()
-)
-REDUCTIONS = frozenset("sum mean nansum nanmean".split())
-CONTRACTIONS = frozenset(
-    """linear matmul mm bmm addmm baddbmm mv addmv dot vdot inner ger outer addr rmatmul einsum
-    tensordot bilinear chain_matmul linalg_multi_dot addbmm kron cdist""".split()
-)
-NORMALISED = frozenset("layer_norm rms_norm native_layer_norm _fused_rms_norm".split())
-PER_ROW = frozenset(
-    """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution group_norm
-    instance_norm native_group_norm local_response_norm interpolate upsample grid_sample affine_grid
-    col2im im2col embedding_bag batch_norm upsample_bilinear upsample_nearest _upsample_bilinear2d_aa
-    _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d
-    fxgrad::grouped_rows""".split()
-)
-PER_IMAGE = frozenset(
-    f"{prefix}{kind}_pool{d}d{suffix}"
-    for prefix in ("", "adaptive_")
-    for kind in ("avg", "max")
-    for d in (1, 2, 3)
-    for suffix in ("", "_with_indices")
-) | frozenset("lp_pool1d lp_pool2d lp_pool3d".split())
-LOSSES = frozenset(
-    """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
-    binary_cross_entropy_with_logits kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss
-    hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss
-    multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss""".split()
-)
-FACTORIES = frozenset(
-    """zeros ones empty full rand randn randint arange linspace eye tensor scalar_tensor randperm
-    new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like
-    rand_like randn_like randint_like tril_indices triu_indices""".split()
-)
 RANDOM = frozenset(
     """dropout alpha_dropout feature_alpha_dropout feature_dropout dropout1d dropout2d dropout3d
     native_dropout bernoulli rand randn randint rand_like randn_like randint_like randperm normal
     multinomial gumbel_softmax rrelu poisson exponential uniform cauchy log_normal geometric
     random scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d""".split()
 )
-PACKING = frozenset(
-    f"fxgrad::{op}" for op in ("pack", "pad_packed", "pad_packed_to_longest", "repack", "packed_lengths")
-)
-CONTROL = frozenset(f"fxgrad.samples.control_flow.{op}" for op in ("cond", "scan", "map_impl", "while_loop"))
-PER_INDEX = frozenset(
-    "gather scatter scatter_add scatter_reduce take_along_dim index_add index_copy index_fill".split()
-)
 
-OVER_DIMS = frozenset(OVER_LAST) | frozenset(OVER_NAMED) | {"renorm"}
-
-# elementwise ops that carry no ATen tag saying so
-ELEMENTWISE = frozenset(
-    """dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout
+# Families of PyTorch's ops and of fxgrad's own; an op that works over named dims may be a loss, too: the first counts.
+_NAMES: dict[Family, Iterable[str]] = {
+    Family.MOVEMENT: MOVEMENT,
+    Family.REDUCTION: "sum mean nansum nanmean".split(),
+    # softmax-like, cumulative and sorting ops; reductions whose result is not linear in the samples
+    Family.ALONG: """softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp sort msort
+    argsort topk kthvalue mode median nanmedian max min amax amin argmax argmin any all prod var std
+    var_mean std_mean logsumexp norm vector_norm linalg_vector_norm linalg_norm normalize glu
+    cosine_similarity count_nonzero aminmax diff quantile nanquantile unique_consecutive
+    cross linalg_cross _safe_softmax""".split(),
+    Family.CONTRACTION: """linear matmul mm bmm addmm baddbmm mv addmv dot vdot inner ger outer addr rmatmul einsum
+    tensordot bilinear chain_matmul linalg_multi_dot addbmm kron cdist""".split(),
+    Family.NORMALISED: "layer_norm rms_norm native_layer_norm _fused_rms_norm".split(),
+    Family.PER_ROW: """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution group_norm
+    instance_norm native_group_norm local_response_norm interpolate upsample grid_sample affine_grid
+    col2im im2col embedding_bag batch_norm upsample_bilinear upsample_nearest _upsample_bilinear2d_aa
+    _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d
+    fxgrad::grouped_rows""".split(),
+    Family.PER_IMAGE: [
+        *"lp_pool1d lp_pool2d lp_pool3d".split(),
+        *(
+            f"{prefix}{kind}_pool{d}d{suffix}"
+            for prefix in ("", "adaptive_")
+            for kind in ("avg", "max")
+            for d in (1, 2, 3)
+            for suffix in ("", "_with_indices")
+        ),
+    ],
+    Family.LOSS: """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
+    binary_cross_entropy_with_logits kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss
+    hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss
+    multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss""".split(),
+    Family.FACTORY: """zeros ones empty full rand randn randint arange linspace eye tensor scalar_tensor randperm
+    new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like
+    rand_like randn_like randint_like tril_indices triu_indices""".split(),
+    Family.OVER_DIMS: [*OVER_LAST, *OVER_NAMED, "renorm"],
+    Family.PER_INDEX: """gather scatter scatter_add scatter_reduce take_along_dim index_add index_copy
+    index_fill""".split(),
+    Family.INDEX_PUT: ["index_put"],
+    Family.SOUGHT: ["bucketize", "searchsorted"],
+    Family.LOOKUP: ["embedding"],
+    Family.RECURRENT: ["fxgrad::recurrence"],
+    Family.PACKED: [
+        f"fxgrad::{op}" for op in ("pack", "pad_packed", "pad_packed_to_longest", "repack", "packed_lengths")
+    ],
+    Family.FUNCTION: [AUTOGRAD_FUNCTION],
+    Family.CONTROL: [f"fxgrad.samples.control_flow.{op}" for op in ("cond", "scan", "map_impl", "while_loop")],
+    Family.ATTENTION: ["scaled_dot_product_attention"],
+    # without an ATen tag that says so
+    Family.ELEMENTWISE: """dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout
     bernoulli to float double half bfloat16 int long short bool type type_as clone prelu relu relu6
     gelu silu mish elu celu selu leaky_relu rrelu hardtanh hardswish hardsigmoid logsigmoid
     log_sigmoid softplus softsign tanhshrink softshrink hardshrink threshold sigmoid tanh logit
@@ -134,8 +134,10 @@ ELEMENTWISE = frozenset(
     floor_divide remainder rsub rpow isclose real imag is_floating_point positive conj resolve_conj
     square requires_grad_ _to_copy lift_fresh_copy alias cpu cuda maximum minimum fmod float_power ldexp xlogy
     erf erfc erfinv exp exp2 expm1 isnan isinf isfinite logical_and logical_or logical_xor logical_not
-    uniform normal complex polar resolve_neg special_ndtr""".split()
-)
+    uniform normal complex polar resolve_neg special_ndtr""".split(),
+}
+_TABLE = [(frozenset(names), family) for family, names in _NAMES.items()]
+_REGISTERED: dict[str, Family] = {}
 
 
 def draws(call: Call) -> bool:
@@ -160,35 +162,8 @@ def family_of(op: str) -> Family | None:
     return Family.ELEMENTWISE if _tagged_pointwise(op) else None
 
 
-_TABLE: tuple[tuple[frozenset[str], Family], ...] = (
-    (MOVEMENT, Family.MOVEMENT),
-    (REDUCTIONS, Family.REDUCTION),
-    (ALONG, Family.ALONG),
-    (CONTRACTIONS, Family.CONTRACTION),
-    (NORMALISED, Family.NORMALISED),
-    (PER_ROW, Family.PER_ROW),
-    (PER_IMAGE, Family.PER_IMAGE),
-    (LOSSES, Family.LOSS),
-    (FACTORIES, Family.FACTORY),
-    (OVER_DIMS, Family.OVER_DIMS),
-    (PER_INDEX, Family.PER_INDEX),
-    (frozenset({"index_put"}), Family.INDEX_PUT),
-    (frozenset({"bucketize", "searchsorted"}), Family.SOUGHT),
-    (frozenset({"embedding"}), Family.LOOKUP),
-    (frozenset({"fxgrad::recurrence"}), Family.RECURRENT),
-    (PACKING, Family.PACKED),
-    (frozenset({AUTOGRAD_FUNCTION}), Family.FUNCTION),
-    (CONTROL, Family.CONTROL),
-    (frozenset({"scaled_dot_product_attention"}), Family.ATTENTION),
-    (ELEMENTWISE, Family.ELEMENTWISE),
-)
-_REGISTERED: dict[str, Family] = {}
-
-
 def register_family(op: Any, family: Family) -> None:
     """Say how an op of one's own treats samples."""
-    from fxgrad.ops.calls import op_name
-
     _REGISTERED[op_name(op)] = family
     family_of.cache_clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -30,7 +31,7 @@ def inline(
                 continue
             if inner.op == "get_attr":
                 name = f"{node.name}_{str(inner.target).replace('.', '_')}"
-                setattr(gm, name, _attribute(body, str(inner.target)))
+                setattr(gm, name, attrgetter(str(inner.target))(body))
                 env[inner] = gm.graph.create_node("get_attr", name)  # get_attr() warns of what is no buffer
                 env[inner].meta = dict(inner.meta)
             else:
@@ -45,9 +46,3 @@ def inline(
                 user.replace_all_uses_with(result[user.args[1]])
                 gm.graph.erase_node(user)
     gm.graph.erase_node(node)
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module

@@ -48,11 +48,11 @@ class UserFunction:
         with torch.no_grad():  # the bodies switch gradients off, and on again
             outs, saved = fx.Interpreter(self.fwd).run(*args)
         with torch.no_grad():
-            given = [
+            of_outputs = [
                 torch.zeros_like(out) if isinstance(out, Tensor) and i not in grads else grads.get(i)
                 for i, out in enumerate(outs)
             ]
-            return list(fx.Interpreter(self.bwd).run(*given, *saved))
+            return list(fx.Interpreter(self.bwd).run(*of_outputs, *saved))
 
     @cached_property
     def linear(self) -> bool:
@@ -83,25 +83,22 @@ _ONE_BY_ONE = frozenset(
 def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     """Whether an op is linear in its operands that depend on the gradients, as ``g * mask`` is and ``g * g`` is not."""
     name, operands = op_name(node.target), list(node.args)
-    held = [isinstance(arg, fx.Node) and arg in dependent for arg in operands]
+    depends = [isinstance(arg, fx.Node) and arg in dependent for arg in operands]
     if node.kwargs.keys() & {"out", "alpha", "rounding_mode", "value"} or name.endswith("_"):
         return False
     if name in _ONE_BY_ONE:
-        others = [arg for arg in node.all_input_nodes if arg not in dependent and isinstance(_example(arg), Tensor)]
-        return not others
+        others = (arg for arg in node.all_input_nodes if arg not in dependent)
+        return not any(isinstance(EXAMPLE.get(arg), Tensor) for arg in others)
     if name in ("add", "sub"):
-        return all(held)
+        return all(depends)
     if name in ("mul", "matmul", "mm", "bmm", "rmatmul"):
-        return sum(held) == 1
+        return sum(depends) == 1
     if name == "div":
-        return held == [True, False]
+        return depends == [True, False]
     if name == "where":
-        return not held[0] and all(one or arg in (0, 0.0) for one, arg in zip(held[1:], operands[1:], strict=True))
-    return name == "masked_fill" and held[0] and not any(held[1:]) and operands[-1] in (0, 0.0)
-
-
-def _example(node: fx.Node) -> Any:
-    return EXAMPLE.get(node)
+        fixed = [arg for arg, one in zip(operands, depends, strict=True) if not one]
+        return not depends[0] and all(arg in (0, 0.0) for arg in fixed[1:])
+    return name == "masked_fill" and depends[0] and not any(depends[1:]) and operands[-1] in (0, 0.0)
 
 
 def fitted(grad: Tensor | None, like: Tensor) -> Tensor:

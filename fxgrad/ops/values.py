@@ -1,10 +1,11 @@
-"""What a value of a graph is made of: its tensors, and the memory they lie in."""
+"""What a value of a graph is made of: its tensors, the memory they lie in, and other values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxgrad.host.functorch import is_wrapped
 from fxgrad.host.tensors import identity
@@ -25,3 +26,16 @@ def memory_of(fake: Any) -> int | None:
         return None
     memory: int = identity(fake.untyped_storage())
     return memory
+
+
+def upstream(
+    *nodes: fx.Node, through: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
+) -> Iterator[fx.Node]:
+    """Yield nodes and the nodes that they are made from, each once."""
+    stack, seen = list(nodes), set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(through(node))

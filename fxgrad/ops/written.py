@@ -8,24 +8,22 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.host.ops import overload_of, schemas
-from fxgrad.ops.calls import Call
+from fxgrad.ops.calls import Call, leaves
 from fxgrad.ops.facts import FAKE
 
 
 def written_to(node: fx.Node, call: Call) -> list[fx.Node]:
-    """Every tensor that a call writes into."""
-    places: list[fx.Node] = []
-    fx.map_arg(places_of_result(call), places.append)
-    return [*filter(_is_tensor, places), *declared(node, call)]
+    """Return every tensor that a call writes into."""
+    return [*filter(_is_tensor, leaves(places_of_result(call))), *declared(node, call)]
 
 
 def places_of_result(call: Call) -> Any:
-    """Where the result lies, a nest like it: the first argument of an op in place, or ``out=``; None if neither."""
+    """Return the nest in which the result lies: the first argument of an op in place, or ``out=``; None if neither."""
     return next(iter(call.arguments.values()), None) if call.inplace else call.get("out")
 
 
 def result_written(call: Call, result: Any) -> Iterator[tuple[fx.Node, Any]]:
-    """Each tensor in which a part of the result lies, with what `result` says of that part."""
+    """Yield each tensor in which a part of the result lies, with that part of ``result``."""
 
     def pairs(places: Any, part: Any) -> Iterator[tuple[fx.Node, Any]]:
         if isinstance(places, fx.Node):
@@ -39,18 +37,17 @@ def result_written(call: Call, result: Any) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def declared(node: fx.Node, call: Call) -> list[fx.Node]:
-    """The tensors that a schema says are written, but for those in which the result lies."""
-    found: list[fx.Node] = []
+    """Return the tensors that a schema says are written, without those in which the result lies."""
+    places: list[fx.Node] = []
     for schema in schemas(overload_of(node.target)):  # of several overloads the arguments choose one
         arguments = schema.arguments
-        given = {argument.name: arg for argument, arg in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+        values = {argument.name: arg for argument, arg in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
         names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write and not a.is_out}
         if call.inplace:
             names -= {arguments[0].name}
-        for name in names:
-            fx.map_arg(given.get(name), found.append)
-    return list(dict.fromkeys(filter(_is_tensor, found)))
+        places += [place for name in names for place in leaves(values.get(name))]
+    return list(dict.fromkeys(filter(_is_tensor, places)))
 
 
-def _is_tensor(place: fx.Node) -> bool:
-    return isinstance(FAKE.get(place), Tensor)
+def _is_tensor(place: Any) -> bool:
+    return isinstance(place, fx.Node) and isinstance(FAKE.get(place), Tensor)

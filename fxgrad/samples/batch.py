@@ -21,7 +21,16 @@ class Input(NamedTuple):
     path: Path
     tensor: Tensor
     role: int  # its sample dimension, or one of the constants below
-    said: bool = True  # whether in_dims= names it
+    named: bool = True  # whether in_dims= names it
+
+    @property
+    def size(self) -> int | None:
+        """The number of samples; None if the role does not show it."""
+        dim = counting_dim(self.role)
+        return None if dim is None else self.tensor.shape[dim]
+
+    def fits(self, size: int) -> bool:
+        return self.size in (size, None)
 
 
 # In place of a sample dimension:
@@ -88,33 +97,30 @@ class Roles:
         if known is not None:
             return known
         inputs = list(self._inputs(args, kwargs))
-        with_samples = [item for item in inputs if counting_dim(item.role) is not None]
-        sizes = list(dict.fromkeys(_size(item) for item in with_samples))
+        sizes = list(dict.fromkeys(item.size for item in inputs if item.size is not None))
         if self.batch_size is not None:
             return self._explicit(inputs, self.batch_size)
-        if not with_samples:
+        if not sizes:
             raise BatchSizeError(
                 "no tensor among the inputs holds samples, so the batch size is not known",
                 advice="Pass the inputs as tensors, or name them with in_dims=.",
             )
-        if len(sizes) > 1:
-            return self._suppose(inputs, sizes)
-        return _batch(sizes[0], inputs)
+        return _batch(sizes[0], inputs) if len(sizes) == 1 else self._suppose(inputs, sizes)
 
     def _suppose(self, inputs: list[Input], sizes: list[int]) -> Batch:
         """Resolve a disagreement by taking inputs of three dimensions for states. See Note [States]."""
         error = _disagreement(inputs)
         for size in sizes:
-            moved = [self._as_state(item, size) if _size(item) not in (size, None) else item for item in inputs]
-            if all(_size(item) in (size, None) for item in moved):
-                supposed = frozenset(id(new.tensor) for old, new in zip(inputs, moved, strict=True) if new is not old)
+            moved = [item if item.fits(size) else self._as_state(item, size) for item in inputs]
+            if all(item.fits(size) for item in moved):
+                supposed = frozenset(id(item.tensor) for item in inputs if not item.fits(size))
                 return dataclasses.replace(_batch(size, moved), supposed=supposed, disagreement=error)
         raise error
 
     def _as_state(self, item: Input, size: int) -> Input:
         """Return the input with samples on dimension 1 if it may be a state of a recurrent layer."""
         shape = item.tensor.shape
-        may_be = not item.said and self.default_dim == 0 and len(shape) == 3 and shape[1] == size
+        may_be = not item.named and self.default_dim == 0 and len(shape) == 3 and shape[1] == size
         return item._replace(role=1) if may_be else item
 
     def tied(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> bool:
@@ -147,7 +153,7 @@ class Roles:
 
     def _explicit(self, inputs: list[Input], size: int) -> Batch:
         """Return the batch of an explicit batch_size; inputs of another size are shared, in later calls too."""
-        shared = {item.path for item in inputs if _size(item) not in (size, None) or item.role == SHARED}
+        shared = {item.path for item in inputs if not item.fits(size) or item.role == SHARED}
         if all(item.path in shared | self.shared for item in inputs):
             raise BatchSizeError(
                 f"no input has batch_size={size} on its sample dimension",
@@ -157,21 +163,18 @@ class Roles:
         return _batch(size, [item._replace(role=SHARED) if item.path in self.shared else item for item in inputs])
 
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Input]:
-        in_dims = self.in_dims
         for i, arg in enumerate(args):
             name = self.names[i] if i < len(self.names) else i
-            if isinstance(in_dims, tuple | list):
-                spec = in_dims[i] if i < len(in_dims) else _DEFAULT
-            else:
-                spec = in_dims.get(i, self._named(name)) if isinstance(in_dims, dict) else self._named(name)
-            yield from self._walk((name,), arg, spec)
+            yield from self._walk((name,), arg, self._spec(i, name))
         for name, arg in kwargs.items():
-            yield from self._walk((name,), arg, self._named(name))
+            yield from self._walk((name,), arg, self._spec(name))
 
-    def _named(self, name: Any) -> Any:
-        if isinstance(self.in_dims, dict):
-            return self.in_dims.get(name, _DEFAULT)
-        return self.in_dims if isinstance(self.in_dims, int) else _DEFAULT
+    def _spec(self, *keys: Any) -> Any:
+        """Return the part of ``in_dims`` for an argument with this position or name."""
+        if isinstance(self.in_dims, int):
+            return self.in_dims
+        specs = (_below(self.in_dims, key) for key in keys)
+        return next((spec for spec in specs if spec is not _DEFAULT), _DEFAULT)
 
     def _walk(self, path: Path, value: Any, spec: Any) -> Iterator[Input]:
         if isinstance(value, Tensor):
@@ -187,7 +190,7 @@ class Roles:
                     f"{_show(path)} has {value.dim()} dimension(s), so no sample dimension {dim}",
                     advice="Pass in_dims= with this input's sample dimension, or None where all samples share it.",
                 )
-            yield Input(path, value, dim % value.dim(), said=spec is not _DEFAULT)
+            yield Input(path, value, dim % value.dim(), named=spec is not _DEFAULT)
             return
         if isinstance(value, PackedSequence):
             for name, role in _PACKED:
@@ -196,11 +199,7 @@ class Roles:
         if isinstance(spec, tuple | list) and isinstance(value, tuple | list) and len(spec) != len(value):
             raise OptionError(f"in_dims has {len(spec)} entries for the {len(value)} of {_show(path)}")
         for key, item in _children(value):
-            below = spec
-            if isinstance(spec, tuple | list):
-                below = spec[key] if isinstance(key, int) else _DEFAULT
-            elif isinstance(spec, dict):
-                below = spec.get(key, _DEFAULT)
+            below = _below(spec, key) if isinstance(spec, tuple | list | dict) else spec
             yield from self._walk((*path, key), item, below)
 
 
@@ -212,11 +211,14 @@ def _check_in_dims(in_dims: Any) -> None:
         _check_in_dims(item)
 
 
-class _Default:
-    """The marker of an input that in_dims does not name; it takes the default dimension."""
+_DEFAULT = object()  # in place of a dimension: an input that in_dims does not name takes the default dimension
 
 
-_DEFAULT = _Default()
+def _below(spec: Any, key: Any) -> Any:
+    """Return the entry of a part of ``in_dims`` for an argument, an item or a field; None or a number has none."""
+    if isinstance(spec, tuple | list):
+        return spec[key] if isinstance(key, int) and key < len(spec) else _DEFAULT
+    return spec.get(key, _DEFAULT) if isinstance(spec, dict) else _DEFAULT
 
 
 _PACKED = (
@@ -225,12 +227,6 @@ _PACKED = (
     ("sorted_indices", PACKED_ORDER),
     ("unsorted_indices", PACKED_ORDER),
 )
-
-
-def _size(item: Input) -> Any:
-    """Return the number of samples of an input; None if its role does not show it."""
-    dim = counting_dim(item.role)
-    return None if dim is None else item.tensor.shape[dim]
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -270,11 +266,11 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _disagreement(inputs: list[Input]) -> BatchSizeError:
-    with_samples = [item for item in inputs if counting_dim(item.role) is not None]
-    first, other = with_samples[0], next(item for item in with_samples if _size(item) != _size(with_samples[0]))
+    first, *others = (item for item in inputs if item.size is not None)
+    other = next(item for item in others if item.size != first.size)
     return BatchSizeError(
-        f"inputs disagree about the batch size: {_show(first.path)} has {_size(first)} on dimension "
-        f"{counting_dim(first.role)}, {_show(other.path)} has {_size(other)} on dimension {counting_dim(other.role)}",
+        f"inputs disagree about the batch size: {_show(first.path)} has {first.size} on dimension "
+        f"{counting_dim(first.role)}, {_show(other.path)} has {other.size} on dimension {counting_dim(other.role)}",
         advice="Pass in_dims= with None for inputs that all samples share, or batch_size=.",
     )
 

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.samples.layouts import Kind, Samples, holds_samples
+from fxgrad.samples.operands import Crossed
 
 Pair = tuple[Any, Samples | None]  # a fake value and its `Samples`
 Run = Callable[[fx.GraphModule, Sequence[Pair]], Sequence[Pair]]  # (body, operands) -> the body's outputs
-
-
-class Crossed(Exception):
-    """Raised when samples influence each other; the message says how."""
 
 
 class ControlFlow:
@@ -76,7 +73,7 @@ class Cond(ControlFlow):
 
     def samples(self, run: Run, args: Sequence[Pair]) -> list[Samples | None]:
         _, decides = args[0]
-        if _held(decides):
+        if holds_samples(decides):
             raise Crossed("which branch runs depends on samples")
         true, false = (run(body, args[1:]) for body in self.bodies)
         return [_joined(a, b) for (_, a), (_, b) in zip(true, false, strict=True)]
@@ -98,9 +95,9 @@ class Scan(ControlFlow):
 
     def samples(self, run: Run, args: Sequence[Pair]) -> list[Samples | None]:
         init, xs, rest = self.groups(args)
-        slices = [_slice(pair) for pair in xs]
+        slices = list(map(_slice, xs))
         outputs, carry = _settled(lambda carry: run(self.bodies[0], [*carry, *slices, *rest]), init)
-        return [*carry, *(_stacked(samples) for _, samples in outputs[len(init) :])]
+        return [*carry, *_stacked(outputs[len(init) :])]
 
 
 class Map(ControlFlow):
@@ -115,12 +112,11 @@ class Map(ControlFlow):
 
     def samples(self, run: Run, args: Sequence[Pair]) -> list[Samples | None]:
         xs, rest = self.groups(args)
-        along = [samples for _, samples in xs if _held(samples) and samples.layout and samples.layout.dim == 0]
+        along = [samples for _, samples in xs if holds_samples(samples) and samples.layout and samples.layout.dim == 0]
         if not along:
-            outputs = run(self.bodies[0], [*(_slice(pair) for pair in xs), *rest])
-            return [_stacked(samples) for _, samples in outputs]
-        batched = [samples for _, samples in (*xs, *rest) if _held(samples)]
-        if any(samples.layout != along[0].layout for samples in batched) or any(_held(samples) for _, samples in rest):
+            return _stacked(run(self.bodies[0], [*map(_slice, xs), *rest]))
+        others = [samples for _, samples in xs if holds_samples(samples) and samples.layout != along[0].layout]
+        if others or any(holds_samples(samples) for _, samples in rest):
             raise Crossed("it maps over one sample's values together with another's")
         constant = Samples(Kind.CONSTANT)  # the body sees one sample at a time
         shapes = run(self.bodies[0], [*((x[0], constant) for x, _ in xs), *rest])
@@ -147,7 +143,7 @@ class WhileLoop(ControlFlow):
         _, settled = _settled(lambda values: run(self.bodies[1], [*values, *rest]), carried)
         last = [(value, samples) for (value, _), samples in zip(carried, settled, strict=True)]
         ((_, decides),) = run(self.bodies[0], [*last, *rest])
-        if _held(decides):
+        if holds_samples(decides):
             raise Crossed("how often its body runs depends on samples")
         return settled
 
@@ -155,19 +151,13 @@ class WhileLoop(ControlFlow):
 CONTROL_FLOW: dict[str, type[ControlFlow]] = {f"higher_order::{c.op.name()}": c for c in (Cond, Scan, Map, WhileLoop)}
 
 
-def _held(samples: Samples | None) -> bool:
-    return samples is not None and samples.kind in (Kind.BATCHED, Kind.MIXED)
-
-
 def _joined(a: Samples | None, b: Samples | None) -> Samples | None:
     """Return the samples of a value that is one of two."""
     if a is None or b is None or a == b:
         return a
-    if _held(a) and _held(b):
+    if holds_samples(a) and holds_samples(b):
         raise Crossed("its bodies hold the samples in different places")
-    if _held(a) or _held(b):
-        return a if _held(a) else b
-    return Samples(Kind.UNIFORM)
+    return next(filter(holds_samples, (a, b)), Samples(Kind.UNIFORM))
 
 
 def _settled(run: Callable[[Sequence[Pair]], Sequence[Pair]], init: Sequence[Pair]) -> tuple[Any, list[Samples | None]]:
@@ -184,15 +174,17 @@ def _settled(run: Callable[[Sequence[Pair]], Sequence[Pair]], init: Sequence[Pai
 def _slice(pair: Pair) -> Pair:
     """Return one slice along dimension 0, with its samples."""
     value, samples = pair
-    if samples is None or samples.layout is None:
-        return value[0], samples
-    if samples.layout.dim == 0:
+    if samples is not None and samples.layout is not None and samples.layout.dim == 0:
         raise Crossed("it runs along the sample dimension")
-    return value[0], replace(samples, layout=samples.layout.at(samples.layout.dim - 1))
+    return value[0], _moved(samples, -1)
 
 
-def _stacked(samples: Samples | None) -> Samples | None:
+def _stacked(outputs: Sequence[Pair]) -> list[Samples | None]:
     """Return the samples of all steps' outputs, stacked along a new dimension 0."""
+    return [_moved(samples, 1) for _, samples in outputs]
+
+
+def _moved(samples: Samples | None, by: int) -> Samples | None:
     if samples is None or samples.layout is None:
         return samples
-    return replace(samples, layout=samples.layout.at(samples.layout.dim + 1))
+    return replace(samples, layout=samples.layout.at(samples.layout.dim + by))

@@ -18,8 +18,7 @@ def sample_ids(layout: Layout, shape: Sequence[int], batch: int) -> Tensor:
     size = shape[layout.dim]
     if layout.rows is not None:
         layout, batch = Layout(layout.dim), size
-    inner = layout.inner if layout.inner is not None else size // (batch * (layout.outer or 1))
-    outer = layout.outer if layout.outer is not None else size // (batch * inner)
+    outer, inner = layout.split(size, batch)
     ids = torch.arange(1, batch + 1, dtype=torch.int32).view(1, batch, 1).expand(outer, batch, inner)
     flat = ids.reshape([-1 if dim == layout.dim else 1 for dim in range(len(shape))])
     return flat.expand(tuple(shape))
@@ -73,13 +72,12 @@ def read_partly(ids: Tensor, batch: int) -> tuple[int, int, int] | None:
         rows = ids.movedim(dim, 0).reshape(size, -1)
         row = rows.amax(1)
         alone = bool(((rows == row[:, None]) | (rows == 0)).all())
-        if not alone or size % batch or len(row.unique()) != batch + 1:
+        if not alone or len(row.unique()) != batch + 1:
             continue
-        total = size // batch
-        for inner in (i for i in range(1, total + 1) if total % i == 0):
-            whole = torch.arange(1, batch + 1).view(1, batch, 1).expand(total // inner, batch, inner).reshape(-1)
+        for outer, inner in _splits(size, batch):
+            whole = sample_ids(Layout(0, outer, inner), [size], batch)
             if bool(((row == whole) | (row == 0)).all()):
-                fits.append((dim, total // inner, inner))
+                fits.append((dim, outer, inner))
     return fits[0] if len(fits) == 1 else None
 
 
@@ -89,14 +87,16 @@ def read_copies(elements: Tensor, dim: int, batch: int) -> tuple[int, int, int] 
     ``W.repeat(B, 1)`` and ``W.expand(B, -1)`` put equal copies along ``dim``. The result is the one split in which no
     element depends on the sample.
     """
-    size = elements.shape[dim]
-    total, rest = divmod(size, batch)
-    if rest:
-        return None
     rows = elements.movedim(dim, 0)
     fits = []
-    for inner in (i for i in range(1, total + 1) if total % i == 0):
-        split = rows.reshape(total // inner, batch, inner, *rows.shape[1:])
+    for outer, inner in _splits(len(rows), batch):
+        split = rows.reshape(outer, batch, inner, *rows.shape[1:])
         if bool((split == split[:, :1]).all()):
-            fits.append((dim, total // inner, inner))
+            fits.append((dim, outer, inner))
     return fits[0] if len(fits) == 1 else None
+
+
+def _splits(size: int, batch: int) -> list[tuple[int, int]]:
+    """Return each ``(outer, inner)`` with ``outer * batch * inner == size``."""
+    total, rest = divmod(size, batch)
+    return [] if rest else [(total // i, i) for i in range(1, total + 1) if total % i == 0]

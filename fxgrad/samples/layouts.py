@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxgrad.ops.facts import Fact
 
@@ -48,6 +48,12 @@ class Layout:
         """Return the same merge at another dimension."""
         return Layout(dim, self.outer, self.inner, self.rows)
 
+    def split(self, size: int, n: int) -> tuple[int, int]:
+        """Return outer and inner for a dimension of this size with n samples."""
+        if self.outer is None:
+            return size // (n * (self.inner or 1)), self.inner or 1
+        return self.outer, size // (n * self.outer) if self.inner is None else self.inner
+
     def __str__(self) -> str:
         if self == WHOLE:
             return "(all)"
@@ -63,7 +69,10 @@ WHOLE = Layout(-1, None, None)
 
 @dataclass(frozen=True)
 class Samples:
-    """The kind of one value, its layout if it is batched, and whether a gradient flows through it."""
+    """The kind of one value, its layout if it is batched, and whether a gradient flows through it.
+
+    A batched value without a layout is copies of a parameter's value in an undecided order (`copies`).
+    """
 
     kind: Kind
     layout: Layout | None = None
@@ -74,9 +83,27 @@ class Samples:
         return f"{self.kind.value}{self.layout}" if self.layout is not None else self.kind.value
 
 
-SAMPLES: Fact[Any] = Fact(
-    "samples", "infer_samples", Samples, list, type(None)
-)  # a list for several outputs; None: a number
+# A list for several outputs; None for a number without samples.
+SAMPLES: Fact[Any] = Fact("samples", "infer_samples", Samples, list, type(None))
+WITH_SAMPLES = (Kind.BATCHED, Kind.MIXED)
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """Return the kind of a node's value; None for several outputs, and for a number without samples."""
+    samples = SAMPLES.of(node)
+    return samples.kind if isinstance(samples, Samples) else None
+
+
+def layout_of(node: fx.Node) -> Layout | None:
+    """Return the layout of a node's value; None for one without."""
+    samples = SAMPLES.of(node)
+    return samples.layout if isinstance(samples, Samples) else None
+
+
+def holds_samples(samples: Any) -> bool:
+    """Decide whether a value, or one of several outputs, is batched or mixed."""
+    several = samples if isinstance(samples, list) else [samples]
+    return any(one is not None and one.kind in WITH_SAMPLES for one in several)
 
 
 def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:
@@ -93,8 +120,6 @@ def samples_first(value: Tensor, layout: Layout, n: int) -> Tensor:
     if not layout.merged:
         return value.movedim(dim, 0).unsqueeze(dim + 1)
     before, after = value.shape[:dim], value.shape[dim + 1 :]
-    size = value.shape[dim]
-    outer = size // (n * layout.inner) if layout.outer is None else layout.outer  # type: ignore[operator]
-    inner = size // (n * outer) if layout.inner is None else layout.inner
+    outer, inner = layout.split(value.shape[dim], n)
     split = value.reshape(*before, outer, n, inner, *after).movedim(dim + 1, 0)
     return split.reshape(n, *before, outer * inner, *after)

@@ -6,7 +6,7 @@ that made it. So does every number and every tensor size in which the symbol occ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.forms import QUERIES
-from fxgrad.samples.layouts import SAMPLES, Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples, holds_samples
 from fxgrad.samples.operands import Operand
 from fxgrad.samples.symbols import Symbols
 
@@ -42,12 +43,12 @@ class Numbers:
         call = CALL.get(node)
         if call is not None and call.op == LONGEST:
             return
-        if any(_holds_samples(SAMPLES.of(operand)) for operand in node.all_input_nodes):
+        if any(holds_samples(SAMPLES.of(operand)) for operand in node.all_input_nodes):
             self.of_samples |= new
 
     def samples(self, call: Call, operands: Sequence[Operand]) -> Samples | None:
         """Return the samples of a call without a tensor output; None if it depends on no sample."""
-        read = call.op not in QUERIES and any(_holds_samples(operand.samples) for operand in operands)
+        read = call.op not in QUERIES and any(holds_samples(operand.samples) for operand in operands)
         return Samples(Kind.MIXED) if read else None
 
     def corrected(self, node: fx.Node, samples: Any) -> Any:
@@ -57,28 +58,14 @@ class Numbers:
             return [self._corrected(one, known) for one, known in zip(fake, samples, strict=True)]
         return self._corrected(fake, samples)
 
-    def _corrected(self, fake: Any, samples: Any) -> Any:
-        if not _unbacked(fake) & self.of_samples - self.symbols.rows:
+    def _corrected(self, fake: Any, samples: Samples | None) -> Samples | None:
+        by_samples = _unbacked(fake) & self.of_samples - self.symbols.rows
+        if not by_samples or (samples is not None and samples.kind is Kind.BATCHED):
             return samples
-        if isinstance(samples, Samples) and samples.kind is Kind.BATCHED:
-            return samples
-        return Samples(Kind.MIXED, traced=isinstance(samples, Samples) and samples.traced)
-
-
-def _holds_samples(samples: Any) -> bool:
-    several = samples if isinstance(samples, list) else [samples]
-    return any(isinstance(one, Samples) and one.kind in (Kind.BATCHED, Kind.MIXED) for one in several)
+        return Samples(Kind.MIXED, traced=samples is not None and samples.traced)
 
 
 def _unbacked(fake: Any) -> set[sympy.Symbol]:
-    return {symbol for part in _symbolic(fake) for symbol in free_unbacked_symbols(part)}
-
-
-def _symbolic(fake: Any) -> Iterator[Any]:
-    if isinstance(fake, Tensor):
-        yield from (size for size in fake.shape if isinstance(size, torch.SymInt))
-    elif isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
-        yield fake
-    elif isinstance(fake, tuple | list):
-        for item in fake:
-            yield from _symbolic(item)
+    parts = [size for value in tree_leaves(fake) for size in (value.shape if isinstance(value, Tensor) else [value])]
+    symbolic = (part for part in parts if isinstance(part, torch.SymInt | torch.SymFloat | torch.SymBool))
+    return {symbol for part in symbolic for symbol in free_unbacked_symbols(part)}

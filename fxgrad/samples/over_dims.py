@@ -18,9 +18,8 @@ from fxgrad.samples.symbols import expression
 def over_dims(op: Op, output: Tensor) -> Answer:
     """Require samples at the same batch dim in all operands and in the result."""
     worked = {operand: worked_dims(op, operand) for operand in op.operands}
-    for operand, layout in op.batched:
-        if layout.dim in worked[operand]:
-            return Mixes("it works along the sample dimension")
+    if any(layout.dim in worked[operand] for operand, layout in op.batched):
+        return Mixes("it works along the sample dimension")
     answer = by_shape(op, output)
     if isinstance(answer, Mixes):
         return answer
@@ -34,8 +33,7 @@ def over_dims(op: Op, output: Tensor) -> Answer:
         return Mixes("its result holds the samples on a dimension that it works along")
     place = kept.index(answer.dim) - len(kept)
     for operand, layout in op.batched:
-        others = _others(operand.fake.dim(), worked[operand])
-        if others.index(layout.dim) - len(others) != place or layout.at(0) != answer.at(0):
+        if operand.place(worked[operand]) != place or layout.at(0) != answer.at(0):
             return Mixes("its operands hold the samples in different places")
     return answer
 
@@ -50,12 +48,12 @@ def worked_dims(op: Op, operand: Operand) -> Sequence[int]:
     if name == "renorm":  # each slice at an index of `dim` has its own norm
         return _others(ndim, op.dims("dim", ndim) or ())
     if name in OVER_NAMED:
-        return _named(op, ndim)
+        return _named(op, operand)
     last = OVER_LAST[name]
     count = last.get(operand.name, last.get(EVERY, 0))
     if name in _SOLVES and operand.name in ("B", "b", "other") and _is_vector(op, operand):
         count = 1
-    return range(max(ndim - count, 0), ndim)
+    return operand.last_dims(count)
 
 
 def _is_vector(op: Op, right: Operand) -> bool:
@@ -67,15 +65,14 @@ def _is_vector(op: Op, right: Operand) -> bool:
     return a.fake.dim() - 1 == right.fake.dim() and sizes == matrix[:-1]
 
 
-def _named(op: Op, ndim: int) -> Sequence[int]:
+def _named(op: Op, operand: Operand) -> Sequence[int]:
     """Return the dims that the call names, by the conventions of torch.fft."""
-    named = op.dims("dim", ndim)
-    if named is not None:
-        return named
+    ndim = operand.fake.dim()
     count, sizes = OVER_NAMED[op.call.op], op.call.get("s")
     if count is None:
         count = len(sizes) if isinstance(sizes, tuple | list) else ndim
-    return range(max(ndim - count, 0), ndim)
+    named = op.dims("dim", ndim)
+    return operand.last_dims(count) if named is None else named
 
 
 _SOLVES = frozenset({"linalg_solve", "linalg_solve_ex", "_linalg_solve_ex", "linalg_lstsq"})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxgrad.samples.ids import sample_ids
-from fxgrad.samples.layouts import Kind, Layout
+from fxgrad.samples.layouts import Kind, Layout, kind_of
 from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
 
 _FOREIGN = Mixes("it writes one sample's values into another's places")
@@ -46,7 +45,7 @@ def index_put(op: Op, output: Tensor) -> Answer:
     answer = by_shape(op, output)
     base, values = op.operand("input"), op.operand("values")
     nodes = [node for node in (base and base.node, *_indices(op)) if node]
-    if values is not None and values.layout is not None and all(_known(op, n).kind is Kind.CONSTANT for n in nodes):
+    if values is not None and values.layout is not None and all(kind_of(n) is Kind.CONSTANT for n in nodes):
         return _by_places(op, output, values)
     if isinstance(answer, Mixes) or base is None or base.layout is None:
         return answer if isinstance(answer, Mixes) else Mixes("what it writes to holds no samples")
@@ -66,20 +65,12 @@ def _by_places(op: Op, output: Tensor, values: Operand) -> Answer:
     ids of one sample only: the sample to which the element belongs.
     """
     base = op.operand("input")
-    if base is None or any(_known(op, node).kind is not Kind.CONSTANT for node in _indices(op)):
+    if base is None or any(kind_of(node) is not Kind.CONSTANT for node in _indices(op)):
         return Mixes("the data decides to which samples' places it writes")
-    kind = _known(op, base.node).kind
-    if kind is Kind.CONSTANT:
-        blank = _replayed(op, output, None, values)
-        if blank is not None:
-            return blank
-    if kind in (Kind.CONSTANT, Kind.BATCHED) and base.layout is not None:
-        return _replayed(op, output, base.layout, values) or _FOREIGN
-    return _FOREIGN
-
-
-def _known(op: Op, node: fx.Node) -> Any:
-    return op.replay.samples(node)
+    blank = _replayed(op, output, None, values) if kind_of(base.node) is Kind.CONSTANT else None
+    if blank is not None or base.layout is None:
+        return blank or _FOREIGN
+    return _replayed(op, output, base.layout, values) or _FOREIGN
 
 
 def _indices(op: Op) -> list[fx.Node]:
@@ -89,7 +80,7 @@ def _indices(op: Op) -> list[fx.Node]:
 
 def _replayed(op: Op, output: Tensor, base: Layout | None, values: Operand) -> Layout | None:
     """Return the layout of the result for a destination of layout ``base`` or without samples; None if mixed."""
-    batches = op.replay.every.sizes(op.node)
+    batches = op.replay.thresholds.batches(op.node)
     if batches is None:
         return None
     try:
@@ -101,46 +92,27 @@ def _replayed(op: Op, output: Tensor, base: Layout | None, values: Operand) -> L
 
 def _written(op: Op, output: Tensor, base: Layout | None, values: Operand, batch: int) -> Tensor | None:
     """Return the sample ids after the write; None if an element gets ids of two samples."""
-
-    def shape(fake: Tensor) -> list[int]:
-        return [op.symbols.evaluate(size, batch) for size in fake.shape]
-
     assert values.layout is not None
-    before = torch.zeros(shape(output), dtype=torch.int32)
-    if base is not None:
-        before.copy_(sample_ids(base, shape(output), batch))
-    new = sample_ids(values.layout, shape(values.fake), batch)
-    write, read = _REPLAYS[op.call.op]
+    shape = op.symbols.shape(output, batch)
+    before = torch.zeros(shape, dtype=torch.int32) if base is None else sample_ids(base, shape, batch).contiguous()
+    new = op.replay.ids(values.layout, values.node, batch)
     places = [op.replay.constant(node, batch).long() for node in _indices(op)]
-    dim = (op.dims("dim", output.dim()) or [0])[0]
     if op.call.op == "scatter_add":  # an index may be smaller than the source
         new = new[tuple(slice(size) for size in places[0].shape)]
-    after = write(before, dim, op.call, places, new)
-    same = bool((read(after, dim, op.call, places) == new).all()) and (base is None or torch.equal(after, before))
+    index = _written_places(op, output.dim(), places)
+    after = before.clone()
+    after[index] = new
+    same = bool((after[index] == new).all()) and (base is None or torch.equal(after, before))
     return after if same else None
 
 
-def _slots(call: Any, places: list[Tensor]) -> list[Tensor | None]:
-    """Return the indices of an ``index_put``, with None for a full slice."""
-    rest = iter(places)
-    return [next(rest) if isinstance(index, fx.Node) else None for index in call.get("indices")]
-
-
-_Write = Callable[[Tensor, int, Any, list[Tensor], Tensor], Tensor]
-_Read = Callable[[Tensor, int, Any, list[Tensor]], Tensor]
-_BY_INDEX: tuple[_Write, _Read] = (
-    lambda ids, dim, call, places, new: ids.index_copy(dim, places[0], new.contiguous()),
-    lambda ids, dim, call, places: ids.index_select(dim, places[0]),
-)
-_REPLAYS: dict[str, tuple[_Write, _Read]] = {
-    "index_add": _BY_INDEX,
-    "index_copy": _BY_INDEX,
-    "scatter_add": (
-        lambda ids, dim, call, places, new: ids.scatter(dim, places[0], new.contiguous()),
-        lambda ids, dim, call, places: ids.gather(dim, places[0]),
-    ),
-    "index_put": (
-        lambda ids, dim, call, places, new: torch.ops.aten.index_put(ids, _slots(call, places), new),
-        lambda ids, dim, call, places: torch.ops.aten.index(ids, _slots(call, places)),
-    ),
-}
+def _written_places(op: Op, rank: int, places: list[Tensor]) -> tuple[Any, ...]:
+    """Return the index for which the op adds to, or writes, ``base[index]``."""
+    if op.call.op == "index_put":  # None for a full slice
+        rest = iter(places)
+        return tuple(next(rest) if isinstance(item, fx.Node) else slice(None) for item in op.call.arguments["indices"])
+    dim = (op.dims("dim", rank) or [0])[0]
+    if op.call.op == "scatter_add":
+        grid = torch.meshgrid([torch.arange(size) for size in places[0].shape], indexing="ij")
+        return (*grid[:dim], places[0], *grid[dim + 1 :])
+    return (*[slice(None)] * dim, places[0])

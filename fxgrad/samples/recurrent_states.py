@@ -10,12 +10,13 @@ from torch import Tensor, fx
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.families import Family, family_of
+from fxgrad.ops.values import upstream
 
 MODES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN_RELU"}
 _KEEPING = frozenset("contiguous detach linear layer_norm clone".split())
 
 
-def states_given(node: fx.Node) -> Sequence[Any]:
+def _states(node: fx.Node) -> Sequence[Any]:
     """Return the initial states ``[layers * directions, B, out]`` of a node's recurrent layers."""
     name = op_name(node.target)
     if name == "fxgrad::recurrent_layers":
@@ -31,19 +32,8 @@ def inputs_as_states(gm: fx.GraphModule) -> set[fx.Node]:
     Elementwise ops and ops along the last dimension may lie between the input and the layer. A transposed input has its
     samples on another dimension, so it is not returned.
     """
-    inputs: set[fx.Node] = set()
-    stack = [state for node in gm.graph.nodes for state in states_given(node)]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if not isinstance(node, fx.Node) or node in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            inputs.add(node)
-        else:
-            stack.extend(_sources(node))
-    return inputs
+    states = [state for node in gm.graph.nodes for state in _states(node) if isinstance(state, fx.Node)]
+    return {node for node in upstream(*states, through=_sources) if node.op == "placeholder"}
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:

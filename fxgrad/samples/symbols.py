@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxgrad.host.dynamo import ConstantSource
 from fxgrad.host.fake import FakeTensorMode
+from fxgrad.host.pytree import tree_map
 
 
 def expression(size: Any) -> sympy.Expr:
@@ -69,6 +70,22 @@ class Symbols:
     def specialised(self) -> bool:
         """Decide whether an op specialised B or a row count to a constant."""
         return not self.env.replacements.keys().isdisjoint({self.symbol, *self.rows})
+
+    def is_linear(self, number: Any) -> bool:
+        """Decide whether a number is ``a B + b``, without a quotient, remainder, minimum or comparison of B."""
+        expr = expression(number)
+        if self.symbol not in expr.free_symbols:
+            return True
+        polynomial = expr.as_poly(self.symbol)
+        return polynomial is not None and polynomial.degree() == 1 and not expr.atoms(sympy.Function)
+
+    def shape(self, value: torch.Tensor, batch: int) -> list[int]:
+        """Evaluate the sizes of a tensor at this batch size."""
+        return [self.evaluate(size, batch) for size in value.shape]
+
+    def evaluate_all(self, sizes: Any, batch: int) -> Any:
+        """Evaluate each size in nested containers."""
+        return tree_map(lambda size: self.evaluate(size, batch), sizes)
 
     def evaluate(self, size: Any, batch: int) -> Any:
         """Evaluate a size at this batch size, with other symbols at their hints."""

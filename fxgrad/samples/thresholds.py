@@ -1,8 +1,14 @@
-"""Thresholds: the batch size from which an index made of sizes behaves uniformly.
+"""The two batch sizes at which a replay determines the layout for all batch sizes.
 
-Each value of the computation is bounded by ``constant + slope * n``, where n is the batch size or a position along it.
-A nonlinear op (a comparison, a quotient, the overflow of a dtype) behaves uniformly above the batch size at which the
-bounds of its operands cross. An op without a rule here has no threshold.
+A movement op with sizes, shifts and indices linear in B maps positions by ``a i + b B + c``. If it keeps each sample in
+place at B = 2 and B = 3, then a = 1 and b = c = 0. So it does at every B. Ops with thresholds differ:
+``x.roll(6, 0)`` and ``x[arange(B) % 4]`` have no effect at three samples. So the replay takes two sizes above every
+threshold: the batch size from which an index made of sizes behaves uniformly. For a threshold above `LARGEST`, fxgrad
+gives up: the samples count as lost.
+
+Each value of an index's computation is bounded by ``constant + slope * n``, where n is the batch size or a position
+along it. A nonlinear op (a comparison, a quotient, the overflow of a dtype) behaves uniformly above the batch size at
+which the bounds of its operands cross. An op without a rule here has no threshold.
 """
 
 from __future__ import annotations
@@ -12,15 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
-from fxgrad.ops.calls import CALL, Call
+from fxgrad.ops.calls import CALL, Call, leaves, op_name
 from fxgrad.ops.facts import FAKE
-from fxgrad.samples.layouts import Kind, Samples
+from fxgrad.ops.values import upstream
+from fxgrad.samples.layouts import Kind, kind_of, layout_of
 from fxgrad.samples.symbols import Symbols, expression
 
+Batches = tuple[int, int]
+BATCHES: Batches = (2, 3)
+LARGEST = 64
+
+_INDEXED = frozenset("getitem index_select index index_put index_add index_copy scatter_add".split())
 _ROOM = 2**20  # more rows than any batch has; an overflow beyond is ignored
 
 
@@ -33,20 +44,53 @@ class Bounds:
     threshold: float = 0.0
 
 
+def batches_above(threshold: float) -> Batches | None:
+    """Return two batch sizes above a threshold; None if it is above `LARGEST`."""
+    if threshold > LARGEST:
+        return None
+    above = math.ceil(threshold) + 1
+    return BATCHES if threshold < BATCHES[0] else (above, above + 1)
+
+
 class _Unknown(Exception):
     """Raised for an op or a number with unknown behaviour at large batch sizes."""
 
 
 class Thresholds:
-    """The thresholds of a graph's indices; ``constant(node, batch)`` computes a value made only of sizes."""
+    """The thresholds of a graph's movement ops; ``constant(node, batch)`` computes a value made only of sizes."""
 
-    def __init__(
-        self, symbols: Symbols, samples: Callable[[fx.Node], Any], constant: Callable[[fx.Node, int], Tensor]
-    ) -> None:
-        self.symbols, self.samples, self.constant = symbols, samples, constant
+    def __init__(self, symbols: Symbols, constant: Callable[[fx.Node, int], Tensor]) -> None:
+        self.symbols, self.constant = symbols, constant
         self.bounds: dict[fx.Node, Bounds] = {}
 
-    def of(self, index: fx.Node) -> float:
+    def batches(self, node: fx.Node) -> Batches | None:
+        """Return the two batch sizes for an op; None if no two of them determine all others."""
+        if not all(map(self.symbols.is_linear, numbers([node.args, dict(node.kwargs)]))):
+            return None
+        largest: float = max([0, *self._shifts(node), *map(self._of_index, self._indices(node))])
+        return batches_above(largest)
+
+    def _shifts(self, node: fx.Node) -> Iterator[int]:
+        """Yield the shifts, independent of B, by which a roll moves samples."""
+        if op_name(node.target) != "roll":
+            return
+        call = CALL.of(node)
+        source = call.arguments["input"]
+        ndim, layout = max(1, FAKE.of(source).dim()), layout_of(source)
+        dims = _as_list(call.get("dims"))
+        for i, shift in enumerate(_as_list(call.get("shifts"))):
+            if not dims or layout is None or dims[i] % ndim == layout.dim:
+                for number in numbers(shift):
+                    if self.symbols.symbol not in expression(number).free_symbols:
+                        yield abs(int(self.symbols.evaluate(number, BATCHES[0])))
+
+    def _indices(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the indices of an op that depend on the batch size."""
+        if op_name(node.target).removesuffix("_") in _INDEXED:
+            indices = leaves((node.args[1:], dict(node.kwargs)))
+            yield from (index for index in indices if isinstance(index, fx.Node) and self._depends(index))
+
+    def _of_index(self, index: fx.Node) -> float:
         """Return the batch size from which an index behaves uniformly; infinity if unknown."""
         try:
             return self._of_node(index).threshold
@@ -63,13 +107,9 @@ class Thresholds:
     def _of_number(self, number: Any) -> Bounds:
         if isinstance(number, float):
             return Bounds(abs(number))
-        expr, batch = expression(number), self.symbols.symbol
-        if batch not in expr.free_symbols:
-            return Bounds(abs(int(self.symbols.evaluate(number, 2))))
-        polynomial = expr.as_poly(batch)
-        if polynomial is None or polynomial.degree() != 1 or expr.atoms(sympy.Function):
+        if not self.symbols.is_linear(number):
             raise _Unknown
-        two, three = (int(self.symbols.evaluate(number, n)) for n in (2, 3))
+        two, three = (int(self.symbols.evaluate(number, batch)) for batch in (2, 3))
         return Bounds(abs(3 * two - 2 * three), abs(three - two))
 
     def _of_node(self, node: fx.Node) -> Bounds:
@@ -81,11 +121,9 @@ class Thresholds:
         fake = FAKE.of(node)
         if isinstance(fake, int | float | torch.SymInt | torch.SymFloat):
             return self._of_number(fake)
-        known = self.samples(node)
-        data = node.op not in ("call_function", "call_method")
-        if data or (isinstance(known, Samples) and known.kind is not Kind.CONSTANT):
+        if node.op not in ("call_function", "call_method") or kind_of(node) not in (None, Kind.CONSTANT):
             return Bounds()  # the replay has zeros in its place, which stand for no sample
-        if isinstance(fake, Tensor) and not self.depends(node):
+        if isinstance(fake, Tensor) and not self._depends(node):
             value = self.constant(node, 2)
             return Bounds(float(value.abs().max()) if value.numel() and not value.is_complex() else 0.0)
         call: Call | None = CALL.get(node)
@@ -95,34 +133,30 @@ class Thresholds:
         truth = isinstance(fake, Tensor) and fake.dtype == torch.bool and rule is _same
         return _in_range((_truth if truth else rule)(self._of, call.arguments), fake)
 
-    def depends(self, node: fx.Node) -> bool:
+    def _depends(self, node: fx.Node) -> bool:
         """Decide whether a value, or a value that it is made from, depends on the batch size."""
-        stack, seen = [node], {node}
-        while stack:
-            current = stack.pop()
-            fake = FAKE.of(current)
-            sizes = list(fake.shape) if isinstance(fake, Tensor) else fake
-            if any(map(self.symbols.holds_batch, numbers([sizes, current.args, dict(current.kwargs)]))):
-                return True
-            fresh = [arg for arg in current.all_input_nodes if arg not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-        return False
+        return any(
+            self.symbols.holds_batch(number)
+            for source in upstream(node)
+            for number in numbers([_sizes(FAKE.of(source)), source.args, dict(source.kwargs)])
+        )
 
 
 def numbers(value: Any) -> Iterator[Any]:
     """Yield the integers in nested arguments, including those of nodes."""
-    if isinstance(value, fx.Node):
-        yield from numbers(FAKE.of(value))
-    elif isinstance(value, dict):
-        yield from numbers(list(value.values()))
-    elif isinstance(value, slice):
-        yield from numbers([value.start, value.stop, value.step])
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from numbers(item)
-    elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-        yield value
+    for leaf in leaves(value):
+        if isinstance(leaf, fx.Node):
+            yield from numbers(FAKE.of(leaf))
+        elif isinstance(leaf, int | torch.SymInt) and not isinstance(leaf, bool):
+            yield leaf
+
+
+def _sizes(fake: Any) -> Any:
+    return list(fake.shape) if isinstance(fake, Tensor) else fake
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, tuple | list) else [value]
 
 
 def _in_range(bounds: Bounds, fake: Any) -> Bounds:
@@ -149,10 +183,7 @@ _Rule = Callable[[_Of, _Arguments], Bounds]
 
 
 def _all(of: _Of, arguments: _Arguments) -> list[Bounds]:
-    bounds: list[Bounds] = []
-    for value in arguments.values():
-        bounds.extend(map(of, value) if isinstance(value, list | tuple) else [of(value)])
-    return bounds
+    return list(map(of, leaves(arguments)))
 
 
 def _crossing(operands: Sequence[Bounds]) -> float:
@@ -212,10 +243,6 @@ def _line(of: _Of, arguments: _Arguments) -> Bounds:
     return _met(start, step, constant=start.constant, slope=start.slope + step.constant)
 
 
-def _filled(of: _Of, arguments: _Arguments) -> Bounds:
-    return of(arguments["fill_value"])
-
-
 def _running(of: _Of, arguments: _Arguments) -> Bounds:
     """Bound a cumulative sum of bounded values."""
     a, sizes = of(arguments["input"]), [of(size) for size in FAKE.of(arguments["input"]).shape]
@@ -241,27 +268,17 @@ def _order(of: _Of, arguments: _Arguments) -> Bounds:
 def _read(of: _Of, arguments: _Arguments) -> Bounds:
     """Bound ``values[index]``, for an index of numbers, slices or other bounded indices."""
     fake = FAKE.of(arguments["input"])
-    a, indices = of(arguments["input"]), [of(one) for one in _flat(arguments.get("index", arguments.get("indices")))]
+    a, indices = of(arguments["input"]), [of(one) for one in leaves(arguments.get("index", arguments.get("indices")))]
     sizes = [of(size).constant for size in fake.shape] if isinstance(fake, Tensor) else []
     moved, steps = sum(one.constant for one in indices), max([1.0, *(one.slope for one in indices)])
     at = _crossing([a, *indices, Bounds(sum(sizes), 1.0)]) if indices else 0.0
     return _met(a, *indices, at=at, constant=a.constant + a.slope * moved, slope=a.slope * steps)
 
 
-def _flat(index: Any) -> list[Any]:
-    if isinstance(index, tuple | list):
-        return [one for item in index for one in _flat(item)]
-    return _flat([index.start, index.stop, index.step]) if isinstance(index, slice) else [index]
-
-
-def _constant(value: float) -> _Rule:
-    return lambda of, arguments: Bounds(value)
-
-
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys("zeros zeros_like new_zeros".split(), _constant(0.0)),
-    **dict.fromkeys("ones ones_like new_ones".split(), _constant(1.0)),
-    **dict.fromkeys("full new_full full_like".split(), _filled),
+    **dict.fromkeys("zeros zeros_like new_zeros".split(), lambda of, arguments: Bounds(0.0)),
+    **dict.fromkeys("ones ones_like new_ones".split(), lambda of, arguments: Bounds(1.0)),
+    **dict.fromkeys("full new_full full_like".split(), lambda of, arguments: of(arguments["fill_value"])),
     "arange": _line,
     **dict.fromkeys(
         """neg long int to clone view reshape unsqueeze squeeze expand expand_as view_as reshape_as flatten unflatten t
@@ -275,7 +292,7 @@ _RULES: dict[str, _Rule] = {
     "remainder": _rest,
     **dict.fromkeys("clamp clamp_min clamp_max minimum maximum max min amax amin where abs".split(), _compared),
     **dict.fromkeys("lt le gt ge eq ne logical_and logical_or logical_not bool".split(), _truth),
-    **dict.fromkeys(["cumsum"], _running),
+    "cumsum": _running,
     **dict.fromkeys("argsort sort topk".split(), _order),
     **dict.fromkeys("getitem index".split(), _read),
 }

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
+from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import Call
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.written import declared, result_written
-from fxgrad.samples.every_batch import BATCHES, LARGEST, Batches
 from fxgrad.samples.ids import read_partly, sample_ids
-from fxgrad.samples.layouts import SAMPLES, Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples, holds_samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
+from fxgrad.samples.thresholds import BATCHES, Batches, batches_above
 
 
 def written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Samples]]:
@@ -32,18 +32,9 @@ def written(node: fx.Node, call: Call) -> Iterator[tuple[fx.Node, Samples]]:
         if isinstance(new, Samples):
             yield place, new
     for place in declared(node, call):
-        known = [SAMPLES.of(operand) for operand in node.all_input_nodes]
-        several = [one for one in _flat(known) if one is not None]
-        if any(one.kind in (Kind.BATCHED, Kind.MIXED) for one in several):
-            yield place, Samples(Kind.MIXED, traced=any(one.traced for one in several))
-
-
-def _flat(known: Any) -> Iterator[Any]:
-    for item in known:
-        if isinstance(item, list):
-            yield from _flat(item)
-        else:
-            yield item
+        operands = tree_leaves([SAMPLES.of(operand) for operand in node.all_input_nodes])
+        if holds_samples(operands):
+            yield place, Samples(Kind.MIXED, traced=any(one is not None and one.traced for one in operands))
 
 
 def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay: Replay) -> Mapping[fx.Node, Samples]:
@@ -52,37 +43,29 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
     A view without a layout is mixed from then on. If only some rows of a dimension have been written
     (``out[0::2] = a``), the others have to be constants.
     """
-    whole = SAMPLES.of(views[0])
-    followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
+    whole: Samples = SAMPLES.of(views[0])
     batches = _batches(views, _rows([(views[0], whole), (through, new)], replay.symbols), replay.symbols)
-    if batches is None:
-        lost = Samples(Kind.MIXED)
-        return {
-            view: replace(new if _same_place(view, through) else lost, traced=SAMPLES.of(view).traced or new.traced)
-            for view in views
-        }
-    memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches]
-    samples_of_views = {}
-    for view in views:
+    followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
+    memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches or ()]
+
+    def after(view: fx.Node) -> Samples:
         old: Samples = SAMPLES.of(view)
         traced = old.traced or new.traced
         if _same_place(view, through):
-            samples_of_views[view] = replace(new, traced=traced)
-        elif not memories[0].touched(view):
-            samples_of_views[view] = old
-        elif not followed:
-            samples_of_views[view] = Samples(Kind.MIXED, traced=traced)
-        elif not memories[0].ids(view).any():
-            uniform = Kind.UNIFORM in (old.kind, new.kind)
-            samples_of_views[view] = Samples(Kind.UNIFORM if uniform else Kind.CONSTANT, traced=traced)
-        else:
-            ids = [memory.ids(view) for memory in memories]
-            layout = replay.read(ids, FAKE.of(view), batches=batches)
-            if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
-                layout = replay.read(ids, FAKE.of(view), read_partly, batches)
-            kind = Kind.MIXED if layout is None else Kind.BATCHED
-            samples_of_views[view] = Samples(kind, layout, traced)
-    return samples_of_views
+            return replace(new, traced=traced)
+        if memories and not memories[0].touched(view):
+            return old
+        if batches is None or not followed:
+            return Samples(Kind.MIXED, traced=traced)
+        if not memories[0].ids(view).any():
+            return Samples(Kind.UNIFORM if Kind.UNIFORM in (old.kind, new.kind) else Kind.CONSTANT, traced=traced)
+        ids = [memory.ids(view) for memory in memories]
+        layout = replay.read(ids, FAKE.of(view), batches=batches)
+        if layout is None and Kind.UNIFORM not in (whole.kind, old.kind, new.kind):
+            layout = replay.read(ids, FAKE.of(view), read_partly, batches)
+        return Samples(Kind.MIXED if layout is None else Kind.BATCHED, layout, traced)
+
+    return {view: after(view) for view in views}
 
 
 # Note [Sizes of memory]
@@ -96,9 +79,9 @@ def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
     steps = []
     for view, samples in known:
         fake, layout = FAKE.of(view), samples.layout
-        if samples.kind is Kind.BATCHED and layout is not None:
+        if layout is not None:
             size = symbols.evaluate(fake.shape[layout.dim], BATCHES[0])
-            inner = layout.inner or size // (BATCHES[0] * (layout.outer or 1))
+            _, inner = layout.split(size, BATCHES[0])
             steps.append(inner * symbols.evaluate(fake.stride(layout.dim), BATCHES[0]))
         else:
             dims = symbols.batch_dims(fake.shape)
@@ -108,8 +91,7 @@ def _rows(known: Sequence[tuple[fx.Node, Samples]], symbols: Symbols) -> int:
 
 def _batches(views: Sequence[fx.Node], rows: int, symbols: Symbols) -> Batches | None:
     """Return the two batch sizes of the replay, or None. See Note [Sizes of memory]."""
-    largest = max(_counted(FAKE.of(view), rows, symbols) for view in views)
-    return None if largest > LARGEST else BATCHES if largest < BATCHES[0] else (largest + 1, largest + 2)
+    return batches_above(max(_counted(FAKE.of(view), rows, symbols) for view in views))
 
 
 def _counted(fake: Tensor, rows: int, symbols: Symbols) -> int:
@@ -139,12 +121,8 @@ def _special(samples: Samples) -> bool:
 
 
 def _same_place(a: fx.Node, b: fx.Node) -> bool:
-    first, second = FAKE.of(a), FAKE.of(b)
-    return bool(
-        first.shape == second.shape
-        and first.stride() == second.stride()
-        and first.storage_offset() == second.storage_offset()
-    )
+    first, second = ((fake.shape, fake.stride(), fake.storage_offset()) for fake in (FAKE.of(a), FAKE.of(b)))
+    return bool(first == second)
 
 
 class _Memory:
@@ -169,16 +147,13 @@ class _Memory:
         return bool(self._view(self.written, view).any())
 
     def _put(self, view: fx.Node, samples: Samples) -> None:
-        shown = self.ids(view)
-        if samples.kind is Kind.BATCHED and samples.layout is not None:
-            shown.copy_(sample_ids(samples.layout, shown.shape, self.batch))
-        else:
-            shown.zero_()
+        ids, layout = self.ids(view), samples.layout
+        ids.copy_(torch.zeros(()) if layout is None else sample_ids(layout, ids.shape, self.batch))
 
     def _place(self, view: fx.Node) -> tuple[list[int], list[int], int]:
         fake = FAKE.of(view)
-        size, stride = ([self.symbols.evaluate(s, self.batch) for s in part] for part in (fake.shape, fake.stride()))
-        return size, stride, self.symbols.evaluate(fake.storage_offset(), self.batch)
+        place = [*fake.shape], [*fake.stride()], fake.storage_offset()
+        return self.symbols.evaluate_all(place, self.batch)  # type: ignore[no-any-return]
 
     def _extent(self, view: fx.Node) -> int:
         size, stride, offset = self._place(view)

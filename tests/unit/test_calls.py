@@ -77,6 +77,7 @@ SPELLINGS: dict[str, list[fx.Node]] = {
 @pytest.mark.parametrize("node, expected", [(node, one) for one, nodes in SPELLINGS.items() for node in nodes])
 def test_spellings(node: fx.Node, expected: str) -> None:
     assert text(bind(node)) == expected
+    assert not bind(node).guessed
 
 
 def scaled(x: Any, factor: float = 2.0, *, shift: float = 0.0, **rest: Any) -> Any:
@@ -111,7 +112,9 @@ GUESSED: dict[str, fx.Node] = {
 
 @pytest.mark.parametrize("expected", GUESSED)
 def test_where_no_schema_fits_names_are_guessed(expected: str) -> None:
-    assert text(bind(GUESSED[expected])) == expected
+    bound = bind(GUESSED[expected])
+    assert text(bound) == expected
+    assert bound.guessed is not expected.startswith("pow")  # which has the names of an overload
 
 
 @pytest.mark.parametrize(

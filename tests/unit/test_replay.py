@@ -13,7 +13,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from fxgrad.ops.calls import bind
-from fxgrad.samples.layouts import Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols
 
@@ -25,22 +25,22 @@ class Calls:
 
     def __init__(self) -> None:
         self.symbols, self.graph = Symbols(), fx.Graph()
-        self.known: dict[fx.Node, Samples] = {}
         b = self.symbols.batch(2018)
         self.b = self.graph.placeholder("b")
         self.b.meta["fake"] = b
+        SAMPLES.put(self.b, None)
         self.x = self.input("x", [b, 4, 6], BATCHED)
         self.time = self.input("time", [5, b, 4], Samples(Kind.BATCHED, Layout(1)))
         self.ids = self.input("ids", [b], BATCHED, torch.int64)
         self.w = self.input("w", [4], Samples(Kind.UNIFORM))
         self.c = self.input("c", [4], CONSTANT)
-        self.replay = Replay(self.symbols, self.known.get)
+        self.replay = Replay(self.symbols)
 
     def input(self, name: str, shape: list[Any], samples: Samples, dtype: torch.dtype = torch.float32) -> fx.Node:
         node = self.graph.placeholder(name)
         with self.symbols.mode:
             node.meta["fake"] = torch.empty(shape, dtype=dtype)
-        self.known[node] = samples
+        SAMPLES.put(node, samples)
         return node
 
     def call(self, target: Any, *args: Any, samples: Samples = CONSTANT, **kwargs: Any) -> fx.Node:
@@ -53,14 +53,16 @@ class Calls:
             node.meta["fake"] = run(*fakes[isinstance(target, str) :], **named)
         assert not self.symbols.specialised()
         node.meta["call"] = bind(node)
-        self.known[node] = samples
+        SAMPLES.put(node, samples)
         return node
 
     def found(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """The layouts of a call's outputs as text."""
         node = self.call(target, *args, **kwargs)
-        layouts = self.replay.layouts(node, node.meta["fake"])
-        return [str(one) for one in layouts] if isinstance(layouts, tuple | list) else str(layouts)
+        outputs = node.meta["fake"]
+        if isinstance(outputs, tuple | list):
+            return [str(layout) for layout in self.replay.layouts(node, outputs)]
+        return str(self.replay.layouts(node, [outputs])[0])
 
 
 def row(c: Calls) -> fx.Node:
