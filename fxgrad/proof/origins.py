@@ -84,6 +84,26 @@ def folded(ids: Tensor, dims: Sequence[int], *, linear: bool = False) -> Tensor:
     return torch.where(least == _ABOVE, NONE, torch.where(least == most, least, met)).to(torch.int32)
 
 
+def whole(ids: Tensor) -> Tensor:
+    """Return the one id of an arbitrary function of all elements, without dimensions."""
+    return folded(ids, range(ids.dim())).reshape([])
+
+
+def total(ids: Tensor) -> Tensor:
+    """Return the one id of the sum of all elements, without dimensions."""
+    return folded(ids, range(ids.dim()), linear=True).reshape([])
+
+
+def chosen(ids: Tensor, which: Tensor) -> Tensor:
+    """Return the ids of elements that an index or a mask chooses; one without samples changes nothing."""
+    return joined(ids, which) if bool(which.any()) else ids
+
+
+def along_dim(ids: Tensor, dim: int, rank: int) -> Tensor:
+    """Return a row of ids as the ids of a value of this rank, along one dimension."""
+    return ids.reshape([-1 if d == dim else 1 for d in range(rank)])
+
+
 def compact(ids: Tensor) -> Tensor:
     """Return the same ids, with size 1 along each dimension in which they are constant."""
     for dim, size in enumerate(ids.shape):

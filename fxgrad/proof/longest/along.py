@@ -8,14 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fxgrad.proof.longest.elements import elementwise
-from fxgrad.proof.longest.steps import (
-    Padded,
-    Seen,
-    Step,
-    Steps,
-    filled,
-    steps_of,
-)
+from fxgrad.proof.longest.steps import Padded, Seen, Step, Steps, filled, steps_of
 from fxgrad.proof.rules.along import dims_of
 
 _KEPT = frozenset("amax amin max min mean any all".split())  # a reduction of one repeated number is that number

@@ -11,17 +11,8 @@ from torch import Tensor
 from fxgrad.host.ops import schema
 from fxgrad.host.pytree import tree_leaves, tree_map
 from fxgrad.proof.calls import Call
-from fxgrad.proof.longest.steps import (
-    WIDE,
-    Padded,
-    Seen,
-    Step,
-    Steps,
-    filled,
-    is_one,
-    single,
-    steps_of,
-)
+from fxgrad.proof.longest.steps import WIDE, Padded, Seen, Step, Steps, filled, is_one, single, steps_of
+from fxgrad.proof.trials import Symbolic
 
 # ops with finite results for finite operands
 _TOTAL = frozenset(
@@ -36,7 +27,7 @@ _SAME = frozenset("_to_copy clone detach alias".split())
 
 def elementwise(step: Step) -> list[Padded]:
     """Follow an op that treats each element separately."""
-    operands = [tensor for _, tensor in step.call.tensors()]
+    operands = [tensor for _, tensor in step.call.tensors]
     padded = []
     for i, out in enumerate(step.call.outputs):
         steps_of_output = {}
@@ -62,7 +53,7 @@ def _value(step: Step, i: int, at: At) -> Steps:
         raise Seen
     out = step.call.outputs[i]
     number, sure = _number(step, i, at)
-    leaves = tree_leaves(dict(step.call.arguments))
+    leaves = tree_leaves(step.call.arguments)
     numbers = all(math.isfinite(leaf) for leaf in leaves if isinstance(leaf, float))
     total = step.name in _TOTAL and numbers and all(one is None or one.safe for one in at.values())
     whole = not out.dtype.is_floating_point and not out.dtype.is_complex
@@ -75,7 +66,7 @@ def _number(step: Step, i: int, at: At) -> tuple[float | None, bool]:
     """Return the padding of an output, and whether it is `Steps.sure`."""
     call, name = step.call, step.name
     arguments = call.arguments
-    numbers = {id(tensor): operand(call, tensor, at[id(tensor)]) for _, tensor in call.tensors()}
+    numbers = {id(tensor): operand(call, tensor, at[id(tensor)]) for _, tensor in call.tensors}
     sure = all(one is None or one.sure for one in at.values())
     if name in ("lt", "ge", "gt", "le"):
         inside = _inside(step, at)
@@ -139,9 +130,8 @@ def _inside(step: Step, at: At) -> float | None:
 
 def _computed(call: Call, i: int, numbers: Numbers) -> float | None:
     """Run the op on the padding; return None if the result or its derivative is not determined by the padding."""
-    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
-    leaves = tree_leaves(dict(call.arguments))
-    if torch.Tag.nondeterministic_seeded in call.func.tags or any(isinstance(leaf, symbolic) for leaf in leaves):
+    leaves = tree_leaves(call.arguments)
+    if torch.Tag.nondeterministic_seeded in call.func.tags or any(isinstance(leaf, Symbolic) for leaf in leaves):
         return None
     results = [_run(call, i, {key: number or zero for key, number in numbers.items()}) for zero in (0.0, -0.0)]
     return results[0] if results[0] == results[1] else None
@@ -193,7 +183,7 @@ def _absorbed(step: Step, at: At, numbers: Numbers) -> tuple[float | None, bool]
 
 def _truths(step: Step) -> bool:
     """Decide whether all operands are bool tensors."""
-    operands = [tensor for _, tensor in step.call.tensors()]
+    operands = [tensor for _, tensor in step.call.tensors]
     return all(tensor.dtype is torch.bool for tensor in operands)
 
 

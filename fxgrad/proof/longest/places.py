@@ -13,17 +13,7 @@ from torch import Tensor
 
 from fxgrad.proof.calls import NO_END
 from fxgrad.proof.longest.elements import operand
-from fxgrad.proof.longest.steps import (
-    Padded,
-    Seen,
-    Step,
-    Steps,
-    expr,
-    filled,
-    is_one,
-    single,
-    steps_of,
-)
+from fxgrad.proof.longest.steps import Padded, Seen, Step, Steps, expr, filled, is_one, single, steps_of
 
 
 @steps_of("permute transpose t unsqueeze squeeze expand select unbind")

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.proof.calls import Call, Undecided
+from fxgrad.proof.calls import Call, Reason, Undecided, name_of
 from fxgrad.proof.origins import SUM, joined
 from fxgrad.proof.rules import along, layers, lookups, movement, own, pointwise, products
-from fxgrad.proof.rules.registry import RULES, UNREAD, Rule, rule_of
+from fxgrad.proof.rules.registry import RULES, UNREAD, Rule
 
 __all__ = ["RULES", "along", "applied", "layers", "lookups", "movement", "of", "own", "pointwise", "products"]
 
 
 def of(func: Any) -> Rule | None:
     """Return the rule of an op; ops with ATen's tag `pointwise` share one rule."""
-    rule = rule_of(func)
+    rule = RULES.get(name_of(func))
     if rule is None and torch.Tag.pointwise in func.tags and func.namespace in ("aten", "prims"):
         return pointwise.pointwise
     return rule
@@ -32,10 +32,10 @@ def applied(rule: Rule, call: Call) -> list[Tensor]:
     result = rule(call)
     ids_of_outputs = result if isinstance(result, list) else [result]
     unread = UNREAD.get(rule, frozenset())
-    rest = [(name, one) for name, one in call.tensors() if name not in unread and id(one) not in call.looked_at]
+    rest = [(name, one) for name, one in call.tensors if name not in unread and id(one) not in call.looked_at]
     for name, tensor in rest:
         if bool(call.of(tensor).any()):
-            raise Undecided(f"nobody has said what the samples in its {name} do")
+            raise Undecided(f"nobody has said what the samples in its {name} do", Reason.NO_RULE)
     return [_held(call, ids, i) for i, ids in enumerate(ids_of_outputs)]
 
 
@@ -44,6 +44,6 @@ def _held(call: Call, ids: Tensor, i: int) -> Tensor:
     out = call.outputs[i]
     if not isinstance(out, Tensor) or out.is_floating_point() or out.is_complex() or not bool((ids == SUM).any()):
         return ids
-    summed = (tensor for _, tensor in call.tensors() if bool((call.of(tensor) == SUM).any()))
+    summed = (tensor for _, tensor in call.tensors if bool((call.of(tensor) == SUM).any()))
     whole = all(torch.promote_types(tensor.dtype, out.dtype) == out.dtype for tensor in summed)
     return ids if whole and out.dtype != torch.bool else joined(ids)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fxgrad.proof.calls import Call, Undecided
-from fxgrad.proof.origins import MANY, NONE, SUM, added, folded, joined, no_samples
+from fxgrad.proof.origins import MANY, NONE, SUM, added, along_dim, chosen, folded, joined, no_samples, whole
 from fxgrad.proof.rules.registry import follows
 
 
-@follows("index", "_unsafe_index")
+@follows("index _unsafe_index")
 def index(call: Call) -> Tensor:
     """Index with tensors: known indices pick ids; along other indexed dimensions, join the ids of all elements."""
     source, shape = call.ids("self"), call.shape("self")
@@ -34,24 +34,23 @@ def index(call: Call) -> Tensor:
             source = call.full(source, shape, [dim])
             steps[dim] = known % shape[dim]
     picked = source[tuple(steps)]
-    rank = max(one.dim() for one in indices if one is not None)
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    behind = picked.dim() - rank - (at[0] if adjacent else 0)
-    which = which.reshape([1] * (rank - which.dim()) + list(which.shape))
-    return joined(picked, which.reshape([*which.shape, *[1] * behind])) if bool(which.any()) else picked
+    rank = max(indices[dim].dim() for dim in at)
+    behind = picked.dim() - rank - (at[0] if _adjacent(at) else 0)
+    return chosen(picked, which.reshape([*[1] * (rank - which.dim()), *which.shape, *[1] * behind]))
+
+
+def _adjacent(dims: list[int]) -> bool:
+    return dims == list(range(dims[0], dims[-1] + 1))
 
 
 def _masked(call: Call, source: Tensor) -> Tensor:
     """Index with a mask; which elements it picks, and how many, depends on the whole mask."""
-    parts = [source, *(call.of(one) for one in call.arguments["indices"] if one is not None)]
-    if not any(bool(part.any()) for part in parts):
-        return no_samples(call.out_rank())
-    return _everything(call, parts)
+    return _everything(call, [source, *(call.of(one) for one in call.arguments["indices"] if one is not None)])
 
 
-def _everything(call: Call, parts: list[Tensor]) -> Tensor:
-    whole = joined(*(folded(part, range(part.dim())).reshape([]) for part in parts))
-    return whole.reshape([1] * call.out_rank())
+def _everything(call: Call, parts: list[Tensor], i: int = 0) -> Tensor:
+    """Return the ids of an output whose elements depend on all elements of all parts."""
+    return joined(*map(whole, parts)).reshape([1] * call.out_rank(i))
 
 
 def _known(call: Call, tensor: Tensor, size: int) -> Tensor | None:
@@ -75,8 +74,7 @@ def index_select(call: Call) -> Tensor:
         picked = call.full(source, shape, [dim]).index_select(dim, known.reshape(-1))
     else:
         picked = folded(source, [dim]) if source.shape[dim] != 1 else source
-    which = which.reshape([-1 if d == dim else 1 for d in range(source.dim())])
-    return joined(picked, which) if bool(which.any()) else picked
+    return chosen(picked, along_dim(which, dim, source.dim()))
 
 
 def form(table: Tensor) -> tuple[str, ...]:
@@ -116,18 +114,10 @@ def gather(call: Call) -> Tensor:
             sizes[dim] = shape[dim]
             full = call.full(source, sizes, range(source.dim()))
             source = full.gather(dim, known.expand(wanted) % shape[dim])
-    return joined(source, which) if bool(which.any()) else source
+    return chosen(source, which)
 
 
-@follows(
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "index_reduce",
-)
+@follows("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
 def put(call: Call) -> Tensor:
     """Write along one dimension; without known indices, a source row may be written to any index."""
     base, shape = call.ids("self"), call.shape("self")
@@ -137,7 +127,7 @@ def put(call: Call) -> Tensor:
         return joined(base, what.reshape([]), which.reshape([]))
     (dim,) = call.dims("dim", base.dim())
     if call.name.startswith("index_"):
-        which = which.reshape([-1 if d == dim else 1 for d in range(base.dim())])
+        which = along_dim(which, dim, base.dim())
     what = what.reshape([1] * base.dim()) if what.dim() < base.dim() else what
     linear = call.name in ("scatter_add", "index_add")
     if not bool(which.any()) and not what.shape[dim] == base.shape[dim] == 1:
@@ -146,9 +136,7 @@ def put(call: Call) -> Tensor:
             return _put_at(call, base, what, places, dim, linear=linear)
     if name is not None and call.name.startswith("scatter") and what.dim() == len(shape):
         _check_whole(what, call.shape(name), shape, dim)
-    what = folded(what, [dim], linear=linear)
-    which = folded(which, [dim])
-    what = joined(what, which) if bool(which.any()) else what
+    what = chosen(folded(what, [dim], linear=linear), folded(which, [dim]))
     return added(base, what) if linear or torch.equal(*torch.broadcast_tensors(base, what)) else joined(base, what)
 
 
@@ -186,7 +174,7 @@ def _put_at(call: Call, base: Tensor, what: Tensor, places: Tensor, dim: int, *,
     if call.name != "index_copy" or len(places.unique()) < len(places):
         return joined(base, written)
     over = torch.zeros(size, dtype=torch.bool).index_fill(0, places, True)
-    return torch.where(over.reshape([-1 if d == dim else 1 for d in range(base.dim())]), written, base)
+    return torch.where(along_dim(over, dim, base.dim()), written, base)
 
 
 def _added_at(rows: Tensor, places: Tensor, size: int, dim: int) -> Tensor:
@@ -200,11 +188,11 @@ def _added_at(rows: Tensor, places: Tensor, size: int, dim: int) -> Tensor:
 def _reduced_at(rows: Tensor, places: Tensor, size: int, dim: int, how: str, empty: int) -> Tensor:
     values = torch.where(rows == 0, empty, rows)
     shape = [*rows.shape[:dim], size, *rows.shape[dim + 1 :]]
-    where = places.reshape([-1 if d == dim else 1 for d in range(rows.dim())]).expand(rows.shape)
+    where = along_dim(places, dim, rows.dim()).expand(rows.shape)
     return torch.full(shape, empty, dtype=rows.dtype).scatter_reduce(dim, where, values, how)
 
 
-@follows("index_put", "_unsafe_index_put")
+@follows("index_put _unsafe_index_put")
 def index_put(call: Call) -> Tensor:
     """Write at indices in tensors; an unknown index may be any along its dimension."""
     base, shape = call.ids("self"), call.shape("self")
@@ -248,13 +236,11 @@ def _sent(call: Call, indices: Mapping[int, Tensor]) -> Tensor:
     rest = call.out_rank() - len(at)
     values = call.ids("values")
     sent = values.reshape([*[1] * (rank + rest - values.dim()), *values.shape])
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    if adjacent and at[0] != 0:  # adjacent indexed dimensions keep their position
+    if _adjacent(at) and at[0] != 0:  # adjacent indexed dimensions keep their position
         sent = sent.movedim(list(range(at[0], at[0] + rank)), list(range(rank)))
     for places in indices.values():
-        ids_of_index = call.of(places)
-        ids_of_index = ids_of_index.reshape([*[1] * (rank - ids_of_index.dim()), *ids_of_index.shape, *[1] * rest])
-        sent = joined(sent, ids_of_index) if bool(ids_of_index.any()) else sent
+        which = call.of(places)
+        sent = chosen(sent, which.reshape([*[1] * (rank - which.dim()), *which.shape, *[1] * rest]))
     wanted = torch.broadcast_shapes(*(call.trial.shape(places.shape) for places in indices.values()))
     return sent.expand([*wanted, *sent.shape[rank:]])
 
@@ -266,39 +252,24 @@ def _put_masked(call: Call, base: Tensor, *, linear: bool) -> Tensor:
     if len(indices) == len(parts) == 1 and not linear and call.arguments["values"].numel() == 1:
         mask = parts[0].reshape([*parts[0].shape, *[1] * (base.dim() - parts[0].dim())])
         return joined(base, mask, values.reshape([1] * base.dim()))
-    parts += [base, values]
-    return _everything(call, parts) if any(bool(part.any()) for part in parts) else base
+    return _everything(call, [*parts, base, values])
 
 
-@follows(
-    "nonzero",
-    "nonzero_static",
-    "masked_select",
-    "unique_consecutive",
-    "_unique2",
-    "unique_dim",
-    "bincount",
-    "histc",
-)
+@follows("nonzero nonzero_static masked_select unique_consecutive _unique2 unique_dim bincount histc")
 def counted(call: Call) -> list[Tensor]:
-    parts = [call.of(tensor) for _, tensor in call.tensors()]
-    if not any(bool(part.any()) for part in parts):
-        return [no_samples(call.out_rank(i)) for i in range(len(call.outputs))]
-    whole = joined(*(folded(part, range(part.dim())).reshape([]) for part in parts))
-    return [whole.reshape([1] * call.out_rank(i)) for i in range(len(call.outputs))]
+    return [_everything(call, call.all_ids(), i) for i in range(len(call.outputs))]
 
 
-@follows("bucketize", "searchsorted")
+@follows("bucketize searchsorted")
 def sought(call: Call) -> Tensor:
-    boundaries = "boundaries" if call.has("boundaries") else "sorted_sequence"
-    where = call.ids(boundaries)
+    where = call.ids("boundaries" if call.has("boundaries") else "sorted_sequence")
     values = call.ids("self") if call.has("self") else no_samples(call.out_rank())
     where = joined(where, call.ids("sorter")) if call.has("sorter") else where
     rows = folded(where, [-1])
     return call.ranked(joined(values, rows) if rows.dim() > 1 else joined(values, rows.reshape([])))
 
 
-@follows("_embedding_bag", "_embedding_bag_forward_only")
+@follows("_embedding_bag _embedding_bag_forward_only")
 def embedding_bag(call: Call) -> list[Tensor]:
     """Reduce bags of table rows; the offsets assign indices to bags."""
     ids, table = call.ids("indices"), folded(call.ids("weight"), [0])
@@ -320,11 +291,10 @@ def embedding_bag(call: Call) -> list[Tensor]:
         bag = torch.searchsorted(starts, torch.arange(count), right=True) - 1
         rows = call.full(ids, [count], [0]).unsqueeze(1)
         bag_ids = joined(_added_at(rows, bag, bags, 0))
-    whole = joined(folded(ids, [0]).reshape([]), folded(table, [0, 1]).reshape([]))
-    return [joined(bag_ids, table), *(whole.reshape([1] * call.out_rank(i)) for i in range(1, len(call.outputs)))]
+    rest = [_everything(call, [ids, table], i) for i in range(1, len(call.outputs))]
+    return [joined(bag_ids, table), *rest]
 
 
-@follows("masked_scatter", "put", "take")
+@follows("masked_scatter put take")
 def anywhere(call: Call) -> Tensor:
-    parts = [call.of(tensor) for _, tensor in call.tensors()]
-    return _everything(call, parts) if any(bool(part.any()) for part in parts) else no_samples(call.out_rank())
+    return _everything(call, call.all_ids())
