@@ -37,12 +37,12 @@ def numbers_of(call: Call, out: Tensor, origins: Origins) -> Origins:
         return origins
     whole_slice = call.name == "slice" and whole(call.arguments, source.shape[call.arguments["dim"]])
     if call.name not in _SAME_NUMBERS and not whole_slice:
-        return replace(origins, least=_least(call, call.origins(source).least))
+        return replace(origins, least=_least(call, call.facts.of(source).least))
     if source.dtype.is_floating_point and source.dtype != out.dtype:
         return origins  # the cast may round
     exact = source.dtype == out.dtype or (source.dtype is torch.int32 and out.dtype is torch.int64)
     cast = source if call.name in _CASTS and exact else None
-    return replace(origins, least=call.origins(source).least, ends=call.origins(source).ends, cast_of=cast)
+    return replace(origins, least=call.facts.of(source).least, ends=call.facts.of(source).ends, cast_of=cast)
 
 
 def _least(call: Call, bound: int | None) -> int | None:

@@ -17,11 +17,12 @@ from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import OpOverload, schema
 from fxgrad.host.pytree import tree_leaves, tree_map
-from fxgrad.proof.origins import any_samples, compact, no_samples
+from fxgrad.proof.origins import any_samples, no_samples
 from fxgrad.proof.trials import Trial, symbols_of
 from fxgrad.samples.symbols import expression
 
 _KEY = "_fxgrad_origins"
+_OF_STORAGE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 LARGEST = 1 << 24  # the largest tensor of ids that fxgrad materialises, in elements
 
 
@@ -78,10 +79,15 @@ class Known:
             self.values[trial.batch] = result if self.select is None else result[self.select]
         return self.values[trial.batch]
 
+    @cached_property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """The symbols in the arguments, and in the calls that made them."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return frozenset().union(*(arg.symbols if isinstance(arg, Known) else symbols_of(arg) for arg in leaves))
+
     def varies(self, trial: Trial) -> bool:
         """Decide whether the value depends on the batch size."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return any(arg.varies(trial) if isinstance(arg, Known) else trial.symbol in symbols_of(arg) for arg in leaves)
+        return trial.symbol in self.symbols
 
     def certain(self, trial: Trial) -> bool:
         """Decide whether the value in this trial determines the value at every batch size.
@@ -122,8 +128,7 @@ class Known:
 
     def has_unknown(self, trial: Trial) -> bool:
         """Decide whether the value uses a number that was read from a tensor, for which the trial has a stand-in."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return any(arg.has_unknown(trial) if isinstance(arg, Known) else bool(trial.unknown(arg)) for arg in leaves)
+        return not self.symbols <= trial.values.keys()
 
 
 _FURTHEST = 64  # below the third trial's number of samples
@@ -250,8 +255,11 @@ class Call:
         self.place, self.trial = place, self.facts.trials[place]
         self.looked_at: set[int] = set()  # `id()` of each tensor whose samples the rule asked for
 
-    def origins(self, tensor: Tensor) -> Origins:
-        return self.facts.of(tensor)
+    def run(self, changed: Mapping[str, Any]) -> Any:
+        """Run the op with some arguments changed, wherever and however it would store its result."""
+        arguments, declared = {**self.arguments, **changed}, schema(self.func).arguments
+        named = {one.name: arguments[one.name] for one in declared if one.kwarg_only and one.name not in _OF_STORAGE}
+        return self.func(*(arguments[one.name] for one in declared if not one.kwarg_only), **named)
 
     def has(self, name: str) -> bool:
         return isinstance(self.arguments.get(name), Tensor)
@@ -309,9 +317,9 @@ class Call:
         if any(self.trial.unknown(number) - self.facts.numbers.keys() for number in numbers):
             raise Undecided("what it does depends on a number that is known at run time")
 
-    def check_numbers(self, numbers: Any, along: str, dim: int) -> None:
-        """Refuse numbers along a dimension that may take effect only at a larger batch size."""
-        raw = self.arguments[along].shape[dim]
+    def check_numbers(self, numbers: Any, dim: int) -> None:
+        """Refuse numbers along a dimension of the first operand that may take effect only at a larger batch size."""
+        raw = self.arguments["self"].shape[dim]
         if not self.depends(raw):
             return  # its size does not grow with the batch
         size = self.trial.number(raw)
@@ -346,10 +354,9 @@ class Call:
         self._check_seen([size for size in sizes if self.trial.unknown(size) & in_arguments])
         return self.trial.shape(self.outputs[i].shape)
 
-    def ranked(self, ids: Tensor, i: int = 0) -> Tensor:
-        """Add leading dimensions to ids up to the rank of an output."""
-        rank = self.out_rank(i)
-        return ids.reshape([1] * (rank - ids.dim()) + list(ids.shape)) if ids.dim() < rank else ids
+    def ranked(self, ids: Tensor) -> Tensor:
+        """Add leading dimensions to ids up to the rank of the first output."""
+        return ids.reshape([1] * (self.out_rank() - ids.dim()) + list(ids.shape))
 
 
 @lru_cache
@@ -375,11 +382,3 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
     declared = schema(func).arguments
     given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
     return {argument.name: given.get(argument.name, argument.default_value) for argument in declared}
-
-
-def settled(ids: Tensor, shape: Sequence[int], rank: int) -> Tensor:
-    """Return compact ids of the value's rank; MANY for ids that do not fit the shape."""
-    if ids.dim() != rank:
-        return any_samples(rank)
-    fits = all(size in (1, full) for size, full in zip(ids.shape, shape, strict=True))
-    return compact(ids).contiguous() if fits else any_samples(rank)

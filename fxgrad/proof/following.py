@@ -19,7 +19,7 @@ from fxgrad.host.ops import schema
 from fxgrad.host.pytree import tree_map
 from fxgrad.proof import longest, rules
 from fxgrad.proof.bounds import numbers_of, numbers_read
-from fxgrad.proof.calls import Blame, Call, Facts, Known, Origins, Reason, Undecided, settled
+from fxgrad.proof.calls import Blame, Call, Facts, Known, Origins, Reason, Undecided
 from fxgrad.proof.longest.steps import Padded, Padding, Seen, Steps, held
 from fxgrad.proof.origins import MANY, SUM, any_samples, joined, no_samples, whole
 from fxgrad.proof.rules.lookups import form
@@ -240,17 +240,15 @@ class Follow(Facts):
         if seen:
             raise Undecided(f"{name}{LONGEST}", Reason.LONGEST)
         ids_of_trials = []
-        for place, trial in enumerate(self.trials):
+        for place in range(len(self.trials)):
             call.enter(place)
             try:
-                ids = rules.applied(rule, call)
+                ids_of_trials.append(rules.applied(rule, call))
             except Undecided as why:
                 raise Undecided(f"{name}: {why}", why.reason) from None
             except (RuntimeError, ValueError, IndexError, TypeError, KeyError, StopIteration) as error:
                 log.debug("the rule of %s failed: %s", name, error)
                 raise Undecided(f"{name} is used in a way that is not known") from None
-            pairs = zip(ids, call.outputs, strict=True)
-            ids_of_trials.append([_settled(one, out, trial) for one, out in pairs])
         return ids_of_trials
 
     def _origins(
@@ -261,15 +259,6 @@ class Follow(Facts):
         traced = torch.is_grad_enabled() and out.is_floating_point() and any(one.traced for one in sources)
         counted = all(one.counted or one.alone for one in sources) and blame.reason is not Reason.LONGEST
         return Origins(ids, traced and call.name != "detach", counted, blame=(before or blame) if met else None)
-
-
-def _settled(ids: Tensor, out: Any, trial: Trial) -> Tensor:
-    """Return the ids of an output, compact; a value without elements at any batch size depends on no sample."""
-    if not isinstance(out, Tensor):
-        return ids
-    if any(type(size) is int and size == 0 for size in out.shape):
-        return no_samples(out.dim())
-    return settled(ids, trial.shape(out.shape), out.dim())
 
 
 def _reads_memory(call: Call) -> bool:

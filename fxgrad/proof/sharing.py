@@ -59,10 +59,8 @@ class Sharing:
             ids = tuple((tuple(tensor.shape), blake2b(tensor.numpy().tobytes()).digest()) for tensor in origins.ids)
         if not self.from_sizes(*value.shape):
             return None
-        known = None if origins.known is None else id(origins.known)
-        padded = tuple(sorted(origins.padded.items()))
-        bounds = (padded, origins.least, origins.ends, None if origins.renormed is None else id(origins.renormed))
-        key = (form_of(value), ids, origins.traced, origins.counted, known, origins.pack, bounds)
+        bounds = (tuple(sorted(origins.padded.items())), origins.least, origins.ends, id(origins.renormed))
+        key = (form_of(value), ids, origins.traced, origins.counted, id(origins.known), origins.pack, bounds)
         number = self.kinds.setdefault(key, len(self.kinds))
         self.numbers[id(value)] = (value, origins, number)
         return number

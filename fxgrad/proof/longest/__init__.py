@@ -62,7 +62,7 @@ def _counts(call: Call, rule: Rule | None, padding: Padding, outputs: list[Tenso
     if call.is_own or not any(map(padding.of_rows, tensors)):
         return False
     kept = all(map(padding.of_rows, outputs))
-    if all(call.origins(tensor).alone for tensor in tensors):
+    if all(call.facts.of(tensor).alone for tensor in tensors):
         return not (kept and (_is_elementwise(rule) or call.name in _MOVES))
     mean = call.name == "mean" or call.arguments.get("reduction") == 1
     return call.facts.clips and mean and not kept

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.host.ops import schema
 from fxgrad.host.pytree import tree_leaves, tree_map
 from fxgrad.proof.calls import Call
 from fxgrad.proof.longest.steps import WIDE, Padded, Seen, Step, Steps, filled, is_one, single, steps_of
@@ -27,15 +26,8 @@ _SAME = frozenset("_to_copy clone detach alias".split())
 
 def elementwise(step: Step) -> list[Padded]:
     """Follow an op that treats each element separately."""
-    operands = [tensor for _, tensor in step.call.tensors]
-    padded = []
-    for i, out in enumerate(step.call.outputs):
-        steps_of_output = {}
-        for dim in step.dims(out):
-            at = {id(tensor): _at(step, tensor, dim - out.dim()) for tensor in operands}
-            steps_of_output[dim] = _value(step, i, at)
-        padded.append(steps_of_output)
-    return padded
+    outputs = enumerate(step.call.outputs)
+    return [{dim: _value(step, i, dim - out.dim()) for dim in step.dims(out)} for i, out in outputs]
 
 
 def _at(step: Step, tensor: Tensor, back: int) -> Steps | None:
@@ -46,10 +38,12 @@ def _at(step: Step, tensor: Tensor, back: int) -> Steps | None:
     return step.of(tensor)[dim]
 
 
-def _value(step: Step, i: int, at: At) -> Steps:
+def _value(step: Step, i: int, back: int) -> Steps:
+    """Return the steps of an output along a dimension counted from the last."""
+    at = {id(tensor): _at(step, tensor, back) for _, tensor in step.call.tensors}
     known = [one for one in at.values() if one is not None]
     first = known[0]
-    if any((one.length, one.inner) != (first.length, first.inner) for one in known):
+    if not all(map(first.alike, known)):
         raise Seen
     out = step.call.outputs[i]
     number, sure = _number(step, i, at)
@@ -107,7 +101,7 @@ def operand(call: Call, tensor: Tensor, steps: Steps | None) -> float | None:
     """Return the padding of an operand, or its one value if it has no steps."""
     if steps is not None:
         return steps.number
-    known = call.origins(tensor).known
+    known = call.facts.of(tensor).known
     if known is None or not single(tensor) or known.varies(call.trial) or known.has_unknown(call.trial):
         return None
     return float(known.value(call.trial))
@@ -120,7 +114,7 @@ def _inside(step: Step, at: At) -> float | None:
         places, ends = ends, places
     if not isinstance(places, Tensor) or not isinstance(ends, Tensor):
         return None
-    steps, pack = at[id(places)], step.call.origins(ends).ends
+    steps, pack = at[id(places)], step.call.facts.of(ends).ends
     if steps is None or not steps.places or at[id(ends)] is not None or pack is None:
         return None
     if steps.inner != 1 or step.lengths.pack(steps.length) != pack:
@@ -148,11 +142,7 @@ def _run(call: Call, i: int, numbers: dict[int, float]) -> float | None:
         return value
 
     with torch.enable_grad():
-        arguments = tree_map(stand_in, dict(call.arguments))
-        declared = schema(call.func).arguments
-        ignored = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
-        named = {one.name: arguments[one.name] for one in declared if one.kwarg_only and one.name not in ignored}
-        result = call.func(*(arguments[one.name] for one in declared if not one.kwarg_only), **named)
+        result = call.run(tree_map(stand_in, dict(call.arguments)))
         out = result[i] if isinstance(result, tuple | list) else result
         if out.is_complex():
             return None

@@ -38,6 +38,10 @@ class Steps:
     def safe(self) -> bool:
         return self.finite or (self.number is not None and math.isfinite(self.number))
 
+    def alike(self, other: Steps) -> bool:
+        """Decide whether another dimension has the same steps."""
+        return (self.length, self.inner) == (other.length, other.inner)
+
     def unknown(self, *, finite: bool = False) -> Steps:
         """Return the same steps with unknown padding."""
         return Steps(self.length, self.inner, finite=finite)
@@ -93,7 +97,7 @@ class Step:
 
     def of(self, tensor: Tensor) -> Padded:
         """Return the padded dimensions of a value; raise `Seen` unless all of them are known."""
-        padded = dict(self.call.origins(tensor).padded)
+        padded = dict(self.call.facts.of(tensor).padded)
         if padded.keys() != set(self.dims(tensor)):
             raise Seen
         return padded

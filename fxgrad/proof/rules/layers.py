@@ -84,13 +84,13 @@ def batch_norm(call: Call) -> list[Tensor]:
     """Normalise each channel; in training mode, the statistics depend on the whole batch."""
     ids = call.ids("input")
     training = call.arguments.get("training", "no_training" not in call.name and "no_update" not in call.name)
-    ids_of_result = folded(ids, [dim for dim in range(ids.dim()) if dim != 1]) if training else joined(ids)
-    for name in () if training else ("running_mean", "running_var"):
-        if call.has(name):
-            ids_of_result = joined(ids_of_result, along_dim(call.ids(name), 1, ids.dim()))
-    of_channels = folded(ids, [dim for dim in range(ids.dim()) if dim != 1]).reshape(-1) if training else no_samples(1)
     before = [call.ids(name) for name in ("running_mean", "running_var") if call.has(name)]
-    statistics = joined(of_channels, *before)
+    if training:
+        ids_of_result = folded(ids, [dim for dim in range(ids.dim()) if dim != 1])
+        statistics = joined(ids_of_result.reshape(-1), *before)
+    else:
+        ids_of_result = joined(ids, *(along_dim(one, 1, ids.dim()) for one in before))
+        statistics = joined(no_samples(1), *before)
     rest = [statistics if out.dim() == 1 else no_samples(out.dim()) for out in call.outputs[1:]]
     return [_affine(call, ids_of_result, 1), *rest]
 

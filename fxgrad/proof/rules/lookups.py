@@ -10,42 +10,40 @@ import torch
 from torch import Tensor
 
 from fxgrad.proof.calls import Call, Undecided
-from fxgrad.proof.origins import MANY, NONE, SUM, added, along_dim, chosen, folded, joined, no_samples, whole
+from fxgrad.proof.origins import added, added_at, along_dim, chosen, folded, joined, no_samples, whole
 from fxgrad.proof.rules.registry import follows
 
 
 @follows("index _unsafe_index")
 def index(call: Call) -> Tensor:
     """Index with tensors: known indices pick ids; along other indexed dimensions, join the ids of all elements."""
+    indices = {dim: one for dim, one in enumerate(call.arguments["indices"]) if one is not None}
+    if any(one.dtype in (torch.bool, torch.uint8) for one in indices.values()):  # all of a mask decides about each
+        call.shape("self")
+        return _everything(call, [call.ids("self"), *map(call.of, indices.values())])
+    return _indexed(call, indices)
+
+
+def _indexed(call: Call, indices: Mapping[int, Tensor]) -> Tensor:
     source, shape = call.ids("self"), call.shape("self")
-    indices = list(call.arguments["indices"])
-    if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
-        return _masked(call, source)
-    at = [dim for dim, one in enumerate(indices) if one is not None]
     steps: list[Any] = [slice(None)] * source.dim()
     which = no_samples(0)
-    for dim in at:
-        which = joined(which, call.of(indices[dim]))
-        known = _known(call, indices[dim], shape[dim]) if source.shape[dim] != 1 else None
+    for dim, places in indices.items():
+        which = joined(which, call.of(places))
+        known = _known(call, places, shape[dim]) if source.shape[dim] != 1 else None
         if known is None:
             source = folded(source, [dim])
-            steps[dim] = torch.zeros([1] * indices[dim].dim(), dtype=torch.int64)
+            steps[dim] = torch.zeros([1] * places.dim(), dtype=torch.int64)
         else:
             source = call.full(source, shape, [dim])
             steps[dim] = known % shape[dim]
-    picked = source[tuple(steps)]
-    rank = max(indices[dim].dim() for dim in at)
+    picked, rank, at = source[tuple(steps)], _rank(indices), list(indices)
     behind = picked.dim() - rank - (at[0] if _adjacent(at) else 0)
     return chosen(picked, which.reshape([*[1] * (rank - which.dim()), *which.shape, *[1] * behind]))
 
 
 def _adjacent(dims: list[int]) -> bool:
     return dims == list(range(dims[0], dims[-1] + 1))
-
-
-def _masked(call: Call, source: Tensor) -> Tensor:
-    """Index with a mask; which elements it picks, and how many, depends on the whole mask."""
-    return _everything(call, [source, *(call.of(one) for one in call.arguments["indices"] if one is not None)])
 
 
 def _everything(call: Call, parts: list[Tensor], i: int = 0) -> Tensor:
@@ -55,7 +53,7 @@ def _everything(call: Call, parts: list[Tensor], i: int = 0) -> Tensor:
 
 def _known(call: Call, tensor: Tensor, size: int) -> Tensor | None:
     """Return the values of an index made only of sizes and constants; refuse it if other batch sizes may change it."""
-    origins = call.origins(tensor)
+    origins = call.facts.of(tensor)
     if origins.known is None:
         return None
     if not origins.known.certain(call.trial):
@@ -66,15 +64,10 @@ def _known(call: Call, tensor: Tensor, size: int) -> Tensor | None:
 
 @follows("index_select")
 def index_select(call: Call) -> Tensor:
-    source, shape = call.ids("self"), call.shape("self")
-    (dim,) = call.dims("dim", source.dim())
-    which = call.ids("index")
-    known = _known(call, call.arguments["index"], shape[dim]) if source.shape[dim] != 1 else None
-    if known is not None:
-        picked = call.full(source, shape, [dim]).index_select(dim, known.reshape(-1))
-    else:
-        picked = folded(source, [dim]) if source.shape[dim] != 1 else source
-    return chosen(picked, along_dim(which, dim, source.dim()))
+    rank = call.out_rank()
+    (dim,) = call.dims("dim", rank)
+    picked = _indexed(call, {dim: call.arguments["index"]})
+    return picked if picked.dim() == rank else picked.unsqueeze(dim)  # an index without dimensions
 
 
 def form(table: Tensor) -> tuple[str, ...]:
@@ -86,8 +79,8 @@ def form(table: Tensor) -> tuple[str, ...]:
 def embedding(call: Call) -> Tensor:
     """Look up a row of the table for each index."""
     table, ids = call.ids("weight"), call.ids("indices")
-    renormed = call.origins(call.arguments["weight"]).renormed
-    indices, shape = call.origins(call.arguments["indices"]), form(call.arguments["weight"])
+    renormed = call.facts.of(call.arguments["weight"]).renormed
+    indices, shape = call.facts.of(call.arguments["indices"]), form(call.arguments["weight"])
     if renormed is not None and renormed[0] is indices and renormed[2] == shape:
         table = no_samples(2)  # renorm leaves a row that is read equally short, whichever samples read it
     row = folded(table, [0]) if table.shape[0] != 1 else table
@@ -168,28 +161,13 @@ def _put_at(call: Call, base: Tensor, what: Tensor, places: Tensor, dim: int, *,
         raise Undecided("it writes fewer rows than it names")
     rows = what.narrow(dim, 0, len(places)) if what.shape[dim] != 1 else what
     rows = rows.expand([*what.shape[:dim], len(places), *what.shape[dim + 1 :]])
-    written = _added_at(rows, places, size, dim)
+    written = added_at(rows, places, size, dim)
     if linear:
         return added(base, written)  # at an index that nothing is written to, this is an upper bound
     if call.name != "index_copy" or len(places.unique()) < len(places):
         return joined(base, written)
     over = torch.zeros(size, dtype=torch.bool).index_fill(0, places, True)
     return torch.where(along_dim(over, dim, base.dim()), written, base)
-
-
-def _added_at(rows: Tensor, places: Tensor, size: int, dim: int) -> Tensor:
-    """Return the ids of the sums that rows along a dimension scatter to known indices."""
-    least = _reduced_at(rows, places, size, dim, "amin", torch.iinfo(torch.int32).max)
-    most = _reduced_at(rows, places, size, dim, "amax", -torch.iinfo(torch.int32).max)
-    met = torch.where(least == MANY, MANY, SUM)
-    return torch.where(least > most, NONE, torch.where(least == most, least, met)).to(torch.int32)
-
-
-def _reduced_at(rows: Tensor, places: Tensor, size: int, dim: int, how: str, empty: int) -> Tensor:
-    values = torch.where(rows == 0, empty, rows)
-    shape = [*rows.shape[:dim], size, *rows.shape[dim + 1 :]]
-    where = along_dim(places, dim, rows.dim()).expand(rows.shape)
-    return torch.full(shape, empty, dtype=rows.dtype).scatter_reduce(dim, where, values, how)
 
 
 @follows("index_put _unsafe_index_put")
@@ -217,7 +195,7 @@ def index_put(call: Call) -> Tensor:
         values = values.reshape([*sizes, *[1] * (len(indices) - len(known)), *values.shape[1:]])
         return values.movedim(list(range(base.dim())), order)
 
-    written = placed(_added_at(sent, where, rows, 0))
+    written = placed(added_at(sent, where, rows, 0))
     if linear:
         return added(base, written)
     if len(known) < len(indices) or len(where.unique()) < len(where):
@@ -281,7 +259,7 @@ def embedding_bag(call: Call) -> list[Tensor]:
     if ids.shape[0] == 1:
         bag_ids = ids.reshape(1, 1)
     else:
-        offsets = call.origins(call.arguments["offsets"]).known
+        offsets = call.facts.of(call.arguments["offsets"]).known
         if offsets is None or not offsets.certain(call.trial):
             raise Undecided("which of its rows are in a bag is known at run time")
         (count,) = call.shape("indices")
@@ -290,7 +268,7 @@ def embedding_bag(call: Call) -> list[Tensor]:
             raise Undecided("its offsets go back")
         bag = torch.searchsorted(starts, torch.arange(count), right=True) - 1
         rows = call.full(ids, [count], [0]).unsqueeze(1)
-        bag_ids = joined(_added_at(rows, bag, bags, 0))
+        bag_ids = joined(added_at(rows, bag, bags, 0))
     rest = [_everything(call, [ids, table], i) for i in range(1, len(call.outputs))]
     return [joined(bag_ids, table), *rest]
 

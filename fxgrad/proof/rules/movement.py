@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.host.ops import schema
 from fxgrad.proof.calls import LARGEST, Call, Undecided
 from fxgrad.proof.origins import MANY, added, folded, joined, no_samples, regrouped, whole
 from fxgrad.proof.rules.registry import follows
@@ -37,7 +36,7 @@ def moved(call: Call) -> Any:
     numbers = {name: call.get(name) for name in call.arguments if name != "self"}
     for name in numbers:
         _check(call, name, shape)
-    result = _run(call, source.expand(shape), numbers)
+    result = call.run({**numbers, "self": source.expand(shape)})
     return list(result) if isinstance(result, tuple | list) else result
 
 
@@ -47,20 +46,14 @@ def expand(call: Call) -> Tensor:
     return call.ranked(call.ids("self"))
 
 
-def _run(call: Call, source: Tensor, changed: dict[str, Any]) -> Any:
-    """Call the op with ids as its first argument, and with some other arguments changed."""
-    arguments = {**call.arguments, **changed, "self": source}
-    return call.func(*(arguments[one.name] for one in schema(call.func).arguments if not one.kwarg_only))
-
-
 def _check(call: Call, name: str, shape: Sequence[int]) -> None:
     """Check offsets and lengths along dimensions that grow with the batch; there they may act as thresholds."""
     if name in ("split_size", "split_sizes", "size", "step"):
         for dim in call.dims("dim" if "dim" in call.arguments else "dimension", len(shape)):
-            call.check_numbers(call.arguments[name], "self", dim)
+            call.check_numbers(call.arguments[name], dim)
     if name == "offset":  # a distant diagonal has no elements in a small matrix
         for dim in (call.get("dim1"), call.get("dim2")):
-            call.check_numbers(call.arguments["offset"], "self", dim % len(shape))
+            call.check_numbers(call.arguments["offset"], dim % len(shape))
 
 
 @follows("slice slice_copy select select_copy narrow_copy")
@@ -72,14 +65,14 @@ def cut(call: Call) -> Tensor:
     if source.shape[dim] == 1:
         return source.squeeze(dim) if call.name.startswith("select") else source
     numbers = {name: call.get(name) for name in names}
-    return _run(call, call.full(source, call.shape("self"), [dim]), numbers)  # type: ignore[no-any-return]
+    return call.run({**numbers, "self": call.full(source, call.shape("self"), [dim])})  # type: ignore[no-any-return]
 
 
 def _check_along(call: Call, dim: int) -> list[str]:
     """Check the numbers that place a slice along a dimension; return their names."""
     names = [name for name in call.arguments if name not in ("self", "src", "dim")]
     for name in names:
-        call.check_numbers(call.arguments[name], "self", dim)
+        call.check_numbers(call.arguments[name], dim)
     return names
 
 
@@ -119,7 +112,7 @@ def turned(call: Call) -> Tensor:
     raw = call.check_linear(call.arguments["shifts"])
     shifts = [(shift, dim) for shift, dim in zip(raw, dims, strict=True) if source.shape[dim] != 1]
     for shift, dim in shifts:
-        call.check_numbers(shift, "self", dim)
+        call.check_numbers(shift, dim)
     full = call.full(source, shape, dims)
     return torch.roll(full, [call.trial.number(shift) for shift, _ in shifts], [dim for _, dim in shifts])
 
@@ -144,7 +137,7 @@ def pad(call: Call) -> Tensor:
         if source.shape[dim] == 1:
             kept += [0, 0]  # the constants get the ids of their neighbours
         else:
-            call.check_numbers(call.arguments["pad"][i : i + 2], "self", dim)
+            call.check_numbers(call.arguments["pad"][i : i + 2], dim)
             kept += widths[i : i + 2]
     value = torch.nn.functional.pad(source, kept)
     empty = any(p and size == 1 for p, size in zip(widths[::2], reversed(shape), strict=False))
@@ -161,7 +154,7 @@ def written(call: Call) -> Tensor:
         _check(call, "offset", shape)
         into = call.full(base, shape, range(len(shape)))
         of = call.full(source, call.shape("src"), range(len(shape) - 1))
-        return torch.diagonal_scatter(into, of, *(call.get(name) for name in ("offset", "dim1", "dim2")))
+        return call.run({"self": into, "src": of})  # type: ignore[no-any-return]
     (dim,) = call.dims("dim", len(shape))
     select = call.name == "select_scatter"
     if select:
@@ -175,7 +168,7 @@ def written(call: Call) -> Tensor:
     into = call.full(base, sizes, range(len(sizes)))
     sizes[dim] = 1 if select else call.shape("src")[dim]
     of = call.full(source, sizes, range(len(sizes)))
-    return _run(call, into, {**numbers, "src": of.squeeze(dim) if select else of})  # type: ignore[no-any-return]
+    return call.run({**numbers, "self": into, "src": of.squeeze(dim) if select else of})  # type: ignore[no-any-return]
 
 
 @follows("tril triu")
@@ -220,7 +213,7 @@ def view_as_complex(call: Call) -> Tensor:
 @follows("diag_embed")
 def diag_embed(call: Call) -> Tensor:
     source, rank = call.ids("self"), call.out_rank()
-    call.check_numbers(call.arguments["offset"], "self", -1)
+    call.check_numbers(call.arguments["offset"], -1)
     offset, *dims = (call.get(name) for name in ("offset", "dim1", "dim2"))
     if source.shape[-1] == 1 and [dim % rank for dim in dims] == [rank - 2, rank - 1]:
         return source.unsqueeze(-1)

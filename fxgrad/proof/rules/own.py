@@ -71,7 +71,7 @@ def _columns(ids: Tensor) -> Tensor:
 
 def _pack(call: Call) -> int:
     """Return the packed sequence to which both the batch sizes and the order belong."""
-    packs = {call.origins(call.arguments[name]).pack for name in ("batch_sizes", "order")}
+    packs = {call.facts.of(call.arguments[name]).pack for name in ("batch_sizes", "order")}
     (pack_read,) = packs if len(packs) == 1 else (None,)
     if pack_read is None:
         raise Undecided("its sizes and its order are not those of one packed sequence")

@@ -42,7 +42,7 @@ def _sum(call: Call, terms: list[Tensor]) -> Tensor:
     later ops up to the loss are linear in the sum: the gradient of the total is then that of the sum. Any other use
     (a mask, a square, a product with samples) turns SUM into MANY.
     """
-    traced = [call.origins(term).traced for term in terms]
+    traced = [call.facts.of(term).traced for term in terms]
     parts = [call.of(term) for term in terms]
     if any(traced) and not all(traced):
         sums = added(*(part for part, flows in zip(parts, traced, strict=True) if flows))
@@ -66,7 +66,7 @@ def div(call: Call) -> Tensor:
         return call.ranked(joined(*call.all_ids()))
     if not call.has("other"):
         return a
-    other = call.origins(call.arguments["other"])
+    other = call.facts.of(call.arguments["other"])
     b = call.ids("other")
     a, b = torch.broadcast_tensors(a, b)
     by = torch.where(b == NONE, NONE, joined(a, b))
@@ -83,21 +83,13 @@ def div(call: Call) -> Tensor:
 # README defines it. Quantities that clip refuse such a mean, and so do these rules.
 
 
-@follows("where")
+@follows("where masked_fill")
 def where(call: Call) -> Tensor:
-    """Select elementwise: linear in the two values if the condition depends on no sample."""
-    condition = call.ids("condition")
-    chosen = added(*(call.of(tensor) for name, tensor in call.tensors if name != "condition"))
-    condition, chosen = torch.broadcast_tensors(condition, chosen)
+    """Select elementwise: linear in the values if the condition depends on no sample."""
+    decides = "condition" if call.name == "where" else "mask"
+    chosen = added(*(call.of(tensor) for name, tensor in call.tensors if name != decides))
+    condition, chosen = torch.broadcast_tensors(call.ids(decides), chosen)
     return call.ranked(torch.where(condition == NONE, chosen, joined(condition, chosen)))
-
-
-@follows("masked_fill")
-def masked_fill(call: Call) -> Tensor:
-    mask, source = torch.broadcast_tensors(call.ids("mask"), call.ids("self"))
-    value = call.ids("value") if call.has("value") else no_samples(0)
-    chosen = added(source, value)
-    return call.ranked(torch.where(mask == NONE, chosen, joined(mask, chosen)))
 
 
 @follows("copy fill", unread="self")
