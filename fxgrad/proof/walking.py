@@ -168,16 +168,16 @@ class Walk(fx.Interpreter):
     def _tap(self, n: fx.Node, tap: TapTarget | TapSeveralTarget | OwnTapTarget, args: Sequence[Any]) -> Any:
         """Check the outputs and the operands of a use of parameters; return the outputs."""
         use = tap.strategy.use
-        own, several = isinstance(tap, OwnTapTarget), isinstance(tap, TapSeveralTarget)
-        layouts = [] if own else [layout for _, layout in use.several] if several else [use.output]
-        outputs, operands = args[2 : 2 + len(layouts)], args[2 + len(layouts) + tap.handles :]
-        for value, layout in zip(outputs, layouts, strict=True):
+        layouts = [layout for _, layout in use.several] if isinstance(tap, TapSeveralTarget) else [use.output]
+        end = 2 if isinstance(tap, OwnTapTarget) else 2 + len(layouts)  # a tap of its own has no outputs before it
+        outputs, operands = args[2:end], args[end + tap.handles :]
+        for value, layout in zip(outputs, layouts, strict=False):
             self._check(value, layout, n)
         self._check_operands(use, operands, n)
-        if own:
+        if isinstance(tap, OwnTapTarget):
             return use.rerun(operands)
         traced = [self.traced(value, n) for value in outputs]
-        return traced if several else traced[0]
+        return traced if isinstance(tap, TapSeveralTarget) else traced[0]
 
     def _unfollowed(self, n: fx.Node, error: Exception) -> Any:
         """Return a value for a call that fails on functional tensors: MANY if an operand depends on samples."""
