@@ -11,6 +11,7 @@ from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.fake import FunctionalTensorMode
 from fxgrad.ops.calls import CALL
 from fxgrad.ops.families import believed
+from fxgrad.proof.calls import Reason
 from fxgrad.proof.following import MEET, Follow, watched
 from fxgrad.proof.sharing import Written
 from fxgrad.proof.trials import trials_of
@@ -51,23 +52,15 @@ def _walk(gm: fx.GraphModule, ctx: Context, *, share: bool) -> None:
 
 
 def _refusal(met: Met, ctx: Context) -> MixedSamples:
-    node = met.origins.where if isinstance(met.origins.where, fx.Node) else met.node
-    sentence, call = met.origins.blame or met.what, CALL.get(node)
-    if sentence.endswith(MEET) and call is not None:
-        sentence = call.op + MEET
-    return MixedSamples(sentence, where=source_line(node), path=path_to(node, ctx), advice=_advice(met, ctx))
-
-
-def _advice(met: Met, ctx: Context) -> str:
-    for words, advice in _ADVICE.items():
-        if words in met.origins.blame:
-            return advice
-    return ctx.keep_apart
+    node, reason, call = met.node, met.blame.reason, CALL.get(met.node)
+    sentence = call.op + MEET if reason is Reason.MEET and call is not None else met.blame.sentence
+    advice = _ADVICE.get(reason, ctx.keep_apart)
+    return MixedSamples(sentence, where=source_line(node), path=path_to(node, ctx), advice=advice)
 
 
 _ADVICE = {
-    "nobody has said": "If it treats each sample alone, put it in a function that torch.library.custom_op makes, and "
+    Reason.NO_RULE: "If it treats each sample alone, put it in a function that torch.library.custom_op makes, and "
     "say so with fxgrad.extend.register_op.",
-    "the longest sample": "Pass total_length= to pad_packed_sequence; or put zeros (for a sum) or minus infinity (for "
+    Reason.LONGEST: "Pass total_length= to pad_packed_sequence; or put zeros (for a sum) or minus infinity (for "
     "a softmax or a maximum) behind the ends: out.masked_fill(torch.arange(out.shape[1]) >= lengths[:, None], ..).",
 }

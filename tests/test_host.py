@@ -435,6 +435,15 @@ def _(host: Any) -> None:
     assert plain.tolist() == [0, 0, 0, 0]
 
 
+@check("fake.uncached")
+def _(host: Any) -> None:
+    mode = host.FakeTensorMode()
+    before = mode.cache_info()
+    with mode, host.uncached(mode):
+        torch.ones(3, 5, 7).tanh()
+    assert mode.cache_info() == before
+
+
 # tensors
 
 

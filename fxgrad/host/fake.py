@@ -16,6 +16,14 @@ Why: shapes are propagated on fake tensors in a mode of the passes' own, with sy
 Without: no graph is analysed.
 """
 
+uncached = _fake.disable_fake_tensor_cache
+"""Keep a mode from looking up each op's result in PyTorch's cache, and from writing it there.
+
+Why: the proof of independence runs each call once, and writing an entry with symbolic sizes costs as much as the op.
+Since: torch 2.11 to 2.13, tested.
+Without: the proof is a quarter slower.
+"""
+
 FunctionalTensor = _functional.FunctionalTensor
 FunctionalTensorMode = _functional.FunctionalTensorMode
 """Tensors in which ops in place, and views, are followed as ops that make new ones; and the mode for such ops.

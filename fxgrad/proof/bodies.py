@@ -13,9 +13,10 @@ from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.fake import FunctionalTensor
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.user_functions import UserFunction
-from fxgrad.proof.calls import Origins
+from fxgrad.proof.calls import Blame, Origins
 from fxgrad.proof.following import LONGEST
-from fxgrad.proof.origins import NONE, compact, folded, joined, no_samples
+from fxgrad.proof.origins import NONE, along_dim, compact, folded, joined, no_samples, whole
+from fxgrad.proof.trials import symbols_of
 from fxgrad.proof.values import Met, Values
 from fxgrad.samples.control_flow import Cond, ControlFlow, Map, Scan, WhileLoop
 
@@ -24,7 +25,7 @@ def function(values: Values, n: fx.Node, function: UserFunction, args: Sequence[
     """Follow a user's autograd.Function; each gradient may depend only on the samples of its own argument."""
     outs, saved = fx.Interpreter(function.fwd).run(*args)
     # even where the padding is one number, the backward need not return zeros there
-    outs = [values.behind_ends(out, None) for out in outs]
+    outs = [values.hide_padding(out) for out in outs]
     grads = [values.like(out, joined) if isinstance(out, FunctionalTensor) else out for out in outs]
     arg_grads = fx.Interpreter(function.bwd).run(*grads, *saved)
     for arg, grad in zip(args, arg_grads, strict=True):
@@ -46,11 +47,12 @@ def _silent(arg: Origins, grad: Origins) -> bool:
 def control(values: Values, n: fx.Node, flow: ControlFlow, args: Sequence[Any]) -> Any:
     """Follow a cond, scan, map or while_loop through its bodies."""
     run = [fx.Interpreter(body).run for body in flow.bodies]
-    if not isinstance(flow, Cond) and any(map(values.follow.padding.along, _sizes(args))):
-        raise Met(f"a loop{LONGEST}", n, Origins(()))
+    sizes = [size for value in args if isinstance(value, Tensor) for size in value.shape]
+    if not isinstance(flow, Cond) and any(map(values.follow.padding.along, sizes)):
+        raise Met(f"a loop{LONGEST}", n)
     if isinstance(flow, Cond):
-        if isinstance(args[0], torch.SymBool) and args[0].node.expr.free_symbols & values.follow.numbers.keys():
-            raise Met("cond lets a number of samples decide", n, Origins(()))
+        if symbols_of(args[0]) & values.follow.numbers.keys():
+            raise Met("cond lets a number of samples decide", n)
         sides = [_listed(run_body(*args[1:])) for run_body in run]
         return [_either(values, n, i, pair, args[:1]) for i, pair in enumerate(zip(*sides, strict=True))]
     if isinstance(flow, Scan):
@@ -61,27 +63,23 @@ def control(values: Values, n: fx.Node, flow: ControlFlow, args: Sequence[Any]) 
     return _map(values, n, flow, args, run[0])
 
 
-def _sizes(args: Sequence[Any]) -> list[Any]:
-    return [size for value in args if isinstance(value, Tensor) for size in value.shape]
-
-
 def _either(
-    values: Values,
-    n: fx.Node,
-    i: int,
-    several: Sequence[Any],
-    which: Sequence[Any] = (),
-    lift: int = 0,
+    values: Values, n: fx.Node, i: int, several: Sequence[Any], which: Sequence[Any] = (), *, stacked: bool = False
 ) -> Any:
-    """Return an output that is one of ``several`` values, chosen by ``which``, with ``lift`` new leading dimensions."""
+    """Return an output that is one of ``several`` values, chosen by ``which``; or slices of that kind, stacked."""
     fake = FAKE.of(n)[i]
     known = [values.origins(value) for value in several]
     deciding = [values.origins(value) for value in which if isinstance(value, FunctionalTensor)]
     with disable_current_modes():
-        ids = tuple(_any_of(known, deciding, place, lift, fake.dim()) for place in range(len(values.follow.trials)))
-    blame = next((origins for origins in (*known, *deciding) if origins.blame), Origins(()))
-    what = blame.blame or f"{n.target} lets samples decide about each other"
-    return values.fresh(fake, Origins(ids, blame=what, where=blame.where or n))
+        ids = []
+        for place in range(len(values.follow.trials)):
+            parts = [origins.ids[place] for origins in known]
+            parts = [part.unsqueeze(0) for part in parts] if stacked else parts
+            decide = [whole(origins.ids[place]) for origins in deciding]
+            ids.append(joined(no_samples(fake.dim()), *parts, *decide))
+    blame = next((origins.blame for origins in (*known, *deciding) if origins.blame), None)
+    blame = blame or Blame(f"{n.target} lets samples decide about each other")
+    return values.fresh(fake, Origins(tuple(ids), blame=replace(blame, where=blame.where or n)))
 
 
 def _settle(values: Values, carry: list[Any], step: Callable[[list[Any]], Any]) -> tuple[list[Any], list[Any]]:
@@ -122,8 +120,7 @@ def _any_value(values: Values, value: Any) -> Any:
     if not isinstance(value, FunctionalTensor):
         return value
     origins = values.origins(value)
-    kept = Origins(origins.ids, origins.traced, blame=origins.blame, where=origins.where)
-    return values.fresh(values.inner(value), kept)
+    return values.fresh(values.inner(value), Origins(origins.ids, origins.traced, blame=origins.blame))
 
 
 def _scan(values: Values, n: fx.Node, flow: Scan, args: Sequence[Any], body: Any) -> Any:
@@ -132,10 +129,8 @@ def _scan(values: Values, n: fx.Node, flow: Scan, args: Sequence[Any], body: Any
     slices = [_sliced(values, x) for x in xs]
     carry, results = _settle(values, list(init), lambda values: body(*values, *slices, *rest))
     last = [_either(values, n, i, [value]) for i, value in enumerate(carry)]
-    return [
-        *last,
-        *(_either(values, n, i, [results[i]], (), 1) for i in range(len(init), len(results))),
-    ]
+    stacked = [_either(values, n, i, [results[i]], stacked=True) for i in range(len(init), len(results))]
+    return [*last, *stacked]
 
 
 def _while(values: Values, n: fx.Node, flow: WhileLoop, args: Sequence[Any], run: Sequence[Any]) -> Any:
@@ -153,7 +148,7 @@ def _map(values: Values, n: fx.Node, flow: Map, args: Sequence[Any], body: Any) 
         rows = _sample_of_each_row([values.origins(x) for x in xs]) if shared else None
     if rows is None:
         results = _listed(body(*(_sliced(values, x) for x in xs), *rest))
-        return [_either(values, n, i, [value], (), 1) for i, value in enumerate(results)]
+        return [_either(values, n, i, [value], stacked=True) for i, value in enumerate(results)]
     slices = [_one_row(values, x) for x in xs]
     return [_of_rows(values, n, i, value, rows) for i, value in enumerate(_listed(body(*slices, *rest)))]
 
@@ -164,17 +159,16 @@ def _one_row(values: Values, x: Any) -> Any:
     with disable_current_modes():
         step = inner[0]
         row_ids = torch.full([1] * step.dim(), 0 if origins.alone else 1, dtype=torch.int32)
-    return values.fresh(step, Origins(tuple(row_ids for _ in values.follow.trials)))
+    return values.fresh(step, Origins(values.follow.everywhere(row_ids)))
 
 
 def _of_rows(values: Values, n: fx.Node, i: int, value: Any, rows: list[Tensor]) -> Any:
     """Extend the body's output for one row to all rows."""
     fake, known = FAKE.of(n)[i], values.origins(value)
     with disable_current_modes():
-        whole = [row_ids.reshape([-1, *[1] * (fake.dim() - 1)]) for row_ids in rows]
-        pairs = [(row_ids, step_ids.unsqueeze(0)) for row_ids, step_ids in zip(whole, known.ids, strict=True)]
+        pairs = [(along_dim(a, 0, fake.dim()), b.unsqueeze(0)) for a, b in zip(rows, known.ids, strict=True)]
         ids = tuple(torch.where(step_ids == 1, row_ids, step_ids) for row_ids, step_ids in pairs)
-    return values.fresh(fake, Origins(ids, blame=known.blame, where=known.where))
+    return values.fresh(fake, Origins(ids, blame=known.blame))
 
 
 def _within(grad: Origins, arg: Origins) -> bool:
@@ -182,12 +176,6 @@ def _within(grad: Origins, arg: Origins) -> bool:
     with disable_current_modes():
         pairs = zip(grad.ids, arg.ids, strict=True)
         return all(a.dim() == b.dim() and bool(((a == NONE) | ((a == b) & (a > NONE))).all()) for a, b in pairs)
-
-
-def _any_of(known: Sequence[Origins], deciding: Sequence[Origins], place: int, lift: int, rank: int) -> Tensor:
-    lifted = [origins.ids[place].reshape([*[1] * lift, *origins.ids[place].shape]) for origins in known]
-    which = [folded(origins.ids[place], range(origins.ids[place].dim())).reshape([]) for origins in deciding]
-    return joined(no_samples(rank), *lifted, *which)
 
 
 def _sample_of_each_row(several: Sequence[Origins]) -> list[Tensor] | None:

@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property, lru_cache
 from typing import Any
 
+import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxgrad.host.dispatch import disable_current_modes
-from fxgrad.host.ops import schema
+from fxgrad.host.fake import FakeTensor
+from fxgrad.host.ops import OpOverload, schema
 from fxgrad.host.pytree import tree_leaves, tree_map
-from fxgrad.proof.origins import any_samples, compact
-from fxgrad.proof.trials import Trial
+from fxgrad.proof.origins import any_samples, no_samples
+from fxgrad.proof.trials import Trial, symbols_of
+from fxgrad.samples.symbols import expression
 
+_KEY = "_fxgrad_origins"
+_OF_STORAGE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 LARGEST = 1 << 24  # the largest tensor of ids that fxgrad materialises, in elements
+
+
+class Reason(Enum):
+    """The kind of reason why a value depends on several samples, which decides the advice."""
+
+    MEET = "samples meet in a call, by its rule"
+    NO_RULE = "the proof has no rule for a call"
+    LONGEST = "a call may see the length of the longest sample"
+    OTHER = "the sentence says it"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The reason why a value depends on several samples, as a sentence, and the node of the user's graph."""
+
+    sentence: str
+    where: fx.Node | None = None
+    reason: Reason = Reason.OTHER
 
 
 class Undecided(Exception):
     """Raised when a rule cannot tell which samples an output depends on; the message says why."""
+
+    def __init__(self, why: str, reason: Reason = Reason.OTHER) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+def name_of(func: Any) -> str:
+    """Return an op's name, with its namespace if that is not PyTorch's."""
+    space, name = schema(func).name.split("::")
+    return name if space in ("aten", "prims") else f"{space}::{name}"
 
 
 @dataclass
@@ -33,21 +69,25 @@ class Known:
     values: dict[int, Tensor] = field(default_factory=dict)  # by the trial's batch size
 
     def value(self, trial: Trial) -> Tensor:
+        def concrete(arg: Any) -> Any:
+            return arg.value(trial) if isinstance(arg, Known) else trial.number(arg)
+
         if trial.batch not in self.values:
-            args, kwargs = tree_map(lambda arg: _concrete(arg, trial), (self.args, self.kwargs))
+            args, kwargs = tree_map(concrete, (self.args, self.kwargs))
             kwargs = {name: arg for name, arg in kwargs.items() if name not in ("device", "pin_memory", "layout")}
             result = self.func(*args, **kwargs)
             self.values[trial.batch] = result if self.select is None else result[self.select]
         return self.values[trial.batch]
 
+    @cached_property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """The symbols in the arguments, and in the calls that made them."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return frozenset().union(*(arg.symbols if isinstance(arg, Known) else symbols_of(arg) for arg in leaves))
+
     def varies(self, trial: Trial) -> bool:
         """Decide whether the value depends on the batch size."""
-        for arg in tree_leaves((self.args, self.kwargs)):
-            if isinstance(arg, Known) and arg.varies(trial):
-                return True
-            if _has_batch(arg, trial):
-                return True
-        return False
+        return trial.symbol in self.symbols
 
     def certain(self, trial: Trial) -> bool:
         """Decide whether the value in this trial determines the value at every batch size.
@@ -62,7 +102,7 @@ class Known:
         stack: list[Known] = [self] if self.varies(trial) else []
         while stack:
             known = stack.pop()
-            name = _name(known.func)
+            name = name_of(known.func)
             if name not in _LINEAR | _BENDING or known.value(trial).dtype in _NARROW:
                 return False
             bent = (name in _BENDING and not _is_whole(known)) or known.value(trial).dtype not in _WHOLE
@@ -88,12 +128,7 @@ class Known:
 
     def has_unknown(self, trial: Trial) -> bool:
         """Decide whether the value uses a number that was read from a tensor, for which the trial has a stand-in."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return any(arg.has_unknown(trial) if isinstance(arg, Known) else bool(trial.unknown(arg)) for arg in leaves)
-
-
-def _has_batch(arg: Any, trial: Trial) -> bool:
-    return isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool) and trial.symbol in arg.node.expr.free_symbols
+        return not self.symbols <= trial.values.keys()
 
 
 _FURTHEST = 64  # below the third trial's number of samples
@@ -121,16 +156,12 @@ def _is_no_end(arg: Any) -> bool:
 
 def _is_whole(known: Known) -> bool:
     """Decide whether a call is ``x[:]``."""
-    return _name(known.func) == "slice" and known.args[2:3] in ((0,), (None,)) and known.args[3] >= NO_END
+    return name_of(known.func) == "slice" and known.args[2:3] in ((0,), (None,)) and known.args[3] >= NO_END
 
 
 def _is_filled(value: Any) -> bool:
     """Decide whether a value is one repeated number, so that its running sums are linear in the position."""
-    return isinstance(value, Known) and _name(value.func) in _FILLED | {"full"}
-
-
-def _name(func: Any) -> str:
-    return str(schema(func).name).split("::")[1]
+    return isinstance(value, Known) and name_of(value.func) in _FILLED | {"full"}
 
 
 _OF_FORM = frozenset(  # ops whose integers are only shapes and dimensions
@@ -150,12 +181,6 @@ _BENDING = frozenset(
 _LINEAR = _OF_FORM | frozenset("arange full add sub mul neg rsub cumsum _to_copy scalar_tensor full_like".split())
 
 
-def _concrete(arg: Any, trial: Trial) -> Any:
-    if isinstance(arg, Known):
-        return arg.value(trial)
-    return trial.number(arg)
-
-
 @dataclass(frozen=True)
 class Origins:
     """The facts known of one tensor: its sample ids in each trial, and its history."""
@@ -164,8 +189,7 @@ class Origins:
     traced: bool = False  # a gradient flows through it
     counted: bool = False  # its samples come only from integer and bool inputs of the model
     known: Known | None = None
-    blame: str = ""  # the reason why it depends on several samples
-    where: Any = None  # the node of the user's graph where that happened
+    blame: Blame | None = None  # the reason why it depends on several samples
     pack: int | None = None  # the packed sequence whose batch sizes or sort order it is
     padded: Mapping[int, Any] = field(default_factory=dict)  # by dimension: the steps of the longest sample
     least: int | None = None  # a lower bound of its integers
@@ -173,56 +197,87 @@ class Origins:
     cast_of: Any = None  # the tensor whose integers it has, after a cast
     renormed: Any = None  # a table: the facts of the indices of the rows renormed last, and the norm
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """Decide whether the tensor depends on no sample."""
         with disable_current_modes():
             return not any(bool(ids.any()) for ids in self.ids)
 
 
-@dataclass
+class Facts:
+    """The facts known of a graph's values, numbers and packed sequences while it is followed."""
+
+    def __init__(self, trials: Sequence[Trial], *, clips: bool) -> None:
+        self.trials, self.clips = tuple(trials), clips
+        self.numbers: dict[Any, Origins] = {}  # the symbols of numbers read from data
+        self.packs: list[Sequence[Tensor]] = []  # for each packed sequence: the sample of each part
+
+    def of(self, tensor: Tensor) -> Origins:
+        """Return the facts known of a value; a real tensor in the graph is a constant."""
+        origins: Origins | None = getattr(tensor, _KEY, None)
+        if origins is not None:
+            return origins
+        if isinstance(tensor, FakeTensor):
+            unseen = Blame("it is not known where a value comes from")
+            return Origins(self.everywhere(any_samples(tensor.dim())), blame=unseen)
+        return Origins(self.everywhere(no_samples(tensor.dim())))
+
+    def set(self, tensor: Tensor, origins: Origins) -> None:
+        setattr(tensor, _KEY, origins)
+
+    def everywhere(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Return the ids of a value for which they are equal in each trial."""
+        return (ids,) * len(self.trials)
+
+
 class Call:
-    """A call of an op in one trial."""
+    """A call of an op, in one trial at a time."""
 
-    func: Any
-    arguments: Mapping[str, Any]  # by name, defaults filled in
-    outputs: Sequence[Any]
-    trial: Trial
-    place: int  # the index of the trial
-    origins: Callable[[Any], Origins]
-    clips: bool
-    packs: Sequence[Sequence[Tensor]] = ()  # for each packed sequence so far: the sample of each part
-    new_pack: list[Tensor] = field(default_factory=list)  # the same for a packed sequence that this call makes
-    followed: Collection[Any] = ()  # symbols read from data, whose samples `Follow.numbers` has
-    looked_at: set[int] = field(default_factory=set)  # `id()` of each tensor whose samples the rule asked for
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, facts: Facts) -> None:
+        self.func, self.args, self.kwargs, self.facts = func, args, kwargs, facts
+        self.several = isinstance(result, tuple | list)
+        self.outputs = list(result) if self.several else [result]  # nested lists are not looked into
+        self.is_op = isinstance(func, OpOverload)  # not cond, scan and the like
+        self.name = name_of(func) if self.is_op else str(func)
+        self.is_own = self.name.startswith("fxgrad::")
+        self.arguments = _arguments(func, args, kwargs) if self.is_op else {**kwargs, "operands": args}
+        self.tensors = [  # each tensor among the arguments, with the name of its argument
+            (name, leaf)
+            for name, argument in self.arguments.items()
+            for leaf in tree_leaves(argument)
+            if isinstance(leaf, Tensor)
+        ]
+        self.new_pack: list[Tensor] = []  # for a packed sequence that this call makes: the sample of each part
+        self.enter(0)
 
-    @property
-    def name(self) -> str:
-        return str(schema(self.func).name).split("::")[1]
+    def enter(self, place: int) -> None:
+        """Begin a trial."""
+        self.place, self.trial = place, self.facts.trials[place]
+        self.looked_at: set[int] = set()  # `id()` of each tensor whose samples the rule asked for
+
+    def run(self, changed: Mapping[str, Any]) -> Any:
+        """Run the op with some arguments changed, wherever and however it would store its result."""
+        arguments, declared = {**self.arguments, **changed}, schema(self.func).arguments
+        named = {one.name: arguments[one.name] for one in declared if one.kwarg_only and one.name not in _OF_STORAGE}
+        return self.func(*(arguments[one.name] for one in declared if not one.kwarg_only), **named)
 
     def has(self, name: str) -> bool:
         return isinstance(self.arguments.get(name), Tensor)
 
     def of(self, tensor: Tensor) -> Tensor:
         self.looked_at.add(id(tensor))
-        return self.origins(tensor).ids[self.place]
+        return self.facts.of(tensor).ids[self.place]
 
     def ids(self, name: str) -> Tensor:
         return self.of(self.arguments[name])
 
+    def all_ids(self) -> list[Tensor]:
+        """Return the ids of each tensor among the arguments."""
+        return [self.of(tensor) for _, tensor in self.tensors]
+
     def shape(self, name: str) -> list[int]:
         self._check_seen(self.arguments[name].shape)
         return self.trial.shape(self.arguments[name].shape)
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return each tensor among the arguments with the name of its argument."""
-        tensors = []
-        for name, arg in self.arguments.items():
-            if isinstance(arg, Tensor):
-                tensors.append((name, arg))
-            elif isinstance(arg, list | tuple):
-                tensors.extend((name, item) for item in arg if isinstance(item, Tensor))
-        return tensors
 
     def get(self, name: str) -> Any:
         """Return the number, or list of numbers, that an argument is in this trial."""
@@ -240,10 +295,7 @@ class Call:
     def full(self, ids: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
         """Expand ids to the value's sizes along the dimensions ``dims``."""
         sizes = [shape[dim] if dim in dims else size for dim, size in enumerate(ids.shape)]
-        count = 1
-        for size in sizes:
-            count *= size
-        if count > LARGEST:
+        if math.prod(sizes) > LARGEST:
             raise Undecided("it is too large to be followed")
         return ids.expand(sizes)
 
@@ -257,18 +309,17 @@ class Call:
 
     def _symbols(self) -> set[Any]:
         """Return the symbols in the arguments for which the trial has a stand-in."""
-        leaves = tree_leaves(dict(self.arguments))
-        numbers = [number for leaf in leaves for number in (leaf.shape if isinstance(leaf, Tensor) else [leaf])]
-        return {symbol for number in numbers for symbol in self.trial.unknown(number)}
+        sizes = [size for _, tensor in self.tensors for size in tensor.shape]
+        return {symbol for number in (*sizes, *tree_leaves(self.arguments)) for symbol in self.trial.unknown(number)}
 
     def _check_seen(self, numbers: Sequence[Any]) -> None:
         """Refuse numbers read from a tensor, for which the trial has only a stand-in."""
-        if any(self.trial.unknown(number) - set(self.followed) for number in numbers):
+        if any(self.trial.unknown(number) - self.facts.numbers.keys() for number in numbers):
             raise Undecided("what it does depends on a number that is known at run time")
 
-    def check_numbers(self, numbers: Any, along: str, dim: int) -> None:
-        """Refuse numbers along a dimension that may take effect only at a larger batch size."""
-        raw = self.arguments[along].shape[dim]
+    def check_numbers(self, numbers: Any, dim: int) -> None:
+        """Refuse numbers along a dimension of the first operand that may take effect only at a larger batch size."""
+        raw = self.arguments["self"].shape[dim]
         if not self.depends(raw):
             return  # its size does not grow with the batch
         size = self.trial.number(raw)
@@ -282,9 +333,9 @@ class Call:
     def check_sizes(self) -> None:
         """Refuse sizes that are not ``a B + b``, and sizes in which b outweighs ``a B``."""
         outputs = [out for out in self.outputs if isinstance(out, Tensor)]
-        for tensor in (*(tensor for _, tensor in self.tensors()), *outputs):
+        for tensor in (*(tensor for _, tensor in self.tensors), *outputs):
             for size in filter(self.depends, tensor.shape):
-                if _bends(size, self.trial):
+                if _bends(expression(size), self.trial.symbol):
                     raise Undecided("its size depends on the number of samples in a way that is not linear")
                 fixed = abs(self.trial.without_samples(size))
                 if self.trial.last and self.trial.number(size) <= 2 * fixed:
@@ -292,7 +343,7 @@ class Call:
 
     def depends(self, size: Any) -> bool:
         """Decide whether a size depends on the batch size."""
-        return isinstance(size, torch.SymInt) and _has_batch(size, self.trial)
+        return isinstance(size, torch.SymInt) and self.trial.symbol in symbols_of(size)
 
     def out_rank(self, i: int = 0) -> int:
         return int(self.outputs[i].dim())
@@ -303,35 +354,31 @@ class Call:
         self._check_seen([size for size in sizes if self.trial.unknown(size) & in_arguments])
         return self.trial.shape(self.outputs[i].shape)
 
-    def ranked(self, ids: Tensor, i: int = 0) -> Tensor:
-        """Add leading dimensions to ids up to the rank of an output."""
-        rank = self.out_rank(i)
-        return ids.reshape([1] * (rank - ids.dim()) + list(ids.shape)) if ids.dim() < rank else ids
+    def ranked(self, ids: Tensor) -> Tensor:
+        """Add leading dimensions to ids up to the rank of the first output."""
+        return ids.reshape([1] * (self.out_rank() - ids.dim()) + list(ids.shape))
 
 
-def _bends(size: Any, trial: Trial) -> bool:
-    """Decide whether a size has a function of B in it, such as a quotient, a remainder or a minimum."""
-    import sympy
+@lru_cache
+def _bends(expr: sympy.Expr, batch: sympy.Symbol) -> bool:
+    """Decide whether an expression has a function of B in it, such as a quotient, a remainder or a minimum."""
+    return any(batch in function.free_symbols for function in expr.atoms(sympy.Function))
 
-    return any(trial.symbol in function.free_symbols for function in size.node.expr.atoms(sympy.Function))
+
+@lru_cache
+def _linear(expr: sympy.Expr, batch: sympy.Symbol) -> bool:
+    return not _bends(expr, batch) and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
 
 
 def linear_in_batch(number: Any, trial: Trial) -> bool:
     """Decide whether a number is ``a B + b``, without a quotient, remainder, minimum or comparison of B."""
-    import sympy
-
-    if not isinstance(number, torch.SymInt):
-        return not _has_batch(number, trial)
-    expr = number.node.expr
-    batch = trial.symbol
-    if batch not in expr.free_symbols:
+    if trial.symbol not in symbols_of(number):
         return True
-    return not _bends(number, trial) and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
+    return isinstance(number, torch.SymInt) and _linear(number.node.expr, trial.symbol)
 
 
-def settled(ids: Tensor, shape: Sequence[int], rank: int) -> Tensor:
-    """Return compact ids of the value's rank; MANY for ids that do not fit the shape."""
-    if ids.dim() != rank:
-        return any_samples(rank)
-    fits = all(size in (1, full) for size, full in zip(ids.shape, shape, strict=True))
-    return compact(ids).contiguous() if fits else any_samples(rank)
+def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return an op's arguments by name, with defaults filled in."""
+    declared = schema(func).arguments
+    given = {**dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in declared}

@@ -36,8 +36,13 @@ def joined(*several: Tensor) -> Tensor:
     result = _any_function(several[0])
     for ids in several[1:]:
         a, b = torch.broadcast_tensors(result, _any_function(ids))
-        result = torch.where(a == b, a, torch.where(a == NONE, b, torch.where(b == NONE, a, MANY)))
+        result = _met(a, b, MANY)
     return result
+
+
+def _met(a: Tensor, b: Tensor, different: Tensor | int) -> Tensor:
+    """Return ``different`` where two ids are different and neither is NONE."""
+    return torch.where(a == b, a, torch.where(a == NONE, b, torch.where(b == NONE, a, different)))
 
 
 def _any_function(ids: Tensor) -> Tensor:
@@ -53,8 +58,7 @@ def added(*several: Tensor) -> Tensor:
     result = several[0]
     for ids in several[1:]:
         a, b = torch.broadcast_tensors(result, ids)
-        met = torch.where((a == MANY) | (b == MANY), MANY, SUM)
-        result = torch.where(a == b, a, torch.where(a == NONE, b, torch.where(b == NONE, a, met)))
+        result = _met(a, b, torch.where((a == MANY) | (b == MANY), MANY, SUM))
     return result
 
 
@@ -78,10 +82,49 @@ def folded(ids: Tensor, dims: Sequence[int], *, linear: bool = False) -> Tensor:
     varying = [dim for dim in dims if ids.shape[dim] != 1]
     if not varying:
         return ids
-    least = torch.where(ids == NONE, _ABOVE, ids).amin(varying, keepdim=True)
-    most = torch.where(ids == NONE, -_ABOVE, ids).amax(varying, keepdim=True)
+    low, high = _ends(ids)
+    return _between(low.amin(varying, keepdim=True), high.amax(varying, keepdim=True), linear=linear)
+
+
+def added_at(rows: Tensor, places: Tensor, size: int, dim: int) -> Tensor:
+    """Return the ids of the sums that rows along a dimension scatter to known indices."""
+    where = along_dim(places, dim, rows.dim()).expand(rows.shape)
+    shape = [*rows.shape[:dim], size, *rows.shape[dim + 1 :]]
+    low, high = _ends(rows)
+    least = torch.full(shape, _ABOVE, dtype=rows.dtype).scatter_reduce(dim, where, low, "amin")
+    most = torch.full(shape, -_ABOVE, dtype=rows.dtype).scatter_reduce(dim, where, high, "amax")
+    return _between(least, most, linear=True)
+
+
+def _ends(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids whose least, and ids whose largest, is that of all ids but NONE."""
+    return torch.where(ids == NONE, _ABOVE, ids), torch.where(ids == NONE, -_ABOVE, ids)
+
+
+def _between(least: Tensor, most: Tensor, *, linear: bool) -> Tensor:
+    """Return the ids of reductions from the least and the largest id that each of them reduces."""
     met = torch.where(least == MANY, MANY, SUM) if linear else MANY
-    return torch.where(least == _ABOVE, NONE, torch.where(least == most, least, met)).to(torch.int32)
+    return torch.where(least > most, NONE, torch.where(least == most, least, met)).to(torch.int32)
+
+
+def whole(ids: Tensor) -> Tensor:
+    """Return the one id of an arbitrary function of all elements, without dimensions."""
+    return folded(ids, range(ids.dim())).reshape([])
+
+
+def total(ids: Tensor) -> Tensor:
+    """Return the one id of the sum of all elements, without dimensions."""
+    return folded(ids, range(ids.dim()), linear=True).reshape([])
+
+
+def chosen(ids: Tensor, which: Tensor) -> Tensor:
+    """Return the ids of elements that an index or a mask chooses; one without samples changes nothing."""
+    return joined(ids, which) if bool(which.any()) else ids
+
+
+def along_dim(ids: Tensor, dim: int, rank: int) -> Tensor:
+    """Return a row of ids as the ids of a value of this rank, along one dimension."""
+    return ids.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 
 def compact(ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from fxgrad.host.tensors import identity
 from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.proof.calls import Origins
+from fxgrad.proof.trials import Symbolic, symbols_in
 
 _SMALL = 1 << 20  # the largest tensor of ids that fxgrad compares, in elements
 
@@ -58,32 +59,28 @@ class Sharing:
             ids = tuple((tuple(tensor.shape), blake2b(tensor.numpy().tobytes()).digest()) for tensor in origins.ids)
         if not self.from_sizes(*value.shape):
             return None
-        known = None if origins.known is None else id(origins.known)
-        padded = tuple(sorted(origins.padded.items()))
-        bounds = (padded, origins.least, origins.ends, None if origins.renormed is None else id(origins.renormed))
-        key = (form_of(value), ids, origins.traced, origins.counted, known, origins.pack, bounds)
+        bounds = (tuple(sorted(origins.padded.items())), origins.least, origins.ends, id(origins.renormed))
+        key = (form_of(value), ids, origins.traced, origins.counted, id(origins.known), origins.pack, bounds)
         number = self.kinds.setdefault(key, len(self.kinds))
         self.numbers[id(value)] = (value, origins, number)
         return number
 
     def from_sizes(self, *numbers: Any) -> bool:
         """Decide whether none of these numbers was read from data."""
-        symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
-        free = [number.node.expr.free_symbols for number in numbers if isinstance(number, symbolic)]
-        return all(symbol in self.symbols for symbols in free for symbol in symbols)
+        return symbols_in(numbers) <= self.symbols.keys()
 
     def key(self, n: fx.Node, args: Any, kind: Any) -> Hashable | None:
         """Return the cache key of a call; None if fxgrad cannot write one."""
-        if self.off or self.own(n):
+        if self.own(n):
             return None
         try:
             operands = _key(args, kind)
-            state = torch.is_grad_enabled(), *((_autocast(device)) for device in ("cpu", "cuda"))
+            state = torch.is_grad_enabled(), *map(_autocast, ("cpu", "cuda"))
             key = (n.op, n.target, operands, TRACED.get(n), state)
             hash(key)
+            return key
         except (_Unlike, TypeError):
             return None
-        return key
 
     def check(self, n: fx.Node, env: Mapping[fx.Node, Any]) -> None:
         """Raise `Written` if a call wrote to a value that others may share."""
@@ -127,9 +124,7 @@ def _key(arg: Any, kind: Any) -> Hashable:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return value.node.expr
-    return value
+    return value.node.expr if isinstance(value, Symbolic) else value
 
 
 def _tensors(value: Any) -> list[FunctionalTensor]:

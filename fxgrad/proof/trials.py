@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 
-from fxgrad.samples.symbols import UNKNOWN, Symbols, expression
+from fxgrad.samples.symbols import UNKNOWN, Symbols
 
 ROWS = 1 << 20
 """The first id of a row of packed data; each row has its own id, and each pack starts this many ids later."""
+
+
+Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+def symbols_of(number: Any) -> set[sympy.Symbol]:
+    """Return the symbols in a number; a plain number has none."""
+    return number.node.expr.free_symbols if isinstance(number, Symbolic) else set()
+
+
+def symbols_in(numbers: Iterable[Any]) -> set[sympy.Symbol]:
+    return set().union(*map(symbols_of, numbers))
+
+
+def rows_of(pack: int, count: int) -> torch.Tensor:
+    """Return the ids of the rows of packed data."""
+    return torch.arange(count, dtype=torch.int32) + ROWS * (pack + 1)
 
 
 @dataclass(frozen=True)
@@ -23,29 +40,28 @@ class Trial:
     symbol: sympy.Symbol
     values: Mapping[sympy.Symbol, int]
     last: bool  # the largest trial, with whose sizes the proof compares numbers in the graph
-    known: dict[sympy.Expr, Any] = field(default_factory=dict)
+    known: dict[tuple[sympy.Expr, int], Any] = field(default_factory=dict)
 
     def number(self, size: Any) -> Any:
         """Return the number of a size, or of another symbolic number, in this trial."""
-        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return size
-        expr = expression(size) if not isinstance(size, torch.SymBool) else size.node.expr
-        if expr not in self.known:
+        return self._at(size, self.batch) if isinstance(size, Symbolic) else size
+
+    def _at(self, number: Any, batch: int) -> Any:
+        expr = number.node.expr
+        if (expr, batch) not in self.known:
             numbers = {symbol: self.values.get(symbol, UNKNOWN) for symbol in expr.free_symbols}
-            kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(size)]
-            self.known[expr] = kind(expr.subs(numbers))
-        return self.known[expr]
+            kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(number)]
+            self.known[expr, batch] = kind(expr.subs({**numbers, self.symbol: batch}))
+        return self.known[expr, batch]
 
     def unknown(self, number: Any) -> set[sympy.Symbol]:
         """Return the symbols in a number that were read from a tensor, for which this trial has only a stand-in."""
-        symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
-        return {symbol for symbol in number.node.expr.free_symbols if symbol not in self.values} if symbolic else set()
+        return {symbol for symbol in symbols_of(number) if symbol not in self.values}
 
     def without_samples(self, number: Any) -> int:
         """Return the constant part b of a number ``a B + b``."""
         if isinstance(number, torch.SymInt):
-            expr = expression(number)
-            return int(expr.subs({**dict.fromkeys(expr.free_symbols, UNKNOWN), **self.values, self.symbol: 0}))
+            return int(self._at(number, 0))
         return number if isinstance(number, int) and not isinstance(number, bool) else 0
 
     def shape(self, shape: Any) -> list[int]:

@@ -11,20 +11,22 @@ from torch import Tensor, fx
 
 from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.fake import FunctionalTensor, functional, settled
-from fxgrad.proof.calls import Origins
+from fxgrad.proof.calls import Blame, Origins
 from fxgrad.proof.following import Follow
 from fxgrad.proof.longest.steps import filled
-from fxgrad.proof.origins import no_samples
-from fxgrad.proof.trials import ROWS, Trial
+from fxgrad.proof.origins import along_dim, no_samples
+from fxgrad.proof.trials import Trial, rows_of
 from fxgrad.samples.layouts import Layout
 
 
 class Met(Exception):
     """Raised when samples influence each other, or when the proof cannot rule it out."""
 
-    def __init__(self, what: str, node: fx.Node, origins: Origins) -> None:
-        super().__init__(what)
-        self.what, self.node, self.origins = what, node, origins
+    def __init__(self, why: str | Blame, node: fx.Node, origins: Origins | None = None) -> None:
+        super().__init__(why)
+        known = None if origins is None else origins.blame
+        self.blame = known or (why if isinstance(why, Blame) else Blame(why))
+        self.node = self.blame.where or node
 
 
 class Values:
@@ -63,13 +65,11 @@ class Values:
         padded = {dim: filled(steps, 0.0) for dim, steps in origins.padded.items()}
         return self.fresh(self.inner(value), replace(origins, ids=ids, known=None, padded=padded))
 
-    def behind_ends(self, value: Any, number: float | None) -> Any:
-        """Return the value with ``number`` as its known padding."""
-        if not isinstance(value, FunctionalTensor):
-            return value
-        origins = self.origins(value)
-        if origins.padded:
-            padded = {dim: replace(filled(steps, number), finite=steps.safe) for dim, steps in origins.padded.items()}
+    def hide_padding(self, value: Any) -> Any:
+        """Forget the known padding of a value, except whether it is finite."""
+        if isinstance(value, FunctionalTensor):
+            origins = self.origins(value)
+            padded = {dim: steps.unknown(finite=steps.safe) for dim, steps in origins.padded.items()}
             self.follow.set(self.inner(value), replace(origins, padded=padded))
         return value
 
@@ -78,13 +78,11 @@ def _laid_out(trial: Trial, fake: Tensor, layout: Layout | None, packs: dict[str
     """Return the ids 1..B of a value with a layout; for rows of packed data, one id per row."""
     if layout is None:
         return no_samples(fake.dim())
-    (size,) = trial.shape([fake.shape[layout.dim]])
+    size = trial.number(fake.shape[layout.dim])
     if layout.rows is not None:
-        pack = packs.get(layout.rows[0], -2)
-        ids = torch.arange(size, dtype=torch.int32) + ROWS * (pack + 1)
+        ids = rows_of(packs.get(layout.rows[0], -2), size)
     else:
-        outer = None if layout.outer is None else trial.number(layout.outer)
-        inner = None if layout.inner is None else trial.number(layout.inner)
+        outer, inner = trial.number(layout.outer), trial.number(layout.inner)
         inner = inner if inner is not None else size // (trial.batch * (outer or 1))
         ids = (torch.arange(size, dtype=torch.int32) // max(1, inner)) % trial.batch + 1
-    return ids.reshape([-1 if dim == layout.dim else 1 for dim in range(fake.dim())])
+    return along_dim(ids, layout.dim, fake.dim())

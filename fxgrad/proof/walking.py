@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,26 +18,19 @@ from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import believed
 from fxgrad.ops.user_functions import UserFunction
 from fxgrad.proof.bodies import control, function
-from fxgrad.proof.calls import Origins
+from fxgrad.proof.calls import Blame, Origins, Reason
 from fxgrad.proof.following import LONGEST, Follow
-from fxgrad.proof.origins import MANY, NONE, any_samples, no_samples
+from fxgrad.proof.origins import MANY, NONE, any_samples
 from fxgrad.proof.sharing import Sharing, form_of
-from fxgrad.proof.trials import ROWS
+from fxgrad.proof.trials import Symbolic
 from fxgrad.proof.values import Met, Values
-from fxgrad.runtime.targets import (
-    CollectTarget,
-    DeriveTarget,
-    NewTape,
-    OwnTapTarget,
-    TapSeveralTarget,
-    TapTarget,
-)
+from fxgrad.runtime.targets import CollectTarget, DeriveTarget, NewTape, OwnTapTarget, TapSeveralTarget, TapTarget
 from fxgrad.samples.control_flow import ControlFlow
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 
 log = logging.getLogger(__name__)
 
-_PACKED = "how sequences are packed (batch_sizes, sorted_indices) depends on the lengths of all samples"
+_PACKED = Blame("how sequences are packed (batch_sizes, sorted_indices) depends on the lengths of all samples")
 
 
 class Walk(fx.Interpreter):
@@ -55,27 +48,24 @@ class Walk(fx.Interpreter):
         """Return the values of the placeholders."""
         for name, rows in self.ctx.packed.items():
             if rows is not None and rows[0] not in self.values.packs:
-                self.values.packs[rows[0]] = self.values.packs[rows[1]] = len(self.follow.packs)
                 with disable_current_modes():
-                    self.follow.note_packed(self.ctx.inputs[name], self.ctx.inputs[rows[0]], len(self.follow.packs))
-                self.follow.packs.append(self._each_sample())
+                    samples = [torch.arange(1, trial.batch + 1, dtype=torch.int32) for trial in self.follow.trials]
+                    pack = self.follow.note_packed(self.ctx.inputs[name], self.ctx.inputs[rows[0]], samples)
+                self.values.packs |= dict.fromkeys(rows, pack)
         return [self._placeholder(node) for node in self.graph.find_nodes(op="placeholder")]
 
     def _placeholder(self, n: fx.Node) -> Any:
         """Return an input's value; parameters of equal form share one."""
         fake: Any = self.ctx.inputs.get(n.name)
-        plain = isinstance(fake, Tensor) and n.name not in self.ctx.sample_dims and n.name not in self.ctx.packed
-        if not plain:
+        if not isinstance(fake, Tensor) or n.name in self.ctx.sample_dims or n.name in self.ctx.packed:
             return self._input(n.name)
-        if self.sharing.own(n):
-            return self._constant(self._input(n.name))
-        key = ("input", form_of(fake), n.name in self.ctx.by_node)
-        if key not in self.sharing.results:
-            self.sharing.results[key] = self._constant(self._input(n.name))
-        return self.sharing.results[key]
-
-    def _constant(self, value: Any) -> Any:
-        self.constants[id(value)] = value
+        own = self.sharing.own(n)
+        value = None if own else self.sharing.results.get(key := ("input", form_of(fake), n.name in self.ctx.by_node))
+        if value is None:
+            value = self._input(n.name)
+            self.constants[id(value)] = value
+        if not own:
+            self.sharing.results[key] = value
         return value
 
     def _shared(self, n: fx.Node, value: Any) -> Any:
@@ -90,33 +80,19 @@ class Walk(fx.Interpreter):
         fake = self.ctx.inputs.get(name)
         if not isinstance(fake, Tensor):
             return fake
-        dim = self.ctx.sample_dims.get(name)
+        dim, rows = self.ctx.sample_dims.get(name), self.ctx.packed.get(name)
         counted = not fake.dtype.is_floating_point and not fake.dtype.is_complex
+        if rows is not None:
+            return self.values.fresh(fake, Origins(self.values.expected(fake, Layout(0, rows=rows))))
         if name in self.ctx.packed:
-            rows = self.ctx.packed[name]
-            if rows is not None:
-                return self.values.fresh(fake, self._rows(fake, self.values.packs[rows[0]]))
-            with disable_current_modes():
-                ids = tuple(any_samples(fake.dim()) for _ in self.follow.trials)
-            return self.values.fresh(
-                fake,
-                Origins(ids, counted=counted, blame=_PACKED, pack=self.values.packs.get(name)),
-            )
+            pack = self.values.packs.get(name)
+            return self.values.fresh(fake, Origins(self._unknown(fake), counted=counted, blame=_PACKED, pack=pack))
         layout = None if dim is None else Layout(dim)
         return self.values.fresh(fake, Origins(self.values.expected(fake, layout), name in self.ctx.by_node, counted))
 
-    def _each_sample(self) -> list[Tensor]:
+    def _unknown(self, fake: Tensor) -> tuple[Tensor, ...]:
         with disable_current_modes():
-            return [torch.arange(1, trial.batch + 1, dtype=torch.int32) for trial in self.follow.trials]
-
-    def _rows(self, fake: Tensor, pack: int) -> Origins:
-        ids = []
-        with disable_current_modes():
-            for trial in self.follow.trials:
-                (count, *rest) = trial.shape(fake.shape)
-                row_ids = torch.arange(count, dtype=torch.int32) + ROWS * (pack + 1)
-                ids.append(row_ids.reshape([-1, *[1] * len(rest)]))
-        return Origins(tuple(ids))
+            return self.follow.everywhere(any_samples(fake.dim()))
 
     def traced(self, value: Any, n: fx.Node) -> Any:
         """Return the value, marked as one that gradients flow through."""
@@ -170,7 +146,7 @@ class Walk(fx.Interpreter):
         """Decide whether other calls may share this value."""
         leaves = value if isinstance(value, tuple | list) else [value]
         numbers = [one for one in leaves if not isinstance(one, FunctionalTensor)]
-        plain = all(isinstance(one, int | float | torch.SymInt | torch.SymFloat | torch.SymBool) for one in numbers)
+        plain = all(isinstance(one, int | float | Symbolic) for one in numbers)
         alike = all(self.kind(one) is not None for one in leaves if isinstance(one, FunctionalTensor))
         return plain and alike and self.sharing.from_sizes(*numbers)
 
@@ -178,23 +154,8 @@ class Walk(fx.Interpreter):
         args: Any = self.map_nodes_to_values(n.args, n) if n.op.startswith("call_") else ()
         if isinstance(n.target, NewTape | CollectTarget | DeriveTarget):
             return None
-        if isinstance(n.target, TapTarget):
-            use = n.target.strategy.use
-            self._check(args[2], use.output, n)
-            self._check_operands(use, args[3 + n.target.handles :], n)
-            return self.traced(args[2], n)
-        if isinstance(n.target, TapSeveralTarget):
-            use = n.target.strategy.use
-            outputs = args[2 : 2 + len(use.several)]
-            for value, (_, layout) in zip(outputs, use.several, strict=True):
-                self._check(value, layout, n)
-            self._check_operands(use, args[2 + len(outputs) + n.target.handles :], n)
-            return [self.traced(value, n) for value in outputs]
-        if isinstance(n.target, OwnTapTarget):
-            use = n.target.strategy.use
-            operands = args[2 + n.target.handles :]
-            self._check_operands(use, operands, n)
-            return use.rerun(operands)
+        if isinstance(n.target, TapTarget | TapSeveralTarget | OwnTapTarget):
+            return self._tap(n, n.target, args)
         call = CALL.get(n)
         if call is not None and believed(call.op):
             return self._believed(n)
@@ -204,26 +165,56 @@ class Walk(fx.Interpreter):
             return control(self.values, n, n.target, args)
         return super().run_node(n)
 
+    def _tap(self, n: fx.Node, tap: TapTarget | TapSeveralTarget | OwnTapTarget, args: Sequence[Any]) -> Any:
+        """Check the outputs and the operands of a use of parameters; return the outputs."""
+        use = tap.strategy.use
+        layouts = [layout for _, layout in use.several] if isinstance(tap, TapSeveralTarget) else [use.output]
+        end = 2 if isinstance(tap, OwnTapTarget) else 2 + len(layouts)  # a tap of its own has no outputs before it
+        outputs, operands = args[2:end], args[end + tap.handles :]
+        for value, layout in zip(outputs, layouts, strict=False):
+            self._check(value, layout, n)
+        self._check_operands(use, operands, n)
+        if isinstance(tap, OwnTapTarget):
+            return use.rerun(operands)
+        traced = [self.traced(value, n) for value in outputs]
+        return traced if isinstance(tap, TapSeveralTarget) else traced[0]
+
     def _unfollowed(self, n: fx.Node, error: Exception) -> Any:
         """Return a value for a call that fails on functional tensors: MANY if an operand depends on samples."""
         log.debug("%s does not run on functional tensors: %s", n.target, error)
         values = [self.env.get(arg) for arg in n.all_input_nodes]
-        operands = [self.values.origins(value) for value in values if isinstance(value, FunctionalTensor)]
-        alone = all(origins.alone for origins in operands)
+        alone = all(self.values.origins(value).alone for value in values if isinstance(value, FunctionalTensor))
         call = CALL.get(n)
-        blame = f"{n.target if call is None else call.op} is used in a way that is not known"
+        blame = Blame(f"{n.target if call is None else call.op} is used in a way that is not known", n)
         if call is None or call.inplace or call.get("out") is not None:
-            raise Met(blame, n, Origins((), blame=blame))
+            raise Met(blame, n)
 
-        def one(fake: Any) -> Any:
-            if not isinstance(fake, Tensor):
-                return fake
-            with disable_current_modes():
-                ids = tuple((no_samples if alone else any_samples)(fake.dim()) for _ in self.follow.trials)
-            return self.values.fresh(fake, Origins(ids, blame="" if alone else blame, where=n))
+        def origins(fake: Tensor, _: int) -> Origins:
+            return Origins(self.values.expected(fake, None)) if alone else Origins(self._unknown(fake), blame=blame)
 
+        return self._outputs(n, origins)
+
+    def _believed(self, n: fx.Node) -> Any:
+        """Return the value of a call whose sample dimensions the user declared."""
+        samples = SAMPLES.of(n)
+
+        def origins(fake: Tensor, i: int) -> Origins:
+            known = samples[i] if isinstance(samples, tuple | list) else samples
+            if known is not None and known.kind is Kind.MIXED:
+                return Origins(self._unknown(fake))
+            batched = known is not None and known.kind is Kind.BATCHED
+            return Origins(self.values.expected(fake, known.layout if batched else None))
+
+        return self._outputs(n, origins)
+
+    def _outputs(self, n: fx.Node, origins: Callable[[Tensor, int], Origins]) -> Any:
+        """Make the value, or values, of a call that the proof does not run."""
         fake = FAKE.of(n)
-        return [one(item) for item in fake] if isinstance(fake, tuple | list) else one(fake)
+        several = fake if isinstance(fake, tuple | list) else [fake]
+        values = [
+            self.values.fresh(one, origins(one, i)) if isinstance(one, Tensor) else one for i, one in enumerate(several)
+        ]
+        return values if several is fake else values[0]
 
     def _check_operands(self, use: Any, operands: Sequence[Any], n: fx.Node) -> None:
         for value, layout in zip(operands, use.layouts, strict=True):
@@ -265,8 +256,8 @@ class Walk(fx.Interpreter):
             elif samples.traced and len(self.ctx.symbols.batch_dims(value.shape)) < 2:
                 origins = self.values.origins(value)
                 with disable_current_modes():
-                    more = any(bool((ids == MANY).any()) for ids in origins.ids)
-                    loose = any(bool((ids > NONE).any()) for ids in origins.ids)
+                    ids = torch.cat([ids.flatten() for ids in origins.ids])
+                    more, loose = bool((ids == MANY).any()), bool((ids > NONE).any())
                 if more:
                     raise Met("it is more than a sum over samples", node, origins)
                 if loose:
@@ -276,22 +267,5 @@ class Walk(fx.Interpreter):
         """Check, under per-sample clipping, that the padding of an output is one known number; a loss may add it up."""
         padded = self.values.origins(value).padded
         if self.follow.clips and any(steps.number is None for steps in padded.values()):
-            what = f"what is returned{LONGEST}: something made of parameters stands behind the ends of shorter ones"
-            raise Met(what, node, Origins((), blame=what))
-
-    def _believed(self, n: fx.Node) -> Any:
-        """Return the value of a call whose sample dimensions the user declared."""
-        fake, samples = FAKE.of(n), SAMPLES.of(n)
-
-        def one(value: Any, known: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            layout = known.layout if isinstance(known, Samples) and known.kind is Kind.BATCHED else None
-            mixed = isinstance(known, Samples) and known.kind is Kind.MIXED
-            with disable_current_modes():
-                unknown = tuple(any_samples(value.dim()) for _ in self.follow.trials)
-            return self.values.fresh(value, Origins(unknown if mixed else self.values.expected(value, layout)))
-
-        if isinstance(fake, tuple | list):
-            return [one(value, known) for value, known in zip(fake, samples, strict=True)]
-        return one(fake, samples)
+            why = f"what is returned{LONGEST}: something made of parameters stands behind the ends of shorter ones"
+            raise Met(Blame(why, reason=Reason.LONGEST), node)

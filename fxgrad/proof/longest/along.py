@@ -8,14 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fxgrad.proof.longest.elements import elementwise
-from fxgrad.proof.longest.steps import (
-    Padded,
-    Seen,
-    Step,
-    Steps,
-    filled,
-    steps_of,
-)
+from fxgrad.proof.longest.steps import Padded, Seen, Step, Steps, filled, steps_of
 from fxgrad.proof.rules.along import dims_of
 
 _KEPT = frozenset("amax amin max min mean any all".split())  # a reduction of one repeated number is that number
@@ -105,8 +98,16 @@ def _rows(step: Step) -> list[Padded]:
     if source.dim() - 1 in padded:
         raise Seen
     alone = step.name in ("mm", "mv") or (step.name == "linear" and not step.call.has("bias"))
-    return [{dim: filled(one, 0.0, sure=False) if alone and one.number == 0 else one.unknown(finite=one.safe)
-             for dim, one in padded.items()}]  # fmt: skip
+    return [{dim: _product(one, zero=alone and one.number == 0, finite=one.safe) for dim, one in padded.items()}]
+
+
+def _zeros(a: Steps, b: Steps) -> bool:
+    """Decide whether products of two paddings are zero."""
+    return (a.number == 0 and b.safe) or (b.number == 0 and a.safe)
+
+
+def _product(steps: Steps, *, zero: bool, finite: bool) -> Steps:
+    return filled(steps, 0.0, sure=False) if zero else steps.unknown(finite=finite)
 
 
 @steps_of("bmm")
@@ -115,19 +116,14 @@ def _bmm(step: Step) -> list[Padded]:
     a, b = (step.of(step.call.arguments[name]) for name in ("self", "mat2"))
     if (2 in a) != (1 in b):
         raise Seen
-    if 2 in a:
-        x, y = a[2], b[1]
-        zeros = (x.number == 0 and y.safe) or (y.number == 0 and x.safe)
-        if not zeros or (x.length, x.inner) != (y.length, y.inner):
-            raise Seen
+    if 2 in a and not (_zeros(a[2], b[1]) and a[2].alike(b[1])):
+        raise Seen
     padded: Padded = {}
     if 0 in a or 0 in b:
-        if 0 not in a or 0 not in b or (a[0].length, a[0].inner) != (b[0].length, b[0].inner):
+        if 0 not in a or 0 not in b or not a[0].alike(b[0]):
             raise Seen
-        zero = (a[0].number == 0 and b[0].safe) or (b[0].number == 0 and a[0].safe)
-        padded[0] = filled(a[0], 0.0, sure=False) if zero else a[0].unknown(finite=a[0].safe and b[0].safe)
+        padded[0] = _product(a[0], zero=_zeros(a[0], b[0]), finite=a[0].safe and b[0].safe)
     for dim, steps in ((1, a.get(1)), (2, b.get(2))):
         if steps is not None:
-            zero = steps.number == 0
-            padded[dim] = filled(steps, 0.0, sure=False) if zero else steps.unknown(finite=steps.safe)
+            padded[dim] = _product(steps, zero=steps.number == 0, finite=steps.safe)
     return [padded]

@@ -8,20 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.host.ops import schema
 from fxgrad.host.pytree import tree_leaves, tree_map
 from fxgrad.proof.calls import Call
-from fxgrad.proof.longest.steps import (
-    WIDE,
-    Padded,
-    Seen,
-    Step,
-    Steps,
-    filled,
-    is_one,
-    single,
-    steps_of,
-)
+from fxgrad.proof.longest.steps import WIDE, Padded, Seen, Step, Steps, filled, is_one, single, steps_of
+from fxgrad.proof.trials import Symbolic
 
 # ops with finite results for finite operands
 _TOTAL = frozenset(
@@ -36,15 +26,8 @@ _SAME = frozenset("_to_copy clone detach alias".split())
 
 def elementwise(step: Step) -> list[Padded]:
     """Follow an op that treats each element separately."""
-    operands = [tensor for _, tensor in step.call.tensors()]
-    padded = []
-    for i, out in enumerate(step.call.outputs):
-        steps_of_output = {}
-        for dim in step.dims(out):
-            at = {id(tensor): _at(step, tensor, dim - out.dim()) for tensor in operands}
-            steps_of_output[dim] = _value(step, i, at)
-        padded.append(steps_of_output)
-    return padded
+    outputs = enumerate(step.call.outputs)
+    return [{dim: _value(step, i, dim - out.dim()) for dim in step.dims(out)} for i, out in outputs]
 
 
 def _at(step: Step, tensor: Tensor, back: int) -> Steps | None:
@@ -55,14 +38,16 @@ def _at(step: Step, tensor: Tensor, back: int) -> Steps | None:
     return step.of(tensor)[dim]
 
 
-def _value(step: Step, i: int, at: At) -> Steps:
+def _value(step: Step, i: int, back: int) -> Steps:
+    """Return the steps of an output along a dimension counted from the last."""
+    at = {id(tensor): _at(step, tensor, back) for _, tensor in step.call.tensors}
     known = [one for one in at.values() if one is not None]
     first = known[0]
-    if any((one.length, one.inner) != (first.length, first.inner) for one in known):
+    if not all(map(first.alike, known)):
         raise Seen
     out = step.call.outputs[i]
     number, sure = _number(step, i, at)
-    leaves = tree_leaves(dict(step.call.arguments))
+    leaves = tree_leaves(step.call.arguments)
     numbers = all(math.isfinite(leaf) for leaf in leaves if isinstance(leaf, float))
     total = step.name in _TOTAL and numbers and all(one is None or one.safe for one in at.values())
     whole = not out.dtype.is_floating_point and not out.dtype.is_complex
@@ -75,7 +60,7 @@ def _number(step: Step, i: int, at: At) -> tuple[float | None, bool]:
     """Return the padding of an output, and whether it is `Steps.sure`."""
     call, name = step.call, step.name
     arguments = call.arguments
-    numbers = {id(tensor): operand(call, tensor, at[id(tensor)]) for _, tensor in call.tensors()}
+    numbers = {id(tensor): operand(call, tensor, at[id(tensor)]) for _, tensor in call.tensors}
     sure = all(one is None or one.sure for one in at.values())
     if name in ("lt", "ge", "gt", "le"):
         inside = _inside(step, at)
@@ -116,7 +101,7 @@ def operand(call: Call, tensor: Tensor, steps: Steps | None) -> float | None:
     """Return the padding of an operand, or its one value if it has no steps."""
     if steps is not None:
         return steps.number
-    known = call.origins(tensor).known
+    known = call.facts.of(tensor).known
     if known is None or not single(tensor) or known.varies(call.trial) or known.has_unknown(call.trial):
         return None
     return float(known.value(call.trial))
@@ -129,7 +114,7 @@ def _inside(step: Step, at: At) -> float | None:
         places, ends = ends, places
     if not isinstance(places, Tensor) or not isinstance(ends, Tensor):
         return None
-    steps, pack = at[id(places)], step.call.origins(ends).ends
+    steps, pack = at[id(places)], step.call.facts.of(ends).ends
     if steps is None or not steps.places or at[id(ends)] is not None or pack is None:
         return None
     if steps.inner != 1 or step.lengths.pack(steps.length) != pack:
@@ -139,9 +124,8 @@ def _inside(step: Step, at: At) -> float | None:
 
 def _computed(call: Call, i: int, numbers: Numbers) -> float | None:
     """Run the op on the padding; return None if the result or its derivative is not determined by the padding."""
-    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
-    leaves = tree_leaves(dict(call.arguments))
-    if torch.Tag.nondeterministic_seeded in call.func.tags or any(isinstance(leaf, symbolic) for leaf in leaves):
+    leaves = tree_leaves(call.arguments)
+    if torch.Tag.nondeterministic_seeded in call.func.tags or any(isinstance(leaf, Symbolic) for leaf in leaves):
         return None
     results = [_run(call, i, {key: number or zero for key, number in numbers.items()}) for zero in (0.0, -0.0)]
     return results[0] if results[0] == results[1] else None
@@ -158,11 +142,7 @@ def _run(call: Call, i: int, numbers: dict[int, float]) -> float | None:
         return value
 
     with torch.enable_grad():
-        arguments = tree_map(stand_in, dict(call.arguments))
-        declared = schema(call.func).arguments
-        ignored = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
-        named = {one.name: arguments[one.name] for one in declared if one.kwarg_only and one.name not in ignored}
-        result = call.func(*(arguments[one.name] for one in declared if not one.kwarg_only), **named)
+        result = call.run(tree_map(stand_in, dict(call.arguments)))
         out = result[i] if isinstance(result, tuple | list) else result
         if out.is_complex():
             return None
@@ -193,7 +173,7 @@ def _absorbed(step: Step, at: At, numbers: Numbers) -> tuple[float | None, bool]
 
 def _truths(step: Step) -> bool:
     """Decide whether all operands are bool tensors."""
-    operands = [tensor for _, tensor in step.call.tensors()]
+    operands = [tensor for _, tensor in step.call.tensors]
     return all(tensor.dtype is torch.bool for tensor in operands)
 
 

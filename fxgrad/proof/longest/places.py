@@ -13,17 +13,7 @@ from torch import Tensor
 
 from fxgrad.proof.calls import NO_END
 from fxgrad.proof.longest.elements import operand
-from fxgrad.proof.longest.steps import (
-    Padded,
-    Seen,
-    Step,
-    Steps,
-    expr,
-    filled,
-    is_one,
-    single,
-    steps_of,
-)
+from fxgrad.proof.longest.steps import Padded, Seen, Step, Steps, expr, filled, is_one, single, steps_of
 
 
 @steps_of("permute transpose t unsqueeze squeeze expand select unbind")
@@ -41,27 +31,19 @@ def _moved(step: Step) -> list[Padded]:
 
 
 def _origins(step: Step, source: Tensor, out: Tensor) -> list[int]:
-    """Return the source dimension of each output dimension; -1 for a new one."""
-    arguments, rank = step.call.arguments, source.dim()
-    dims = list(range(rank))
-    if step.name == "permute":
-        return [dim % rank for dim in arguments["dims"]]
-    if step.name in ("transpose", "t"):
-        a, b = (arguments["dim0"] % rank, arguments["dim1"] % rank) if step.name == "transpose" else (0, rank - 1)
-        dims[a], dims[b] = dims[b], dims[a]
-    elif step.name == "unsqueeze":
-        dims.insert(arguments["dim"] % (rank + 1), -1)
-    elif step.name == "squeeze":
-        which = step.call.dims("dim", rank) if "dim" in arguments else dims
-        dims = [dim for dim in dims if dim not in which or not is_one(source.shape[dim])]
-    elif step.name == "expand":
-        dims = [-1] * (out.dim() - rank) + dims
-    else:
+    """Return the source dimension of each output dimension; -1 for a new one, or one of size 1."""
+    rank, arguments = source.dim(), step.call.arguments
+    if step.name == "expand":
+        return [-1] * (out.dim() - rank) + list(range(rank))
+    if step.name in ("select", "unbind"):
         (gone,) = step.call.dims("dim", rank)
         if gone in step.of(source) and not _first(step, gone, source):
             raise Seen
-        dims.remove(gone)
-    return dims
+    # each dimension gets a size of its own
+    marked = torch.empty([1 if is_one(size) else dim + 2 for dim, size in enumerate(source.shape)], device="meta")
+    result = step.call.run({"self": marked, **({"index": 0} if "index" in arguments else {})})
+    moved = result[0] if isinstance(result, tuple | list) else result
+    return [size - 2 for size in moved.shape]
 
 
 def _first(step: Step, dim: int, source: Tensor) -> bool:
@@ -164,7 +146,7 @@ def _joined(step: Step) -> list[Padded]:
         if at == dim:
             raise Seen
         pieces = [one[at - (step.name == "stack" and at > dim)] for one in several]
-        if any((one.length, one.inner) != (pieces[0].length, pieces[0].inner) for one in pieces):
+        if not all(map(pieces[0].alike, pieces)):
             raise Seen
         same = all(one.number == pieces[0].number for one in pieces)
         padded[at] = pieces[0].unknown(finite=all(one.safe for one in pieces))
@@ -199,7 +181,7 @@ def _index(step: Step) -> list[Padded]:
 
 
 def _least(step: Step, index: Tensor) -> float:
-    least = step.call.origins(index).least
+    least = step.call.facts.of(index).least
     return -math.inf if least is None else least
 
 
@@ -221,8 +203,7 @@ def _index_put(step: Step) -> list[Padded]:
     padded = {}
     for dim, steps in into.items():
         there = where.get(dim)
-        known = there is not None and (there.length, there.inner) == (steps.length, steps.inner)
-        written = there.number if known and there is not None else None
+        written = there.number if there is not None and there.alike(steps) else None
         padded[dim] = filled(steps, number) if written == 1 else steps if written == 0 else steps.unknown()
     return [padded]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 
 from fxgrad.proof.calls import Call
+from fxgrad.proof.trials import symbols_of
 
 _ONE = sympy.Integer(1)
 WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that represent lengths and positions exactly
@@ -37,6 +38,10 @@ class Steps:
     def safe(self) -> bool:
         return self.finite or (self.number is not None and math.isfinite(self.number))
 
+    def alike(self, other: Steps) -> bool:
+        """Decide whether another dimension has the same steps."""
+        return (self.length, self.inner) == (other.length, other.inner)
+
     def unknown(self, *, finite: bool = False) -> Steps:
         """Return the same steps with unknown padding."""
         return Steps(self.length, self.inner, finite=finite)
@@ -45,26 +50,54 @@ class Steps:
 Padded = dict[int, Steps]  # by dimension
 
 
-class Lengths(Protocol):
-    """The interface to the sizes that are lengths of longest samples."""
+class Padding:
+    """The symbols of sizes that depend on samples.
 
-    def along(self, size: Any) -> bool: ...
+    Samples can influence each other through padding in two ways. An op may count the steps, or the padding may add to
+    the result of a shorter sample. `longest` checks both.
+    """
 
-    def lone(self, size: Any) -> bool: ...
+    def __init__(self) -> None:
+        self.lengths: dict[Any, int | None] = {}  # lengths of a longest sample -> its packed sequence
+        self.rows: set[Any] = set()  # row counts of packed data
 
-    def pack(self, length: sympy.Expr) -> int | None: ...
+    def enter(self, length: Any, pack: int | None) -> None:
+        """Register a symbol as the length of the longest sample of a packed sequence."""
+        self.rows.discard(length)
+        self.lengths[length] = pack
+
+    def __bool__(self) -> bool:
+        return bool(self.lengths or self.rows)
+
+    def __contains__(self, symbol: Any) -> bool:
+        return symbol in self.lengths or symbol in self.rows
+
+    def along(self, size: Any) -> bool:
+        """Decide whether a size contains the length of a longest sample."""
+        return not self.lengths.keys().isdisjoint(symbols_of(size))
+
+    def lone(self, size: Any) -> bool:
+        """Decide whether a size is exactly the length of a longest sample."""
+        return isinstance(size, torch.SymInt) and size.node.expr in self.lengths
+
+    def pack(self, length: Any) -> int | None:
+        return self.lengths.get(length)
+
+    def of_rows(self, tensor: Tensor) -> bool:
+        """Decide whether a value's size contains the row count of packed data."""
+        return any(not self.rows.isdisjoint(symbols_of(size)) for size in tensor.shape)
 
 
 class Step:
     """A call, with the padded dimensions of its tensors."""
 
-    def __init__(self, call: Call, lengths: Lengths) -> None:
+    def __init__(self, call: Call, lengths: Padding) -> None:
         self.call, self.lengths = call, lengths
         self.name = call.name
 
     def of(self, tensor: Tensor) -> Padded:
         """Return the padded dimensions of a value; raise `Seen` unless all of them are known."""
-        padded = dict(self.call.origins(tensor).padded)
+        padded = dict(self.call.facts.of(tensor).padded)
         if padded.keys() != set(self.dims(tensor)):
             raise Seen
         return padded
@@ -76,7 +109,7 @@ class Step:
         for name in ("self", "input"):
             if self.call.has(name):
                 return self.call.arguments[name]  # type: ignore[no-any-return]
-        return self.call.tensors()[0][1]
+        return self.call.tensors[0][1]
 
     def front(self, tensor: Tensor, dim: int) -> bool:
         """Decide whether an index along a dimension names the same step for every number of steps."""
@@ -85,7 +118,7 @@ class Step:
 
     def only(self, *names: str) -> None:
         """Raise `Seen` if any other operand has padded dimensions."""
-        for name, tensor in self.call.tensors():
+        for name, tensor in self.call.tensors:
             if name not in names and self.dims(tensor):
                 raise Seen
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fxgrad.proof.calls import Call, Undecided
 from fxgrad.proof.origins import folded, joined
-from fxgrad.proof.rules.registry import follows, names_of
+from fxgrad.proof.rules.registry import follows
 
-_LINEAR = frozenset(names_of("sum mean nansum cumsum"))
+_LINEAR = frozenset("sum mean nansum cumsum".split())
 
 
 def dims_of(call: Call, rank: int) -> list[int]:
@@ -30,20 +30,18 @@ def reduced(call: Call, ids: Tensor, dims: Sequence[int], *, linear: bool) -> Te
 
 
 @follows(
-    *names_of(
-        "sum mean nansum amax amin max min argmax argmin any all prod var std var_mean std_mean logsumexp norm "
-        "linalg_vector_norm median nanmedian mode kthvalue count_nonzero aminmax topk sort cumsum cumprod cummax "
-        "cummin logcumsumexp _softmax _log_softmax softmax log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c "
-        "renorm glu _weight_norm_interface"
-    )
+    """sum mean nansum amax amin max min argmax argmin any all prod var std var_mean std_mean logsumexp norm
+    linalg_vector_norm median nanmedian mode kthvalue count_nonzero aminmax topk sort cumsum cumprod cummax cummin
+    logcumsumexp _softmax _log_softmax softmax log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c renorm glu
+    _weight_norm_interface"""
 )
 def along(call: Call) -> Tensor | list[Tensor]:
-    name = "self" if "self" in call.arguments else "input" if "input" in call.arguments else call.tensors()[0][0]
+    name = "self" if "self" in call.arguments else "input" if "input" in call.arguments else call.tensors[0][0]
     ids = call.ids(name)
     rank = ids.dim()
     if "other" in call.arguments:  # max(a, b)
-        return call.ranked(joined(*(call.of(tensor) for _, tensor in call.tensors())))
-    for other, tensor in call.tensors():
+        return call.ranked(joined(*call.all_ids()))
+    for other, tensor in call.tensors:
         if other != name and bool(call.of(tensor).any()):
             raise Undecided(f"its {other} holds samples")
     dims = dims_of(call, rank)
@@ -57,9 +55,14 @@ def along(call: Call) -> Tensor | list[Tensor]:
 _VECTORS = ("LU_pivots", "pivots", "tau", "input2")
 
 
-def _matrices(call: Call) -> Tensor | list[Tensor]:
+@follows(
+    """linalg_inv_ex linalg_cholesky_ex _linalg_svd _linalg_eigh linalg_qr linalg_eig linalg_lu linalg_lu_factor_ex
+    _linalg_det _linalg_slogdet linalg_matrix_exp linalg_householder_product cholesky_inverse linalg_pinv
+    linalg_ldl_factor_ex _linalg_eigvals linalg_eigvals cholesky geqrf lu_unpack ormqr"""
+)
+def matrices(call: Call) -> list[Tensor]:
     """Join ids over the last two dimensions of each operand; broadcast the others from the right."""
-    parts = [_of_matrices(call.of(tensor), vectors=name in _VECTORS) for name, tensor in call.tensors()]
+    parts = [_of_matrices(call.of(tensor), vectors=name in _VECTORS) for name, tensor in call.tensors]
     return [_spread(joined(*parts), output.dim()) for output in call.outputs]
 
 
@@ -70,14 +73,10 @@ def _of_matrices(ids: Tensor, *, vectors: bool) -> Tensor:
     return folded(ids, range(ids.dim() - last, ids.dim())).reshape(ids.shape[:-last])
 
 
-@follows(
-    *names_of(
-        "_linalg_solve_ex triangular_solve linalg_solve_triangular linalg_lu_solve linalg_ldl_solve cholesky_solve"
-    )
-)
+@follows("_linalg_solve_ex triangular_solve linalg_solve_triangular linalg_lu_solve linalg_ldl_solve cholesky_solve")
 def solved(call: Call) -> Tensor | list[Tensor]:
     """Follow ``A x = b``; b is a vector if its shape is that of A without the last dimension, else a matrix."""
-    sides = {name: call.of(tensor) for name, tensor in call.tensors()}
+    sides = {name: call.of(tensor) for name, tensor in call.tensors}
     name = "B" if "B" in sides else "self"
     other = max(ids.dim() for key, ids in sides.items() if key != name and key != "pivots")
     shape = next(call.shape(key) for key in sides if key not in (name, "pivots"))
@@ -94,21 +93,13 @@ def _spread(ids: Tensor, rank: int) -> Tensor:
     return ids.reshape([*ids.shape, *[1] * (rank - ids.dim())])
 
 
-for _name in names_of(
-    "linalg_inv_ex linalg_cholesky_ex _linalg_svd _linalg_eigh linalg_qr linalg_eig linalg_lu linalg_lu_factor_ex "
-    "_linalg_det _linalg_slogdet linalg_matrix_exp linalg_householder_product cholesky_inverse linalg_pinv "
-    "linalg_ldl_factor_ex _linalg_eigvals linalg_eigvals cholesky geqrf lu_unpack ormqr"
-):
-    follows(_name)(_matrices)
-
-
 @follows("linalg_cross")
 def cross(call: Call) -> Tensor:
-    both = joined(*(call.of(tensor) for _, tensor in call.tensors()))
+    both = joined(*call.all_ids())
     return folded(both, [call.get("dim")])
 
 
-@follows("_cdist_forward", "_euclidean_dist")
+@follows("_cdist_forward _euclidean_dist")
 def cdist(call: Call) -> Tensor:
     """Follow ``[.., P, M], [.., R, M] -> [.., P, R]``."""
     first = folded(call.ids("x1"), [-1])

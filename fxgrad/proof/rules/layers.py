@@ -8,25 +8,24 @@ from typing import Any
 from torch import Tensor
 
 from fxgrad.proof.calls import Call, Undecided
-from fxgrad.proof.origins import added, any_samples, folded, joined, multiplied, no_samples
-from fxgrad.proof.rules.registry import follows, names_of
+from fxgrad.proof.origins import added, along_dim, any_samples, folded, joined, multiplied, no_samples, total, whole
+from fxgrad.proof.rules.registry import follows
 
 
-@follows("convolution", "_convolution", "mkldnn_convolution")
+@follows("convolution _convolution mkldnn_convolution")
 def convolution(call: Call) -> Tensor:
     """Convolve ``[N, C, ..]``; a kernel's samples go to its output channel."""
     source, kernel = call.ids("input" if call.has("input") else "self"), call.ids("weight")
     rank = call.out_rank()
     if source.dim() != rank:
         raise Undecided("it has no dimension of samples")
-    bias = call.ids("bias").reshape([1, -1, *[1] * (rank - 2)]) if call.has("bias") else no_samples(rank)
+    bias = along_dim(call.ids("bias"), 1, rank) if call.has("bias") else no_samples(rank)
     if "groups" in call.arguments and call.get("groups") != 1:
         return added(_grouped(call, source, kernel), bias)
     out = 1 if call.arguments.get("transposed") else 0
     rows = folded(source, range(1, rank), linear=True)
     kernels = folded(kernel, [dim for dim in range(kernel.dim()) if dim != out], linear=True)
-    channels = kernels.reshape([1, -1, *[1] * (rank - 2)])
-    return added(multiplied(rows, channels), bias)
+    return added(multiplied(rows, along_dim(kernels, 1, rank)), bias)
 
 
 def _grouped(call: Call, source: Tensor, kernel: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ def _grouped(call: Call, source: Tensor, kernel: Tensor) -> Tensor:
     if transposed and bool(kernel.any()):
         raise Undecided("its kernels hold samples")
     kernels = folded(kernel, range(1, kernel.dim()), linear=True)
-    return multiplied(rows, kernels.reshape([1, -1, *[1] * (rank - 2)]))
+    return multiplied(rows, along_dim(kernels, 1, rank))
 
 
 def _affine(call: Call, ids_so_far: Tensor, channel: int | None) -> Tensor:
@@ -52,12 +51,12 @@ def _affine(call: Call, ids_so_far: Tensor, channel: int | None) -> Tensor:
         if call.has(name):
             ids = call.ids(name)
             if channel is not None:
-                ids = ids.reshape([-1 if dim == channel else 1 for dim in range(ids_so_far.dim())])
+                ids = along_dim(ids, channel, ids_so_far.dim())
             ids_so_far = joined(ids_so_far, ids)
     return ids_so_far
 
 
-@follows("native_layer_norm", "_fused_rms_norm")
+@follows("native_layer_norm _fused_rms_norm")
 def layer_norm(call: Call) -> list[Tensor]:
     ids = call.ids("input")
     count = len(call.get("normalized_shape"))
@@ -78,73 +77,61 @@ def group_norm(call: Call) -> list[Tensor]:
 
 
 @follows(
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training",
-    "native_batch_norm",
-    "_batch_norm_with_update_functional",
-    "_batch_norm_no_update",
-    "_batch_norm_with_update",
+    """_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+    native_batch_norm _batch_norm_with_update_functional _batch_norm_no_update _batch_norm_with_update"""
 )
 def batch_norm(call: Call) -> list[Tensor]:
     """Normalise each channel; in training mode, the statistics depend on the whole batch."""
     ids = call.ids("input")
     training = call.arguments.get("training", "no_training" not in call.name and "no_update" not in call.name)
-    ids_of_result = folded(ids, [dim for dim in range(ids.dim()) if dim != 1]) if training else joined(ids)
-    for name in () if training else ("running_mean", "running_var"):
-        if call.has(name):
-            ids_of_result = joined(ids_of_result, call.ids(name).reshape([1, -1, *[1] * (ids.dim() - 2)]))
-    of_channels = folded(ids, [dim for dim in range(ids.dim()) if dim != 1]).reshape(-1) if training else no_samples(1)
     before = [call.ids(name) for name in ("running_mean", "running_var") if call.has(name)]
-    statistics = joined(of_channels, *before)
+    if training:
+        ids_of_result = folded(ids, [dim for dim in range(ids.dim()) if dim != 1])
+        statistics = joined(ids_of_result.reshape(-1), *before)
+    else:
+        ids_of_result = joined(ids, *(along_dim(one, 1, ids.dim()) for one in before))
+        statistics = joined(no_samples(1), *before)
     rest = [statistics if out.dim() == 1 else no_samples(out.dim()) for out in call.outputs[1:]]
     return [_affine(call, ids_of_result, 1), *rest]
 
 
 @follows(
-    *names_of(
-        "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d "
-        "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d upsample_linear1d "
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
-        "upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
-        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad1d reflection_pad2d reflection_pad3d "
-        "replication_pad1d replication_pad2d replication_pad3d fractional_max_pool2d fractional_max_pool3d "
-        "max_unpool2d max_unpool3d max_pool2d_with_indices_backward max_pool3d_with_indices_backward"
-    )
+    """max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d
+    _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d upsample_linear1d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d
+    upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad1d reflection_pad2d reflection_pad3d
+    replication_pad1d replication_pad2d replication_pad3d fractional_max_pool2d fractional_max_pool3d max_unpool2d
+    max_unpool3d max_pool2d_with_indices_backward max_pool3d_with_indices_backward"""
 )
 def images(call: Call) -> list[Tensor]:
     """Join ids over the positions of an image; the op's name has their number of dimensions."""
     places = next(int(letter) for letter in call.name.partition("_indices")[0] if letter.isdigit())
-    result = None
-    for _, tensor in call.tensors():
-        ids = call.of(tensor)
-        rows = folded(ids, range(ids.dim() - places, ids.dim()), linear=call.name.startswith("upsample"))
-        rows = rows if rows.dim() == call.out_rank() else folded(rows, range(rows.dim())).reshape([1] * call.out_rank())
-        result = rows if result is None else joined(result, rows)
-    assert result is not None
+    rank, linear = call.out_rank(), call.name.startswith("upsample")
+    parts = [folded(ids, range(ids.dim() - places, ids.dim()), linear=linear) for ids in call.all_ids()]
+    parts = [rows if rows.dim() == rank else whole(rows).reshape([1] * rank) for rows in parts]
+    result = joined(*parts) if len(parts) > 1 else parts[0]
     return [result] * len(call.outputs)
 
 
-@follows("grid_sampler_2d", "grid_sampler_3d")
+@follows("grid_sampler_2d grid_sampler_3d")
 def grid_sampler(call: Call) -> Tensor:
     """Sample ``[N, C, ..]`` at positions ``[N, .., 2 or 3]``."""
     source, grid = call.ids("input"), call.ids("grid")
     return joined(folded(source, range(2, source.dim())), folded(grid, [-1]).movedim(-1, 1))
 
 
-@follows("im2col", "col2im")
+@follows("im2col col2im")
 def of_images(call: Call) -> Tensor:
     """Join the ids of ``[N, ..]`` over all dimensions but N."""
-    rows = [folded(call.of(tensor), range(1, tensor.dim())) for _, tensor in call.tensors()]
-    return joined(*(row.reshape([-1, *[1] * (call.out_rank() - 1)]) for row in rows))
+    rows = [folded(ids, range(1, ids.dim())) for ids in call.all_ids()]
+    return joined(*(along_dim(row, 0, call.out_rank()) for row in rows))
 
 
 @follows(
-    *names_of(
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_fused_attention_overrideable "
-        "_scaled_dot_product_cudnn_attention"
-    )
+    """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_fused_attention_overrideable
+    _scaled_dot_product_cudnn_attention"""
 )
 def attention(call: Call) -> list[Tensor]:
     """Join ids over the last two dimensions of query, key and value."""
@@ -152,8 +139,7 @@ def attention(call: Call) -> list[Tensor]:
     for name in ("attn_mask", "attn_bias"):
         if call.has(name):
             mask = call.ids(name)
-            mask = mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
-            parts.append(folded(mask, [-2, -1]))
+            parts.append(folded(mask.reshape([1] * (4 - mask.dim()) + list(mask.shape)), [-2, -1]))
     result = joined(*parts)
     return [result, *(_beside(result, out) for out in call.outputs[1:])]
 
@@ -167,15 +153,12 @@ def _beside(ids: Tensor, out: Any) -> Tensor:
     return any_samples(out.dim()) if out.is_floating_point() else no_samples(out.dim())
 
 
-_LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss"
-
-
-@follows(*names_of(_LOSSES))
+@follows("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss")
 def loss(call: Call) -> Tensor:
-    return _reduced(call, joined(*(call.of(tensor) for _, tensor in call.tensors())))
+    return _reduced(call, joined(*call.all_ids()))
 
 
-@follows("multi_margin_loss", "multilabel_margin_loss_forward")
+@follows("multi_margin_loss multilabel_margin_loss_forward")
 def margin_loss(call: Call) -> list[Tensor]:
     source, target = call.ids("self"), call.ids("target")
     rows = folded(source, [-1])
@@ -187,7 +170,7 @@ def margin_loss(call: Call) -> list[Tensor]:
     return [first, *[losses] * (len(call.outputs) - 1)]
 
 
-@follows("nll_loss_forward", "nll_loss2d_forward")
+@follows("nll_loss_forward nll_loss2d_forward")
 def nll_loss(call: Call) -> list[Tensor]:
     """Follow ``[N, C, ..]`` and targets ``[N, ..]``; the mean divides by a token count, made from the targets."""
     source, target = call.ids("self"), call.ids("target")
@@ -196,19 +179,17 @@ def nll_loss(call: Call) -> list[Tensor]:
     losses = joined(rows, target)
     if call.has("weight") and bool(call.ids("weight").any()):
         raise Undecided("its weights of classes hold samples")
-    weights = folded(target, range(target.dim()), linear=True).reshape([])  # sum of class weights
-    if call.get("reduction") == 1 and call.clips:  # Note [Token counts]
+    weights = total(target)  # sum of class weights
+    if call.get("reduction") == 1 and call.facts.clips:  # Note [Token counts]
         losses = folded(losses, range(losses.dim()))
     return [_reduced(call, losses), *[weights] * (len(call.outputs) - 1)]
 
 
 def _reduced(call: Call, ids: Tensor) -> Tensor:
-    if call.get("reduction") == 0:
-        return ids
-    return folded(ids, range(ids.dim()), linear=True).reshape([])
+    return ids if call.get("reduction") == 0 else total(ids)
 
 
-@follows("_ctc_loss", "_use_cudnn_ctc_loss")
+@follows("_ctc_loss _use_cudnn_ctc_loss")
 def ctc_loss(call: Call) -> list[Tensor]:
     """Follow ``[T, N, C]`` and targets ``[N, S]``; the offsets of concatenated targets depend on all target lengths."""
     rows = folded(call.ids("log_probs"), [0, 2]).reshape(-1)
@@ -220,4 +201,4 @@ def ctc_loss(call: Call) -> list[Tensor]:
             rows = joined(rows, folded(ids, range(0 if whole else 1, ids.dim())).reshape(-1))
         else:
             call.get(name)
-    return [rows.reshape([-1, *[1] * (out.dim() - 1)]) for out in call.outputs]
+    return [along_dim(rows, 0, out.dim()) for out in call.outputs]

@@ -10,53 +10,50 @@ import torch
 from torch import Tensor
 
 from fxgrad.proof.calls import Call, Undecided
-from fxgrad.proof.origins import MANY, NONE, SUM, added, folded, joined, no_samples
+from fxgrad.proof.origins import added, added_at, along_dim, chosen, folded, joined, no_samples, whole
 from fxgrad.proof.rules.registry import follows
 
 
-@follows("index", "_unsafe_index")
+@follows("index _unsafe_index")
 def index(call: Call) -> Tensor:
     """Index with tensors: known indices pick ids; along other indexed dimensions, join the ids of all elements."""
+    indices = {dim: one for dim, one in enumerate(call.arguments["indices"]) if one is not None}
+    if any(one.dtype in (torch.bool, torch.uint8) for one in indices.values()):  # all of a mask decides about each
+        call.shape("self")
+        return _everything(call, [call.ids("self"), *map(call.of, indices.values())])
+    return _indexed(call, indices)
+
+
+def _indexed(call: Call, indices: Mapping[int, Tensor]) -> Tensor:
     source, shape = call.ids("self"), call.shape("self")
-    indices = list(call.arguments["indices"])
-    if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
-        return _masked(call, source)
-    at = [dim for dim, one in enumerate(indices) if one is not None]
     steps: list[Any] = [slice(None)] * source.dim()
     which = no_samples(0)
-    for dim in at:
-        which = joined(which, call.of(indices[dim]))
-        known = _known(call, indices[dim], shape[dim]) if source.shape[dim] != 1 else None
+    for dim, places in indices.items():
+        which = joined(which, call.of(places))
+        known = _known(call, places, shape[dim]) if source.shape[dim] != 1 else None
         if known is None:
             source = folded(source, [dim])
-            steps[dim] = torch.zeros([1] * indices[dim].dim(), dtype=torch.int64)
+            steps[dim] = torch.zeros([1] * places.dim(), dtype=torch.int64)
         else:
             source = call.full(source, shape, [dim])
             steps[dim] = known % shape[dim]
-    picked = source[tuple(steps)]
-    rank = max(one.dim() for one in indices if one is not None)
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    behind = picked.dim() - rank - (at[0] if adjacent else 0)
-    which = which.reshape([1] * (rank - which.dim()) + list(which.shape))
-    return joined(picked, which.reshape([*which.shape, *[1] * behind])) if bool(which.any()) else picked
+    picked, rank, at = source[tuple(steps)], _rank(indices), list(indices)
+    behind = picked.dim() - rank - (at[0] if _adjacent(at) else 0)
+    return chosen(picked, which.reshape([*[1] * (rank - which.dim()), *which.shape, *[1] * behind]))
 
 
-def _masked(call: Call, source: Tensor) -> Tensor:
-    """Index with a mask; which elements it picks, and how many, depends on the whole mask."""
-    parts = [source, *(call.of(one) for one in call.arguments["indices"] if one is not None)]
-    if not any(bool(part.any()) for part in parts):
-        return no_samples(call.out_rank())
-    return _everything(call, parts)
+def _adjacent(dims: list[int]) -> bool:
+    return dims == list(range(dims[0], dims[-1] + 1))
 
 
-def _everything(call: Call, parts: list[Tensor]) -> Tensor:
-    whole = joined(*(folded(part, range(part.dim())).reshape([]) for part in parts))
-    return whole.reshape([1] * call.out_rank())
+def _everything(call: Call, parts: list[Tensor], i: int = 0) -> Tensor:
+    """Return the ids of an output whose elements depend on all elements of all parts."""
+    return joined(*map(whole, parts)).reshape([1] * call.out_rank(i))
 
 
 def _known(call: Call, tensor: Tensor, size: int) -> Tensor | None:
     """Return the values of an index made only of sizes and constants; refuse it if other batch sizes may change it."""
-    origins = call.origins(tensor)
+    origins = call.facts.of(tensor)
     if origins.known is None:
         return None
     if not origins.known.certain(call.trial):
@@ -67,16 +64,10 @@ def _known(call: Call, tensor: Tensor, size: int) -> Tensor | None:
 
 @follows("index_select")
 def index_select(call: Call) -> Tensor:
-    source, shape = call.ids("self"), call.shape("self")
-    (dim,) = call.dims("dim", source.dim())
-    which = call.ids("index")
-    known = _known(call, call.arguments["index"], shape[dim]) if source.shape[dim] != 1 else None
-    if known is not None:
-        picked = call.full(source, shape, [dim]).index_select(dim, known.reshape(-1))
-    else:
-        picked = folded(source, [dim]) if source.shape[dim] != 1 else source
-    which = which.reshape([-1 if d == dim else 1 for d in range(source.dim())])
-    return joined(picked, which) if bool(which.any()) else picked
+    rank = call.out_rank()
+    (dim,) = call.dims("dim", rank)
+    picked = _indexed(call, {dim: call.arguments["index"]})
+    return picked if picked.dim() == rank else picked.unsqueeze(dim)  # an index without dimensions
 
 
 def form(table: Tensor) -> tuple[str, ...]:
@@ -88,8 +79,8 @@ def form(table: Tensor) -> tuple[str, ...]:
 def embedding(call: Call) -> Tensor:
     """Look up a row of the table for each index."""
     table, ids = call.ids("weight"), call.ids("indices")
-    renormed = call.origins(call.arguments["weight"]).renormed
-    indices, shape = call.origins(call.arguments["indices"]), form(call.arguments["weight"])
+    renormed = call.facts.of(call.arguments["weight"]).renormed
+    indices, shape = call.facts.of(call.arguments["indices"]), form(call.arguments["weight"])
     if renormed is not None and renormed[0] is indices and renormed[2] == shape:
         table = no_samples(2)  # renorm leaves a row that is read equally short, whichever samples read it
     row = folded(table, [0]) if table.shape[0] != 1 else table
@@ -116,18 +107,10 @@ def gather(call: Call) -> Tensor:
             sizes[dim] = shape[dim]
             full = call.full(source, sizes, range(source.dim()))
             source = full.gather(dim, known.expand(wanted) % shape[dim])
-    return joined(source, which) if bool(which.any()) else source
+    return chosen(source, which)
 
 
-@follows(
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "index_reduce",
-)
+@follows("scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce")
 def put(call: Call) -> Tensor:
     """Write along one dimension; without known indices, a source row may be written to any index."""
     base, shape = call.ids("self"), call.shape("self")
@@ -137,7 +120,7 @@ def put(call: Call) -> Tensor:
         return joined(base, what.reshape([]), which.reshape([]))
     (dim,) = call.dims("dim", base.dim())
     if call.name.startswith("index_"):
-        which = which.reshape([-1 if d == dim else 1 for d in range(base.dim())])
+        which = along_dim(which, dim, base.dim())
     what = what.reshape([1] * base.dim()) if what.dim() < base.dim() else what
     linear = call.name in ("scatter_add", "index_add")
     if not bool(which.any()) and not what.shape[dim] == base.shape[dim] == 1:
@@ -146,9 +129,7 @@ def put(call: Call) -> Tensor:
             return _put_at(call, base, what, places, dim, linear=linear)
     if name is not None and call.name.startswith("scatter") and what.dim() == len(shape):
         _check_whole(what, call.shape(name), shape, dim)
-    what = folded(what, [dim], linear=linear)
-    which = folded(which, [dim])
-    what = joined(what, which) if bool(which.any()) else what
+    what = chosen(folded(what, [dim], linear=linear), folded(which, [dim]))
     return added(base, what) if linear or torch.equal(*torch.broadcast_tensors(base, what)) else joined(base, what)
 
 
@@ -180,31 +161,16 @@ def _put_at(call: Call, base: Tensor, what: Tensor, places: Tensor, dim: int, *,
         raise Undecided("it writes fewer rows than it names")
     rows = what.narrow(dim, 0, len(places)) if what.shape[dim] != 1 else what
     rows = rows.expand([*what.shape[:dim], len(places), *what.shape[dim + 1 :]])
-    written = _added_at(rows, places, size, dim)
+    written = added_at(rows, places, size, dim)
     if linear:
         return added(base, written)  # at an index that nothing is written to, this is an upper bound
     if call.name != "index_copy" or len(places.unique()) < len(places):
         return joined(base, written)
     over = torch.zeros(size, dtype=torch.bool).index_fill(0, places, True)
-    return torch.where(over.reshape([-1 if d == dim else 1 for d in range(base.dim())]), written, base)
+    return torch.where(along_dim(over, dim, base.dim()), written, base)
 
 
-def _added_at(rows: Tensor, places: Tensor, size: int, dim: int) -> Tensor:
-    """Return the ids of the sums that rows along a dimension scatter to known indices."""
-    least = _reduced_at(rows, places, size, dim, "amin", torch.iinfo(torch.int32).max)
-    most = _reduced_at(rows, places, size, dim, "amax", -torch.iinfo(torch.int32).max)
-    met = torch.where(least == MANY, MANY, SUM)
-    return torch.where(least > most, NONE, torch.where(least == most, least, met)).to(torch.int32)
-
-
-def _reduced_at(rows: Tensor, places: Tensor, size: int, dim: int, how: str, empty: int) -> Tensor:
-    values = torch.where(rows == 0, empty, rows)
-    shape = [*rows.shape[:dim], size, *rows.shape[dim + 1 :]]
-    where = places.reshape([-1 if d == dim else 1 for d in range(rows.dim())]).expand(rows.shape)
-    return torch.full(shape, empty, dtype=rows.dtype).scatter_reduce(dim, where, values, how)
-
-
-@follows("index_put", "_unsafe_index_put")
+@follows("index_put _unsafe_index_put")
 def index_put(call: Call) -> Tensor:
     """Write at indices in tensors; an unknown index may be any along its dimension."""
     base, shape = call.ids("self"), call.shape("self")
@@ -229,7 +195,7 @@ def index_put(call: Call) -> Tensor:
         values = values.reshape([*sizes, *[1] * (len(indices) - len(known)), *values.shape[1:]])
         return values.movedim(list(range(base.dim())), order)
 
-    written = placed(_added_at(sent, where, rows, 0))
+    written = placed(added_at(sent, where, rows, 0))
     if linear:
         return added(base, written)
     if len(known) < len(indices) or len(where.unique()) < len(where):
@@ -248,13 +214,11 @@ def _sent(call: Call, indices: Mapping[int, Tensor]) -> Tensor:
     rest = call.out_rank() - len(at)
     values = call.ids("values")
     sent = values.reshape([*[1] * (rank + rest - values.dim()), *values.shape])
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    if adjacent and at[0] != 0:  # adjacent indexed dimensions keep their position
+    if _adjacent(at) and at[0] != 0:  # adjacent indexed dimensions keep their position
         sent = sent.movedim(list(range(at[0], at[0] + rank)), list(range(rank)))
     for places in indices.values():
-        ids_of_index = call.of(places)
-        ids_of_index = ids_of_index.reshape([*[1] * (rank - ids_of_index.dim()), *ids_of_index.shape, *[1] * rest])
-        sent = joined(sent, ids_of_index) if bool(ids_of_index.any()) else sent
+        which = call.of(places)
+        sent = chosen(sent, which.reshape([*[1] * (rank - which.dim()), *which.shape, *[1] * rest]))
     wanted = torch.broadcast_shapes(*(call.trial.shape(places.shape) for places in indices.values()))
     return sent.expand([*wanted, *sent.shape[rank:]])
 
@@ -266,39 +230,24 @@ def _put_masked(call: Call, base: Tensor, *, linear: bool) -> Tensor:
     if len(indices) == len(parts) == 1 and not linear and call.arguments["values"].numel() == 1:
         mask = parts[0].reshape([*parts[0].shape, *[1] * (base.dim() - parts[0].dim())])
         return joined(base, mask, values.reshape([1] * base.dim()))
-    parts += [base, values]
-    return _everything(call, parts) if any(bool(part.any()) for part in parts) else base
+    return _everything(call, [*parts, base, values])
 
 
-@follows(
-    "nonzero",
-    "nonzero_static",
-    "masked_select",
-    "unique_consecutive",
-    "_unique2",
-    "unique_dim",
-    "bincount",
-    "histc",
-)
+@follows("nonzero nonzero_static masked_select unique_consecutive _unique2 unique_dim bincount histc")
 def counted(call: Call) -> list[Tensor]:
-    parts = [call.of(tensor) for _, tensor in call.tensors()]
-    if not any(bool(part.any()) for part in parts):
-        return [no_samples(call.out_rank(i)) for i in range(len(call.outputs))]
-    whole = joined(*(folded(part, range(part.dim())).reshape([]) for part in parts))
-    return [whole.reshape([1] * call.out_rank(i)) for i in range(len(call.outputs))]
+    return [_everything(call, call.all_ids(), i) for i in range(len(call.outputs))]
 
 
-@follows("bucketize", "searchsorted")
+@follows("bucketize searchsorted")
 def sought(call: Call) -> Tensor:
-    boundaries = "boundaries" if call.has("boundaries") else "sorted_sequence"
-    where = call.ids(boundaries)
+    where = call.ids("boundaries" if call.has("boundaries") else "sorted_sequence")
     values = call.ids("self") if call.has("self") else no_samples(call.out_rank())
     where = joined(where, call.ids("sorter")) if call.has("sorter") else where
     rows = folded(where, [-1])
     return call.ranked(joined(values, rows) if rows.dim() > 1 else joined(values, rows.reshape([])))
 
 
-@follows("_embedding_bag", "_embedding_bag_forward_only")
+@follows("_embedding_bag _embedding_bag_forward_only")
 def embedding_bag(call: Call) -> list[Tensor]:
     """Reduce bags of table rows; the offsets assign indices to bags."""
     ids, table = call.ids("indices"), folded(call.ids("weight"), [0])
@@ -310,7 +259,7 @@ def embedding_bag(call: Call) -> list[Tensor]:
     if ids.shape[0] == 1:
         bag_ids = ids.reshape(1, 1)
     else:
-        offsets = call.origins(call.arguments["offsets"]).known
+        offsets = call.facts.of(call.arguments["offsets"]).known
         if offsets is None or not offsets.certain(call.trial):
             raise Undecided("which of its rows are in a bag is known at run time")
         (count,) = call.shape("indices")
@@ -319,12 +268,11 @@ def embedding_bag(call: Call) -> list[Tensor]:
             raise Undecided("its offsets go back")
         bag = torch.searchsorted(starts, torch.arange(count), right=True) - 1
         rows = call.full(ids, [count], [0]).unsqueeze(1)
-        bag_ids = joined(_added_at(rows, bag, bags, 0))
-    whole = joined(folded(ids, [0]).reshape([]), folded(table, [0, 1]).reshape([]))
-    return [joined(bag_ids, table), *(whole.reshape([1] * call.out_rank(i)) for i in range(1, len(call.outputs)))]
+        bag_ids = joined(added_at(rows, bag, bags, 0))
+    rest = [_everything(call, [ids, table], i) for i in range(1, len(call.outputs))]
+    return [joined(bag_ids, table), *rest]
 
 
-@follows("masked_scatter", "put", "take")
+@follows("masked_scatter put take")
 def anywhere(call: Call) -> Tensor:
-    parts = [call.of(tensor) for _, tensor in call.tensors()]
-    return _everything(call, parts) if any(bool(part.any()) for part in parts) else no_samples(call.out_rank())
+    return _everything(call, call.all_ids())

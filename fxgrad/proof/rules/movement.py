@@ -8,20 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.host.ops import schema
 from fxgrad.proof.calls import LARGEST, Call, Undecided
-from fxgrad.proof.origins import (
-    MANY,
-    added,
-    folded,
-    joined,
-    no_samples,
-    regrouped,
-)
-from fxgrad.proof.rules.registry import follows, names_of
+from fxgrad.proof.origins import MANY, added, folded, joined, no_samples, regrouped, whole
+from fxgrad.proof.rules.registry import follows
 
 
-@follows("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
+@follows("view _unsafe_view reshape _reshape_alias view_copy _reshape_copy")
 def view(call: Call) -> Tensor:
     if "dtype" in call.arguments:
         raise Undecided("it reads values as another dtype")
@@ -32,69 +24,56 @@ def view(call: Call) -> Tensor:
 
 
 @follows(
-    *names_of(
-        "permute transpose t unsqueeze squeeze diagonal split unbind split_with_sizes unfold rot90 "
-        "permute_copy transpose_copy unsqueeze_copy squeeze_copy diagonal_copy unbind_copy split_copy "
-        "split_with_sizes_copy unsafe_split unsafe_split_with_sizes unfold_copy"
-    )
+    """permute transpose t unsqueeze squeeze diagonal split unbind split_with_sizes unfold rot90 permute_copy
+    transpose_copy unsqueeze_copy squeeze_copy diagonal_copy unbind_copy split_copy split_with_sizes_copy
+    unsafe_split unsafe_split_with_sizes unfold_copy"""
 )
 def moved(call: Call) -> Any:
     """Run the op on ids in place of values."""
     source, shape = call.ids("self"), call.shape("self")
     if source.numel() == 1 and len(call.outputs) == 1:
         return source.reshape([1] * call.out_rank())
-    args = dict(call.arguments)
-    for name in args:
-        if name != "self":
-            args[name] = call.get(name)
-            _check(call, name, shape)
-    result = _run(call, source.expand(shape), args)
+    numbers = {name: call.get(name) for name in call.arguments if name != "self"}
+    for name in numbers:
+        _check(call, name, shape)
+    result = call.run({**numbers, "self": source.expand(shape)})
     return list(result) if isinstance(result, tuple | list) else result
 
 
-@follows("expand", "expand_copy")
+@follows("expand expand_copy")
 def expand(call: Call) -> Tensor:
     """Keep the ids, which broadcast as the values do."""
     return call.ranked(call.ids("self"))
 
 
-def _run(call: Call, source: Tensor, args: dict[str, Any]) -> Any:
-    """Call the op with ids as its first argument."""
-    args["self"] = source
-    positional = [args[one.name] for one in schema(call.func).arguments if not one.kwarg_only]
-    return call.func(*positional)
-
-
 def _check(call: Call, name: str, shape: Sequence[int]) -> None:
     """Check offsets and lengths along dimensions that grow with the batch; there they may act as thresholds."""
     if name in ("split_size", "split_sizes", "size", "step"):
-        dims = call.dims("dim", len(shape)) if "dim" in call.arguments else call.dims("dimension", len(shape))
-        for dim in dims:
-            call.check_numbers(call.arguments[name], "self", dim)
-    if name == "offset":
-        _check_offset(call, "self", len(shape))
+        for dim in call.dims("dim" if "dim" in call.arguments else "dimension", len(shape)):
+            call.check_numbers(call.arguments[name], dim)
+    if name == "offset":  # a distant diagonal has no elements in a small matrix
+        for dim in (call.get("dim1"), call.get("dim2")):
+            call.check_numbers(call.arguments["offset"], dim % len(shape))
 
 
-def _check_offset(call: Call, along: str, rank: int) -> None:
-    """Check a diagonal's offset; a distant diagonal has no elements in a small matrix."""
-    for name in ("dim1", "dim2"):
-        call.check_numbers(call.arguments["offset"], along, call.get(name) % rank)
-
-
-@follows("slice", "slice_copy", "select", "select_copy", "narrow_copy")
+@follows("slice slice_copy select select_copy narrow_copy")
 def cut(call: Call) -> Tensor:
     """Take a slice along one dimension; refuse one that may be empty only at this batch size."""
     source = call.ids("self")
     (dim,) = call.dims("dim", source.dim())
-    args = dict(call.arguments)
-    for name in args:
-        if name not in ("self", "dim"):
-            call.check_numbers(args[name], "self", dim)
+    names = _check_along(call, dim)
     if source.shape[dim] == 1:
         return source.squeeze(dim) if call.name.startswith("select") else source
-    shape = call.shape("self")
-    args.update({name: call.get(name) for name in args if name not in ("self", "dim")})
-    return _run(call, call.full(source, shape, [dim]), args)  # type: ignore[no-any-return]
+    numbers = {name: call.get(name) for name in names}
+    return call.run({**numbers, "self": call.full(source, call.shape("self"), [dim])})  # type: ignore[no-any-return]
+
+
+def _check_along(call: Call, dim: int) -> list[str]:
+    """Check the numbers that place a slice along a dimension; return their names."""
+    names = [name for name in call.arguments if name not in ("self", "src", "dim")]
+    for name in names:
+        call.check_numbers(call.arguments[name], dim)
+    return names
 
 
 @follows("cat")
@@ -120,23 +99,22 @@ def stack(call: Call) -> Tensor:
     return torch.stack(ids, dim)
 
 
-@follows("roll", "flip")
+@follows("roll flip")
 def turned(call: Call) -> Tensor:
     source, shape = call.ids("self"), call.shape("self")
     dims = call.dims("dims", len(shape)) if call.get("dims") or call.name == "roll" else []
     if all(source.shape[dim] == 1 for dim in dims):
         return source
-    args = dict(call.arguments)
-    if call.name == "roll":
-        shifts = args["shifts"] if isinstance(args["shifts"], list | tuple) else [args["shifts"]]
-        if not call.get("dims"):
-            raise Undecided("it rolls over all elements")
-        for shift, dim in zip(shifts, dims, strict=True):
-            if source.shape[dim] != 1:
-                call.check_numbers(shift, "self", dim)
-        pairs = [(s, d) for s, d in zip(call.get("shifts"), dims, strict=True) if source.shape[d] != 1]
-        return torch.roll(call.full(source, shape, dims), [s for s, _ in pairs], [d for _, d in pairs])
-    return torch.flip(call.full(source, shape, dims), dims)
+    if call.name == "flip":
+        return torch.flip(call.full(source, shape, dims), dims)
+    if not call.get("dims"):
+        raise Undecided("it rolls over all elements")
+    raw = call.check_linear(call.arguments["shifts"])
+    shifts = [(shift, dim) for shift, dim in zip(raw, dims, strict=True) if source.shape[dim] != 1]
+    for shift, dim in shifts:
+        call.check_numbers(shift, dim)
+    full = call.full(source, shape, dims)
+    return torch.roll(full, [call.trial.number(shift) for shift, _ in shifts], [dim for _, dim in shifts])
 
 
 @follows("repeat")
@@ -153,37 +131,30 @@ def repeat(call: Call) -> Tensor:
 @follows("constant_pad_nd")
 def pad(call: Call) -> Tensor:
     source, shape = call.ids("self"), call.shape("self")
-    widths = call.get("pad")
-    raw = call.arguments["pad"]
-    kept = []
-    for i in range(len(widths) // 2):
-        dim = len(shape) - 1 - i
-        pair = widths[2 * i : 2 * i + 2]
-        if source.shape[dim] == 1:  # give the constants the ids of their neighbours
-            pair = [0, 0]
+    widths, kept = call.get("pad"), []
+    for i in range(0, len(widths), 2):
+        dim = len(shape) - 1 - i // 2
+        if source.shape[dim] == 1:
+            kept += [0, 0]  # the constants get the ids of their neighbours
         else:
-            call.check_numbers(raw[2 * i : 2 * i + 2], "self", dim)
-        kept += pair
+            call.check_numbers(call.arguments["pad"][i : i + 2], dim)
+            kept += widths[i : i + 2]
     value = torch.nn.functional.pad(source, kept)
     empty = any(p and size == 1 for p, size in zip(widths[::2], reversed(shape), strict=False))
     return joined(value) if empty else value
 
 
-@follows("slice_scatter", "select_scatter", "diagonal_scatter")
+@follows("slice_scatter select_scatter diagonal_scatter")
 def written(call: Call) -> Tensor:
     """Write values into a slice of others."""
     base, source, shape = call.ids("self"), call.ids("src"), call.shape("self")
     if call.name == "diagonal_scatter":
         if base.numel() == source.numel() == 1:
             return added(base.reshape([1] * len(shape)), source.reshape([1] * len(shape)))
-        _check_offset(call, "self", len(shape))
-        dims = [call.get("dim1") % len(shape), call.get("dim2") % len(shape)]
-        return torch.diagonal_scatter(
-            call.full(base, shape, range(len(shape))),
-            call.full(source, call.shape("src"), range(len(shape) - 1)),
-            call.get("offset"),
-            *dims,
-        )
+        _check(call, "offset", shape)
+        into = call.full(base, shape, range(len(shape)))
+        of = call.full(source, call.shape("src"), range(len(shape) - 1))
+        return call.run({"self": into, "src": of})  # type: ignore[no-any-return]
     (dim,) = call.dims("dim", len(shape))
     select = call.name == "select_scatter"
     if select:
@@ -191,26 +162,21 @@ def written(call: Call) -> Tensor:
     fixed = base.shape[dim] == 1 and source.shape[dim] == 1
     if fixed and torch.equal(*torch.broadcast_tensors(base, source)):
         return base
-    whole = [max(a, b) for a, b in zip(base.shape, source.shape, strict=True)]
-    whole[dim] = shape[dim]
-    args = dict(call.arguments)
-    for name in args:
-        if name not in ("self", "src", "dim"):
-            call.check_numbers(args[name], "self", dim)
-            args[name] = call.get(name)
-    part = list(whole)
-    part[dim] = 1 if select else call.shape("src")[dim]
-    into, of = call.full(base, whole, range(len(whole))), call.full(source, part, range(len(whole)))
-    args["src"] = of.squeeze(dim) if select else of
-    return _run(call, into, args)  # type: ignore[no-any-return]
+    sizes = [max(a, b) for a, b in zip(base.shape, source.shape, strict=True)]
+    sizes[dim] = shape[dim]
+    numbers = {name: call.get(name) for name in _check_along(call, dim)}
+    into = call.full(base, sizes, range(len(sizes)))
+    sizes[dim] = 1 if select else call.shape("src")[dim]
+    of = call.full(source, sizes, range(len(sizes)))
+    return call.run({**numbers, "self": into, "src": of.squeeze(dim) if select else of})  # type: ignore[no-any-return]
 
 
-@follows("tril", "triu")
+@follows("tril triu")
 def kept(call: Call) -> Tensor:
     return call.ids("self")
 
 
-@follows("as_strided", "as_strided_copy")
+@follows("as_strided as_strided_copy")
 def as_strided(call: Call) -> Tensor:
     """Read memory by other strides; elements outside the operand have ids MANY."""
     ids, shape, size = call.ids("self"), call.shape("self"), call.get("size")
@@ -246,27 +212,19 @@ def view_as_complex(call: Call) -> Tensor:
 
 @follows("diag_embed")
 def diag_embed(call: Call) -> Tensor:
-    source = call.ids("self")
-    rank = call.out_rank()
-    call.check_numbers(call.arguments["offset"], "self", -1)
-    if source.shape[-1] == 1 and [call.get(name) % rank for name in ("dim1", "dim2")] == [
-        rank - 2,
-        rank - 1,
-    ]:
+    source, rank = call.ids("self"), call.out_rank()
+    call.check_numbers(call.arguments["offset"], -1)
+    offset, *dims = (call.get(name) for name in ("offset", "dim1", "dim2"))
+    if source.shape[-1] == 1 and [dim % rank for dim in dims] == [rank - 2, rank - 1]:
         return source.unsqueeze(-1)
-    return torch.diag_embed(
-        call.full(source, call.shape("self"), [source.dim() - 1]),
-        call.get("offset"),
-        call.get("dim1"),
-        call.get("dim2"),
-    )
+    return torch.diag_embed(call.full(source, call.shape("self"), [source.dim() - 1]), offset, *dims)
 
 
-@follows("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+@follows("pixel_shuffle pixel_unshuffle channel_shuffle")
 def shuffled(call: Call) -> Tensor:
     """Run the op on the ids of the dimensions that it permutes within an image."""
     source = call.ids("self")
-    dims = [1] if call.name == "channel_shuffle" else [source.dim() - 3, source.dim() - 2, source.dim() - 1]
+    dims = [1] if call.name == "channel_shuffle" else list(range(source.dim() - 3, source.dim()))
     if all(source.shape[dim] == 1 for dim in dims):
         return source
     factor = next(name for name in ("groups", "upscale_factor", "downscale_factor") if name in call.arguments)
@@ -278,20 +236,6 @@ def repeat_interleave(call: Call) -> Tensor:
     raise Undecided("it repeats rows a number of times that only the values say")
 
 
-@follows(
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "scalar_tensor",
-    "eye",
-    "linspace",
-    "logspace",
-    "empty_strided",
-)
+@follows("empty zeros ones full arange scalar_tensor eye linspace logspace empty_strided")
 def made(call: Call) -> Tensor:
-    ids_of_numbers = [call.of(tensor) for _, tensor in call.tensors()]
-    if not ids_of_numbers or all(not bool(ids.any()) for ids in ids_of_numbers):
-        return no_samples(call.out_rank())
-    return joined(*(ids.reshape([]) for ids in ids_of_numbers if ids.numel() == 1)).reshape([1] * call.out_rank())
+    return joined(no_samples(0), *map(whole, call.all_ids())).reshape([1] * call.out_rank())

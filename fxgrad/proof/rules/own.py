@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fxgrad.proof.calls import Call, Undecided
-from fxgrad.proof.origins import any_samples, folded, joined
+from fxgrad.proof.origins import along_dim, any_samples, folded, joined, whole
 from fxgrad.proof.rules.registry import follows
-from fxgrad.proof.trials import ROWS
+from fxgrad.proof.trials import rows_of
 
 
 @follows("fxgrad::recurrence")
@@ -22,38 +21,33 @@ def recurrence(call: Call) -> list[Tensor]:
     weights = [call.ids(name) for name in ("w_ih", "b_ih", "w_hh", "b_hh", "w_hr") if call.has(name)]
     if any(bool(ids.any()) for ids in weights):
         raise Undecided("its weights hold samples")
-    return [_at(rows, 0 if out.dim() < 3 else 1, out.dim()) for out in call.outputs]
-
-
-def _at(rows: Tensor, dim: int, rank: int) -> Tensor:
-    if rank == 1:  # a placeholder for an output that this kind of layer lacks
-        dim = 0
-    return rows.reshape([-1 if d == dim else 1 for d in range(rank)])
+    # an output of rank 1 is a placeholder for one that this kind of layer lacks
+    return [along_dim(rows, 0 if out.dim() < 3 else 1, out.dim()) for out in call.outputs]
 
 
 @follows("fxgrad::grouped_rows")
 def grouped_rows(call: Call) -> Tensor:
     rows = folded(call.ids("input"), [1])
-    table = folded(call.ids("weight"), [0, 1, 2]).reshape(1, 1)
+    table = whole(call.ids("weight"))
     return joined(rows, call.ids("ids").reshape(-1, 1), table)
 
 
-@follows("fxgrad::pad_packed", "fxgrad::pad_packed_to_longest", unread=["batch_sizes", "order"])
+@follows("fxgrad::pad_packed fxgrad::pad_packed_to_longest", unread="batch_sizes order")
 def pad_packed(call: Call) -> Tensor:
     """Unpack rows, in the order of their indices, into ``[T, B, *]``."""
     _check_rows(call, call.ids("data"))
     return _samples(call, 1)
 
 
-@follows("fxgrad::packed_lengths", unread=["x", "batch_sizes", "order"])
+@follows("fxgrad::packed_lengths", unread="x batch_sizes order")
 def packed_lengths(call: Call) -> Tensor:
     return _samples(call, 0)
 
 
-@follows("fxgrad::repack", unread=["batch_sizes", "order"])
+@follows("fxgrad::repack", unread="batch_sizes order")
 def repack(call: Call) -> Tensor:
     """Pack ``[T, B, *]`` into rows, in the order of the given indices."""
-    source, samples = _columns(call.ids("x")), call.packs[_pack(call)][call.place]
+    source, samples = _columns(call.ids("x")), call.facts.packs[_pack(call)][call.place]
     if not bool(((source == 0) | (source == samples)).all()):
         raise Undecided("what it packs is not padded")
     return _rows(call, _pack(call), call.out_rank())
@@ -67,7 +61,7 @@ def pack(call: Call) -> list[Tensor]:
     if not bool((samples > 0).all()):
         raise Undecided("its lengths are not those of its samples, one for each")
     call.new_pack.append(samples)
-    return [_rows(call, len(call.packs), call.out_rank()), any_samples(1), any_samples(1)]
+    return [_rows(call, len(call.facts.packs), call.out_rank()), any_samples(1), any_samples(1)]
 
 
 def _columns(ids: Tensor) -> Tensor:
@@ -77,7 +71,7 @@ def _columns(ids: Tensor) -> Tensor:
 
 def _pack(call: Call) -> int:
     """Return the packed sequence to which both the batch sizes and the order belong."""
-    packs = {call.origins(call.arguments[name]).pack for name in ("batch_sizes", "order")}
+    packs = {call.facts.of(call.arguments[name]).pack for name in ("batch_sizes", "order")}
     (pack_read,) = packs if len(packs) == 1 else (None,)
     if pack_read is None:
         raise Undecided("its sizes and its order are not those of one packed sequence")
@@ -86,22 +80,20 @@ def _pack(call: Call) -> int:
 
 def _check_rows(call: Call, data: Tensor) -> None:
     rows = folded(data, range(1, data.dim())).reshape(-1)
-    first = ROWS * (_pack(call) + 1)
-    if not bool(((rows == 0) | (rows == torch.arange(len(rows)) + first)).all()):
+    if not bool(((rows == 0) | (rows == rows_of(_pack(call), len(rows)))).all()):
         raise Undecided("its rows are not in the order of its indices")
 
 
 def _rows(call: Call, pack: int, rank: int) -> Tensor:
     count = call.out_shape()[0]
-    return (torch.arange(count, dtype=torch.int32) + ROWS * (pack + 1)).reshape([-1, *[1] * (rank - 1)])
+    return along_dim(rows_of(pack, count), 0, rank)
 
 
 def _samples(call: Call, dim: int) -> Tensor:
-    return _at(call.packs[_pack(call)][call.place], dim, call.out_rank())
+    return along_dim(call.facts.packs[_pack(call)][call.place], dim, call.out_rank())
 
 
 @follows("embedding_renorm")
 def embedding_renorm(call: Call) -> Tensor:
     """Renorm the rows that are read; `embedding` has the samples that read them."""
-    readers = folded(call.ids("indices"), range(call.ids("indices").dim())).reshape(1, 1)
-    return joined(readers, folded(call.ids("self"), [1]))
+    return joined(whole(call.ids("indices")), folded(call.ids("self"), [1]))
