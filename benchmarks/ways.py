@@ -22,7 +22,7 @@ import torch._dynamo
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.costs.contractions import contraction_of, costs
+from fxgrad.costs.contractions import costs
 from fxgrad.costs.machines import REFERENCE, Machine, measure
 from fxgrad.gradients.sample_grads import SampleGrads, deferred
 from fxgrad.kernels.settings import Settings
@@ -100,7 +100,7 @@ def line(kind: str, sizes: tuple[int, ...], machine: Machine) -> str:
     """One row of the table."""
     operands, make, shape = {"linear": linear, "conv": conv, "table": table}[kind](*sizes)
     term, n = make(*operands), sizes[0]
-    prices = costs(contraction_of(term), REFERENCE, n)
+    prices = costs(term.contraction(), REFERENCE, n)
     steps = {way: step(way, make, shape) for way, price in prices.items() if price.seconds < SLOW}
     times = least_seconds(steps, operands)
     best = min(times.values())

@@ -24,7 +24,7 @@ from benchmarks.models import MODELS as BENCHMARKS
 from benchmarks.tasks import Training
 from fxgrad.costs import contractions, machines
 from fxgrad.costs.choices import Ways, wishes_of
-from fxgrad.costs.contractions import TABLES, contraction_of, costs
+from fxgrad.costs.contractions import costs
 from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
 from fxgrad.kernels.settings import Settings
@@ -100,9 +100,9 @@ def test_one_position_is_rank_one_whatever_the_sizes() -> None:
 
 def test_prices_are_the_pages_expressions() -> None:
     for term in (linear(8, 5, 6, 7), conv(8, 4, 6), table(8, 5, 11, 3), Term("n...o->no", meta(8, 3, 5))):
-        found = contraction_of(term)
+        found = term.contraction()
         for way, price in costs(found, REFERENCE, 8).items():
-            norms, sums = TABLES[found.kind][1][way]
+            norms, sums = found.table.costs[way]
             work = norms + sums
             assert price.flops == pytest.approx(float(found.expression(work.flops, 8, sympy.sympify)))
             assert price.bytes == pytest.approx(float(found.expression(work.bytes, 8, sympy.sympify)))
@@ -110,7 +110,7 @@ def test_prices_are_the_pages_expressions() -> None:
 
 
 def test_norms_alone_cost_no_sum() -> None:
-    found = contraction_of(linear(32, 128, 512, 512))
+    found = linear(32, 128, 512, 512).contraction()
     with_sum, without = costs(found, REFERENCE, 32), costs(found, REFERENCE, 32, sums=False)
     assert all(without[way].seconds < with_sum[way].seconds for way in with_sum)
     assert without[Way.GRAM].flops == 32 * 128 * (128 + 16) * 1024
@@ -118,7 +118,7 @@ def test_norms_alone_cost_no_sum() -> None:
 
 def test_float64_takes_twice_as_long() -> None:
     single, double = linear(32, 64, 512, 512), Term("n...o,n...i->noi", *(meta(32, 64, 512).double(),) * 2)
-    ratio = [costs(contraction_of(term), REFERENCE, 32)[Way.RECOMPUTE].seconds for term in (double, single)]
+    ratio = [costs(term.contraction(), REFERENCE, 32)[Way.RECOMPUTE].seconds for term in (double, single)]
     assert 1.7 < ratio[0] / ratio[1] < 2.3
 
 

@@ -10,18 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from fxgrad.costs.contractions import (
-    TABLES,
-    Contraction,
-    Cost,
-    cheapest,
-    contraction_of,
-    costs,
-)
+from fxgrad.costs.contractions import Cost, cheapest, costs, holds_too_much
 from fxgrad.costs.machines import REFERENCE, Machine
 from fxgrad.errors import OptionError
 from fxgrad.terms import Term
-from fxgrad.terms.work import Way, Work
+from fxgrad.terms.work import Contraction, Way, Work
 
 Strategy = str | Mapping[str, str]  # a way, or for names of parameters, or patterns of names, one each
 
@@ -49,8 +42,8 @@ class Choice:
     def work(self, sums: bool, way: Way | None = None) -> Work:
         """What its way, or another one, takes, as its table has it; ``sums``: with a weighted sum."""
         assert self.found is not None
-        norms, after = TABLES[self.found.kind][1][way or self.way]
-        return norms + after if sums else norms
+        cost = self.found.table.costs[way or self.way]
+        return cost.norms + cost.sums if sums else cost.norms
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Ways:
 
     def of(self, name: str, term: Term, *, deferred: bool = False) -> Way:
         """The way of a term of one parameter; ``deferred``: it has not been multiplied out, and will not be held."""
-        choice = self.choice(name, contraction_of(term), deferred=deferred)
+        choice = self.choice(name, term.contraction(), deferred=deferred)
         if self.log is not None:
             self.log.append((name, choice))
         return choice.way
@@ -73,8 +66,8 @@ class Ways:
     def choice(self, name: str, found: Contraction, *, deferred: bool = False) -> Choice:
         """The same with its reasons."""
         prices = costs(found, self.machine, self.batch, sums=self.sums)
-        if deferred:
-            prices = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
+        lean = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
+        prices = lean if deferred else prices
         wish = self.wishes.get(name)
         if wish is not None and wish.way in prices:
             return Choice(wish.way, "strategy=", found, prices)
@@ -82,8 +75,7 @@ class Ways:
             raise cannot(name, wish.way, prices)
         if len(prices) == 1:
             return Choice(next(iter(prices)), "the only way it has", found, prices)
-        lean: dict[Way, Cost] = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
-        if found.holds_too_much():
+        if holds_too_much(found):
             way = cheapest(lean)
             held = len(lean) < len(prices) and prices[Way.MATERIALISE].seconds < prices[way].seconds
             return Choice(way, "cheapest that holds no gradients" if held else "cheapest", found, prices)

@@ -1,4 +1,4 @@
-"""Matrix products with a parameter on either side."""
+"""Matrix products with a parameter on either side, and those of groups that rows are sent to (mixtures of experts)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxgrad.kernels.grouped import grouped_rows
 from fxgrad.kernels.precision import computable
 from fxgrad.ops.equation import Equation
 from fxgrad.rules.reduce import summed_to
@@ -193,3 +194,11 @@ def _letters_of(dims, a, b):
     right = [left[of_a[of_b.index(dim)]] if dim in of_b else next(names) for dim in range(b)]
     kept = [left[i] for i in range(a) if i not in of_a] + [right[i] for i in range(b) if i not in of_b]
     return "".join(left), "".join(right), "".join(kept)
+
+
+@rule(grouped_rows, of=("weight",), batched=("input", "ids"))
+def rows_of_groups(g, input, weight, ids):
+    """y_k = x_k W[e_k]      dW_n[e] = Σ_{k: e_nk = e} x_nk ⊗ g_nk"""
+    groups = weight.shape[0]
+    sent = F.one_hot(ids.clamp(0, groups - 1), groups) * ((ids >= 0) & (ids < groups)).unsqueeze(-1)
+    return {"weight": Term("nke,nki,nko->neio", sent.to(g.dtype), input, g)}

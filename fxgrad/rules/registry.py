@@ -30,7 +30,6 @@ class Rule:
     ``slices`` where its value is a piece of its parameter or made of its parameters as pieces.
     """
 
-    op: str
     function: RuleFunction
     arguments: tuple[str, ...]
     differentiates: frozenset[str]
@@ -96,7 +95,7 @@ def rule(
                 raise RuleError(f"{name} already has a rule", advice="Pass override=True to replace it on purpose.")
             where = applies or (RULES[name].applies if name in RULES else always)
             RULES[name] = Rule(
-                name, function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {},
+                function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {},
                 permutes, slices, where,
             )  # fmt: skip
         return function
@@ -112,7 +111,6 @@ class OwnBackward:
     first ``outputs`` of its outputs carry gradients.
     """
 
-    op: str
     function: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
     arguments: tuple[str, ...]
     of: frozenset[str]
@@ -132,7 +130,7 @@ def own_backward(op: str, *, of: Iterable[str], rows: str, outputs: int) -> Call
 
     def register(function: F) -> F:
         names = tuple(inspect.signature(function).parameters)[3:]
-        OWN_BACKWARDS[op] = OwnBackward(op, function, names, frozenset(of), rows, outputs)
+        OWN_BACKWARDS[op] = OwnBackward(function, names, frozenset(of), rows, outputs)
         return function
 
     return register

@@ -9,8 +9,7 @@ an autograd.Function, or a hook         its backward J may be no linear map: Σ_
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from fxgrad.kernels.precision import accumulating
 from fxgrad.ops.user_functions import UserFunction
 from fxgrad.rules.strategies import Contributions, Strategy, matched
 from fxgrad.runtime.pieces import Back, cut, traced
-from fxgrad.terms import Materialised, Part, Product, Term, part_of
+from fxgrad.terms import Materialised, Part, part_of
 from fxgrad.terms.part import ChooseWay
 
 
@@ -141,7 +140,7 @@ def pulled_back(
     parts: Sequence[Part],
     values: list[Any],
     n: int,
-    ways: Ways = Ways(),  # noqa: B008 - immutable
+    ways: Ways,
 ) -> Contributions:
     """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
@@ -157,9 +156,13 @@ def pulled_back(
     if not strategy.permutes:
         return _through(strategy, parts, values, n, ways, back)
     (slot,) = strategy.use.wrt
+
+    def moving(rows: Tensor) -> Tensor:
+        return back(rows)[slot]
+
     found: Contributions = []
     for part in parts:
-        moved = _moved(part, values, lambda rows: back(rows)[slot])
+        moved = part.moved(moving, lambda shape: traced((1, *shape), values, moving)[1])
         if moved is None:
             moved = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
         found.append((slot, moved))
@@ -177,7 +180,7 @@ def _through(
             rows = back(part.rows)
             found += [(slot, Materialised(rows[slot], part.error)) for slot in strategy.use.wrt]
             continue
-        pieces = cut(strategy, part, values, back) if strategy.slices and isinstance(part, Term) else None
+        pieces = cut(strategy, part, values, back) if strategy.slices and part.has_blocks else None
         if pieces is None:
             others.append(part)
         else:
@@ -202,24 +205,3 @@ def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: 
     shape, dtype = parts[0].own_shape(), accumulating(like.dtype)
     dtype = dtype.to_complex() if any(part.is_complex for part in parts) else dtype
     return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(ways, wishes={}))
-
-
-def _moved(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) -> Part | None:
-    """A part whose elements are moved, with the same factors; None where no term of the kind has them there.
-
-    A tensor without memory goes the same way and shows it: what stays in order is the term in another shape, and
-    of a product whose matrix is transposed the factors change places.
-    """
-    if isinstance(part, Materialised):
-        rows = back(part.rows)
-        same = rows.is_complex() == part.rows.is_complex()  # of complex rows a real parameter has the real part
-        return Materialised(rows, part.error, part.measured if same else None)
-    if not isinstance(part, Term):
-        return None
-    shape = part.own_shape()
-    _, probe = traced((1, *shape), values, back)
-    own = tuple(probe.shape[1:])
-    if probe.is_contiguous():
-        return part.in_shape(None if own == part.result_shape() else own)
-    transposed = own == shape[::-1] and probe.stride()[1:] == (1, math.prod(own[:1]))
-    return part.transposed() if transposed and isinstance(part, Product) and part.shape is None else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.costs.choices import Ways
-from fxgrad.gradients.parts import joined, rounded, summed
+from fxgrad.gradients.parts import rounded, summed
 from fxgrad.gradients.sample_grads import SampleGrads, deferred
 from fxgrad.host.autograd import current_task
 from fxgrad.kernels.partitioning import in_backward
@@ -227,7 +227,7 @@ class FactorTape(Tape):
             if key in self.non_isometric:  # its function may enlarge what rounding did: nothing is rounded before
                 parts.append(part)
             elif self.materialises:
-                parts[:] = [joined([*parts, part])]
+                parts[:] = [Materialised.merged([*parts, part])]
             else:
                 parts.append(deferred(part, self.name_of(key), self.ways))
 
