@@ -15,7 +15,7 @@ from fxgrad.capture.dynamo import MARKS
 from fxgrad.capture.options import FREE, Options, check_strategy, loss_scale
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.compile.memory_limit import check_limit
-from fxgrad.costs.choices import wishes_of
+from fxgrad.costs.choices import overrides_of
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
 from fxgrad.ops.facts import EXAMPLE
@@ -70,7 +70,7 @@ def fxgrad_backend(
     whole = not all(quantity.adds for quantity in settings.quantities)  # otherwise this graph may be one of several
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
-        settings.wishes = wishes_of(strategy, captured.parameter_names(), whole=whole)
+        settings.overrides = overrides_of(strategy, captured.parameter_names(), whole=whole)
         return compile_graph(captured, settings, _store(user_options.get("accumulate", "error"), settings.quantities))
     finally:
         _unmark([tensor for tensor, _ in fresh])

@@ -57,8 +57,8 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     ctx = make_context(captured, options, captured.held() if passes is ONE else dims, single=single)
     with _own_saved_tensors():
         gm = run_passes(captured.gm, ctx, (*passes, *LAST))
-        if options.wishes and not single:
-            _check_wishes(gm, ctx, captured.batch_size, options)
+        if options.overrides and not single:
+            _check_overrides(gm, ctx, captured.batch_size, options)
         room = _room(gm, ctx, captured, options)
     uniform = reached_by_parameters_alone(captured) if single else uniform_outputs(gm)
     roles = {} if single or options.fullgraph else output_roles(gm)
@@ -94,7 +94,7 @@ def _held(gm: fx.GraphModule, ctx: Context, size: int) -> frozenset[str]:
     return frozenset(name for name, uses in chosen.items() if any(one.way is Way.MATERIALISE for one in uses))
 
 
-def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
+def _check_overrides(gm: fx.GraphModule, ctx: Context, size: int, options: Options) -> None:
     """Raise before anything runs where strategy= does not fit: a backward on fake tensors tells what there is."""
     try:
         chosen = rehearse(gm, ctx, size).chosen
@@ -103,7 +103,7 @@ def _check_wishes(gm: fx.GraphModule, ctx: Context, size: int, options: Options)
     except Exception:  # what cannot be rehearsed is seen when the backward is traced
         return
     if not all(quantity.adds for quantity in options.quantities) or options.fullgraph:  # this graph is all of it
-        check_applied(options.wishes, chosen)
+        check_applied(options.overrides, chosen)
 
 
 # Note [Donated buffers]

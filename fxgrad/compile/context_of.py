@@ -42,7 +42,7 @@ def make_context(captured: Captured, options: Options, dims: dict[int, int], *, 
         },
         single=single,
         may_mix=options.takes(mixing="allow"),
-        ways=options.ways(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
+        planner=options.planner(next((p.device for p in captured.examples if isinstance(p, nn.Parameter)), None), size),
     )
 
 

@@ -173,7 +173,7 @@ class _Explainer:
             tuple(self.notes),
             values,
             tuple(map(str, self.ctx.quantities)),
-            "" if self.dense else self.ctx.ways.machine.name or "a machine of the user's own",
+            "" if self.dense else self.ctx.planner.machine.name or "a machine of the user's own",
         )
 
     def _roots(self) -> dict[int, set[int]]:
@@ -235,14 +235,14 @@ class _Explainer:
 
     def _flops(self, choice: Choice, way: Way | None = None) -> Any:
         assert choice.found is not None
-        work = choice.work(self.ctx.ways.sums, way)
+        work = choice.work(self.ctx.planner.sums, way)
         return choice.found.expression(work.flops, self.ctx.symbols.symbol, expression)
 
     def _contracted(self, choice: Choice) -> Contracted:
         options = []
         for way, price in choice.costs.items():
             assert choice.found is not None
-            work = choice.work(self.ctx.ways.sums, way)
+            work = choice.work(self.ctx.planner.sums, way)
             size = choice.found.expression(work.bytes, self.ctx.symbols.symbol, expression)
             costs = self._cost(self._flops(choice, way)), self._cost(size)
             options.append(Option(way.value, *costs, float(f"{1e3 * price.seconds:.3g}")))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fxgrad.costs.choices import Ways
+from fxgrad.costs.choices import Planner
 from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns
 from fxgrad.gradients.parts import merged, summed
 from fxgrad.kernels.norms import Norms, bounded
@@ -31,7 +31,7 @@ class SampleGrads:
     n: int
     like: Tensor  # any tensor on the gradients' device
     parts: list[Part] = field(default_factory=list)
-    ways: Ways = field(default_factory=Ways)  # what chooses
+    planner: Planner = field(default_factory=Planner)  # what chooses
     scale: float = 1  # D_n is this times the parts' sum: of all that is asked for, no factor is rounded for it
 
     @property
@@ -50,7 +50,7 @@ class SampleGrads:
         if size == 1:
             return self
         parts = [part.grouped(size) for part in self.parts]
-        return replace(self, n=self.n // size, parts=parts, ways=self.ways.grouped(size))
+        return replace(self, n=self.n // size, parts=parts, planner=self.planner.grouped(size))
 
     def _scaled(self, result: Tensor, times: int = 1) -> Tensor:
         return result if isinstance(self.scale, int | float) and self.scale == 1 else result * self.scale**times
@@ -70,7 +70,7 @@ class SampleGrads:
         tied = norms_of_tied(parts, self._way)
         if tied is not None:
             return tied
-        self.ways.multiplied_out(self.name)
+        self.planner.multiplied_out(self.name)
         if all(part.isometric for part in parts):
             return Materialised.merged(parts).norms(self._way)
         rows = summed(self.parts, wide=True)
@@ -78,7 +78,7 @@ class SampleGrads:
         return bounded(rows, sum(rounding, rows.new_zeros(self.n, dtype=torch.float64)))
 
     def _way(self, term: Term) -> Way:
-        return self.ways.of(self.name, term, deferred=True)
+        return self.planner.of(self.name, term, deferred=True)
 
     def weighted(self, c: Tensor, wide: bool = False) -> Tensor:
         """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype; ``wide``: in float64, on its way to one."""
@@ -86,7 +86,7 @@ class SampleGrads:
         isometric = all(part.isometric for part in self.parts)
         total: Tensor | None = None
         c = self._scaled(at_most(c, self.accumulating))
-        onednn = self.ways.machine.onednn_pays()
+        onednn = self.planner.machine.onednn_pays()
         for part in merged(self.parts):
             sums = part.weighted(c, wide or not isometric, onednn).reshape(self.shape)
             total = sums if total is None else total + sums
@@ -124,8 +124,8 @@ class SampleGrads:
         return by_columns(parts, statistic, self.accumulating)
 
 
-def deferred(part: Part, name: str, ways: Ways) -> Part:
+def deferred(part: Part, name: str, planner: Planner) -> Part:
     """A part of one parameter as it is kept to the end of the backward: as factors, or multiplied out."""
-    if isinstance(part, Term) and ways.of(name, part) is Way.MATERIALISE:
+    if isinstance(part, Term) and planner.of(name, part) is Way.MATERIALISE:
         return part.materialised()
     return part

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxgrad.costs.choices import Ways
+from fxgrad.costs.choices import Planner
 from fxgrad.gradients.parts import summed
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.norms import Norms, as_vectors, bounded, frobenius
@@ -140,7 +140,7 @@ def pulled_back(
     parts: Sequence[Part],
     values: list[Any],
     n: int,
-    ways: Ways,
+    planner: Planner,
 ) -> Contributions:
     """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
@@ -154,7 +154,7 @@ def pulled_back(
         return found
 
     if not strategy.permutes:
-        return _through(strategy, parts, values, n, ways, back)
+        return _through(strategy, parts, values, n, planner, back)
     (slot,) = strategy.use.wrt
 
     def moving(rows: Tensor) -> Tensor:
@@ -164,13 +164,13 @@ def pulled_back(
     for part in parts:
         moved = part.moved(moving, lambda shape: traced((1, *shape), values, moving)[1])
         if moved is None:
-            moved = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
+            moved = Virtual(Pullback(_value([part], values, strategy, n, planner), back, True), slot)
         found.append((slot, moved))
     return found
 
 
 def _through(
-    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, ways: Ways, back: Back
+    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, planner: Planner, back: Back
 ) -> Contributions:
     """Through a function that does more than move one parameter's elements; pieces of products stay products."""
     found: Contributions = []
@@ -188,7 +188,7 @@ def _through(
     if others:
         function = strategy.use.target
         linear = not isinstance(function, UserFunction) or function.linear
-        whole = Pullback(_value(others, values, strategy, n, ways), back, False, linear)
+        whole = Pullback(_value(others, values, strategy, n, planner), back, False, linear)
         found += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
     return found
 
@@ -199,9 +199,9 @@ def _computed_in(values: Sequence[Any], rows: Tensor) -> torch.dtype:
     return own.to_complex() if rows.is_complex() else own
 
 
-def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
+def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, planner: Planner) -> SampleGrads:
     """The gradients of u."""
     like = next(values[slot] for slot in strategy.use.wrt)
     shape, dtype = parts[0].own_shape(), accumulating(like.dtype)
     dtype = dtype.to_complex() if any(part.is_complex for part in parts) else dtype
-    return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(ways, wishes={}))
+    return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(planner, overrides={}))

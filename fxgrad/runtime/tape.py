@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxgrad.costs.choices import Ways
+from fxgrad.costs.choices import Planner
 from fxgrad.gradients.parts import rounded, summed
 from fxgrad.gradients.sample_grads import SampleGrads, deferred
 from fxgrad.host.autograd import current_task
@@ -47,11 +47,11 @@ class Tape(ABC):
         loss_scale: float | str,
         likes: Sequence[Like],
         given: Sequence[int],
-        ways: Ways,
+        planner: Planner,
     ) -> None:
         self.quantities, self.loss_scale, self.likes = quantities, loss_scale, likes
         self.given = given  # how many tensors each quantity is given
-        self.ways = ways
+        self.planner = planner
         self.parts: dict[int, list[Part]] = {}
         self.derived: list[tuple[int, Strategy, list[Any], int]] = []
         self.task: int | None = None
@@ -113,7 +113,7 @@ class Tape(ABC):
         """What the quantities make of all that was written down, in the order of their deliveries."""
         scale = self.results_scale(n)
         grads_of_all = [
-            self.grads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []), self.ways, scale)
+            self.grads(own.name, own.shape, own.dtype, n, like, self.parts.get(key, []), self.planner, scale)
             for key, own in enumerate(self.likes)
         ]
         results: list[Tensor] = []
@@ -229,7 +229,7 @@ class FactorTape(Tape):
             elif self.materialises:
                 parts[:] = [Materialised.merged([*parts, part])]
             else:
-                parts.append(deferred(part, self.name_of(key), self.ways))
+                parts.append(deferred(part, self.name_of(key), self.planner))
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""
@@ -242,7 +242,7 @@ class FactorTape(Tape):
         for key, strategy, values, n in self.derived:
             parts = self.parts.pop(key, None)
             if parts:
-                self.add(strategy.use, pulled_back(strategy, parts, values, n, self.ways), n)
+                self.add(strategy.use, pulled_back(strategy, parts, values, n, self.planner), n)
         self.derived.clear()
 
 
