@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -70,17 +71,13 @@ class GradDot(Quantity):
         ]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
-        left = iter(given)
-        total: Tensor | None = None
-        dtype = grads[0].accumulating
-        for g in grads:
-            if g.name not in self.vectors:
-                continue
-            vector = next(left)
-            single = vector.dim() == len(g.shape)
-            dots = g.dot(vector) if single else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
-            total = dots.to(dtype) if total is None else total + dots.to(dtype)
-        return [grads[0].like.new_zeros(n, dtype=dtype) if total is None else total]
+        dtype, asked = grads[0].accumulating, [g for g in grads if g.name in self.vectors]
+        dots = [
+            g.dot(vector) if vector.dim() == len(g.shape) else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
+            for g, vector in zip(asked, given, strict=True)
+        ]
+        zeros = grads[0].like.new_zeros(n, dtype=dtype)
+        return [reduce(torch.add, [each.to(dtype) for each in dots]) if dots else zeros]
 
     def _several(self, parameters: Mapping[str, Tensor]) -> int | None:
         """Return the number of directions; None for a single one."""

@@ -121,8 +121,7 @@ def _has_equal_ranks(use, shapes):
 )  # fmt: skip
 def gather(g, input, dim, index):
     """y_k = W[.., ids_k, ..]      dW_n[.., v, ..] = Σ_{k: ids_nk = v} g_nk, where the other places are k's own"""
-    dim = dim % input.dim()
-    return {"input": _at_places(g, input, _places_along(input.shape, dim, index, g.shape[1:]))}
+    return {"input": _read_along(g, input, dim, index)}
 
 
 @rule("take_along_dim", of=("input",), batched=("indices",), applies=_reads_shared)
@@ -130,8 +129,7 @@ def take_along_dim(g, input, indices, dim=None):
     """y_k = W[.., ids_k, ..]      the same, but W and ids repeat what they have once"""
     if dim is None:
         return {"input": _at_places(g, input, indices.flatten(1).remainder(input.numel()))}
-    dim = dim % input.dim()
-    return {"input": _at_places(g, input, _places_along(input.shape, dim, indices, g.shape[1:]))}
+    return {"input": _read_along(g, input, dim, indices)}
 
 
 @rule("index_select", of=("input",), batched=("index",), applies=_reads_shared)
@@ -139,7 +137,7 @@ def index_select(g, input, dim, index):
     """y = W[.., ids, ..]          dW_n[.., v, ..] = Σ_{k: ids_nk = v} g_nk"""
     dim, rank = dim % input.dim(), input.dim()
     rows = index.remainder(input.shape[dim]).view(index.shape[0], *[1] * dim, -1, *[1] * (rank - 1 - dim))
-    return {"input": _at_places(g, input, _places_along(input.shape, dim, rows, g.shape[1:]))}
+    return {"input": _read_along(g, input, dim, rows)}
 
 
 def _at_places(g, input, places):
@@ -149,14 +147,15 @@ def _at_places(g, input, places):
     return Term("n...v,n...d->nvd", OneHot(places, input.numel()), numbers, shape=input.shape)
 
 
-def _places_along(shape, dim, index, sizes):
-    """Where ``take_along_dim(W, index, dim)`` reads, ``[n, *sizes]``, in W as a vector."""
+def _read_along(g, input, dim, index):
+    """The gradient of ``take_along_dim(W, index, dim)``, from where it reads in W as a vector."""
+    shape, sizes, dim = input.shape, g.shape[1:], dim % input.dim()
     places = index.remainder(shape[dim]) * math.prod(shape[dim + 1 :])
     for other, (own, size) in enumerate(zip(shape, sizes, strict=True)):
         if other != dim and not is_one(own):
             line = torch.arange(size, device=index.device) * math.prod(shape[other + 1 :])
             places = places + line.view(size, *[1] * (len(shape) - 1 - other))
-    return places.expand(places.shape[0], *sizes)
+    return _at_places(g, input, places.expand(places.shape[0], *sizes))
 
 
 def _read_at(g, input, index, template, use):
@@ -165,21 +164,21 @@ def _read_at(g, input, index, template, use):
     index = [slice(None) if item is None else item for item in index]
     ranks = [item.dim() - _is_batched(t, use) for item, t in zip(index, template, strict=True) if isinstance(t, Slot)]
     dim = 0
-    found: list[Any] = []
-    for item, own in zip(index, template, strict=True):
-        if not isinstance(own, Slot):
+    places: list[Any] = []
+    for item, slot in zip(index, template, strict=True):
+        if not isinstance(slot, Slot):
             table = table[(slice(None),) * dim + (item,)]
             if isinstance(item, slice):
-                dim, found = dim + 1, [*found, slice(None)]
+                dim, places = dim + 1, [*places, slice(None)]
             continue
-        ids = item if _is_batched(own, use) else item.unsqueeze(0)
+        ids = item if _is_batched(slot, use) else item.unsqueeze(0)
         ids = ids.remainder(table.shape[dim])
-        found.append(ids.view(ids.shape[0], *[1] * (max(ranks) - ids.dim() + 1), *ids.shape[1:]))
+        places.append(ids.view(ids.shape[0], *[1] * (max(ranks) - ids.dim() + 1), *ids.shape[1:]))
         dim = dim + 1
-    tensors = [i for i, item in enumerate(found) if not isinstance(item, slice)]
+    tensors = [i for i, item in enumerate(places) if not isinstance(item, slice)]
     together = tensors[-1] - tensors[0] + 1 == len(tensors)
     before = tensors[0] if together else 0
-    return _at_places(g, input, table[tuple(found)].movedim(before, 0))
+    return _at_places(g, input, table[tuple(places)].movedim(before, 0))
 
 
 def _is_batched(slot, use):

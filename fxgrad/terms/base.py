@@ -53,6 +53,7 @@ class Term(Part):
 
     kinds: ClassVar[list[type[Term]]] = []  # in the order in which they are asked whether a term is theirs
     costs: ClassVar[CostTable] = OTHER
+    factor_types: ClassVar[tuple[type, ...]] = ()  # of a kind that these say
 
     equation: Equation
     factors: tuple[Factor, ...]
@@ -72,7 +73,7 @@ class Term(Part):
     @classmethod
     def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
         """Whether a term is of this kind."""
-        raise NotImplementedError
+        return len(factors) == len(cls.factor_types) and all(map(isinstance, factors, cls.factor_types))
 
     def with_factors(self, *factors: Factor) -> Self:
         """The term of the same kind of other factors."""

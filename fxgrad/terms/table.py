@@ -46,6 +46,7 @@ class Table(Term, Readable):
     """``n...v,n...d->nvd`` of a `OneHot` and a tensor."""
 
     costs = COSTS
+    factor_types = (OneHot, Tensor)
     unrounded = True
 
     rows: OneHot  # of ids [n, k]
@@ -58,10 +59,6 @@ class Table(Term, Readable):
         self.g = g.reshape(samples, positions, math.prod(g.shape[rows.ids.dim() :]))
         self.rows = replace(rows, ids=rows.ids.reshape(samples, positions))
         super().__init__(equation, self.rows, self.g, shape=shape)
-
-    @classmethod
-    def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
-        return len(factors) == 2 and isinstance(factors[0], OneHot) and isinstance(factors[1], Tensor)
 
     @classmethod
     def of(cls, rows: OneHot, g: Tensor) -> Table:

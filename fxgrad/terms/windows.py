@@ -57,6 +57,7 @@ class Windows(Term, Readable):
     """``nko...,nk...i->noi`` of a tensor and `Patches`."""
 
     costs = COSTS
+    factor_types = (Tensor, Patches)
     unrounded = True
 
     g: Tensor
@@ -65,10 +66,6 @@ class Windows(Term, Readable):
     def __init__(self, equation: str | Equation, *factors: Factor, shape: Sequence[int] | None = None) -> None:
         super().__init__(equation, *factors, shape=shape)
         self.g, self.patches = factors  # type: ignore[assignment]
-
-    @classmethod
-    def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
-        return len(factors) == 2 and isinstance(factors[0], Tensor) and isinstance(factors[1], Patches)
 
     @classmethod
     def of(cls, g: Tensor, patches: Patches) -> Windows:
