@@ -66,7 +66,7 @@ class Planner:
     def choice(self, name: str, found: Contraction, *, deferred: bool = False) -> Choice:
         """The same with its reasons."""
         prices = costs(found, self.machine, self.batch, sums=self.sums)
-        lean = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
+        lean: dict[Way, Cost] = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
         prices = lean if deferred else prices
         override = self.overrides.get(name)
         if override is not None and override.way in prices:
