@@ -21,8 +21,8 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from fxgrad.costs.choices import Ways
-from fxgrad.costs.contractions import contraction_of, costs
+from fxgrad.costs.choices import Planner
+from fxgrad.costs.contractions import costs
 from fxgrad.costs.machines import REFERENCE, Machine, measure
 from fxgrad.gradients.sample_grads import SampleGrads, deferred
 from fxgrad.kernels.settings import Settings
@@ -42,7 +42,7 @@ Make = Callable[[Tensor, Tensor], Term]
 
 
 @dataclass(frozen=True)
-class Only(Ways):
+class Only(Planner):
     """No choice: one way."""
 
     way: Way = Way.MATERIALISE
@@ -100,13 +100,13 @@ def line(kind: str, sizes: tuple[int, ...], machine: Machine) -> str:
     """One row of the table."""
     operands, make, shape = {"linear": linear, "conv": conv, "table": table}[kind](*sizes)
     term, n = make(*operands), sizes[0]
-    prices = costs(contraction_of(term), REFERENCE, n)
+    prices = costs(term.contraction(), REFERENCE, n)
     steps = {way: step(way, make, shape) for way, price in prices.items() if price.seconds < SLOW}
     times = least_seconds(steps, operands)
     best = min(times.values())
     cells = [f"{1e3 * times[way]:.3g}" if way in times else "" for way in Way]
     for of in (machine, REFERENCE):
-        way = Ways(of, batch=n).of("w", term)
+        way = Planner(of, batch=n).of("w", term)
         cells.append(f"{way.value} {times[way] / best:.2f}")
     return f"| {kind} {sizes} | {' | '.join(cells)} |"
 

@@ -14,7 +14,7 @@ from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
 from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_scale
 from fxgrad.compile.inductor import inner_compiler
-from fxgrad.costs.choices import Strategy, wishes_of
+from fxgrad.costs.choices import Strategy, overrides_of
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.first_batch.check import FirstBatch, check_comparable
@@ -123,9 +123,9 @@ def transform(
     quantities = check_quantities(GradSample() if quantity is None else quantity)
     inner_compiler(backend)
     check_strategy(strategy, quantities)
-    wishes = wishes_of(strategy, _parameter_names(model))
+    overrides = overrides_of(strategy, _parameter_names(model))
     options = Options(
-        quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, wishes, memory_limit=memory_limit
+        quantities, loss_scale(loss_reduction), mixing, backend, fullgraph, overrides, memory_limit=memory_limit
     )
     options.check()
     entrances = _entrances(model, methods)

@@ -14,7 +14,7 @@ from fxgrad.capture.captured import SAMPLE_DIM, Captured, is_argument
 from fxgrad.capture.dynamo import unmark
 from fxgrad.capture.options import FREE, Options, check_strategy, loss_scale
 from fxgrad.compile.compiler import compile_graph
-from fxgrad.costs.choices import wishes_of
+from fxgrad.costs.choices import overrides_of
 from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
 from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
 from fxgrad.ops.facts import EXAMPLE
@@ -68,7 +68,7 @@ def fxgrad_backend(
     whole = not all(quantity.adds for quantity in settings.quantities)  # otherwise this graph may be one of several
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
-        settings.wishes = wishes_of(strategy, captured.aliases(), whole=whole)
+        settings.overrides = overrides_of(strategy, captured.aliases(), whole=whole)
         return compile_graph(captured, settings, _store(user_options.get("accumulate", "error"), settings.quantities))
     finally:
         for tensor, _ in fresh:

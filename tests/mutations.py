@@ -89,8 +89,8 @@ MUTATIONS = [
     rule(
         "embedding forgets its padding",
         "lookup",
-        "OneHot(input, weight.shape[0], padding_idx), g)}\n\n\n@rule(\n    F.embedding_bag",
-        "OneHot(input, weight.shape[0]), g)}\n\n\n@rule(\n    F.embedding_bag",
+        "OneHot(input, weight.shape[0], padding_idx), g)}\n\n\ndef _has_rows_of_ids",
+        "OneHot(input, weight.shape[0]), g)}\n\n\ndef _has_rows_of_ids",
         "embedding",
     ),
     rule(
@@ -127,8 +127,8 @@ MUTATIONS = [
     clipping("small gradients are scaled up", "(c / (norms + EPSILON)).clamp(max=1)", "c / (norms + EPSILON)"),
     clipping(
         "the norm, and no bound of it",
-        "root_sum_squares([found[name][1] for name in group] or [none], wide)",
-        "root_sum_squares([found[name][0] for name in group] or [none], wide)",
+        "root_sum_squares([both[name][1] for name in group] or [zero], wide)",
+        "root_sum_squares([both[name][0] for name in group] or [zero], wide)",
         "tests/test_bound.py",
     ),
     clipping("a group's weights are another's", "rows[of[g.name]]", "rows[0]"),
@@ -136,7 +136,7 @@ MUTATIONS = [
     clipping("a sample of weight 0 counts", "finite | (given[0] == 0)", "finite"),
     clipping("gamma is left out", "c / (norms + self.gamma)", "c / norms"),
     clipping(
-        "groups may name a parameter twice", "if sorted(given) != sorted(names):", "if not set(given) >= set(names):"
+        "groups may name a parameter twice", "if sorted(listed) != sorted(names):", "if not set(listed) >= set(names):"
     ),
     of_pass(
         "a tap may read another value",

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fxgrad
+from fxgrad.costs.choices import Planner
 from fxgrad.errors import AlreadySet, GraphBreak, NonFinite, OptionError
-from fxgrad.gradients.sample_grads import norms_of
 from fxgrad.kernels.gram import window_gram
 from fxgrad.kernels.precision import at_most
 from fxgrad.kernels.products import product_norms
@@ -112,11 +112,14 @@ def test_the_bound_over_all_scales(seed: int, k: int, a: float, b: float, back: 
 def test_the_bound_of_windows_and_rows(device: torch.device) -> None:
     torch.manual_seed(0)
     kernel, settings = (4, 4, 3, 3), Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    planner = Planner()
     for scale in (1.0, 1e15, 1e-20):
         x, g = (torch.randn(3, 1, 4, 9, 9, device=device) * scale for _ in range(2))
         exact = Term("nko...,nk...i->noi", g.double(), Patches(x.double(), kernel, settings))
         wanted = exact.dense().flatten(1).norm(dim=1)
-        found, bound = norms_of(Term("nko...,nk...i->noi", g, Patches(x, kernel, settings)))
+        found, bound = Term("nko...,nk...i->noi", g, Patches(x, kernel, settings)).norms(
+            lambda term: planner.of("", term, deferred=True)
+        )
         assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())
         found, bound = window_norms(g, x, kernel, settings.numbers(), True)
         assert bool((bound >= wanted).all()) and bool((bound <= wanted * (1 + 1e-3)).all())

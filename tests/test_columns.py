@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxgrad
 import fxgrad.gradients.columns
 import fxgrad.kernels.sample_grams
-from fxgrad.gradients.columns import by_columns
+from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns
 from fxgrad.gradients.parts import summed
 from fxgrad.kernels.sample_grams import product_gram, table_gram
 from fxgrad.kernels.settings import Settings
@@ -68,12 +68,12 @@ PARTS: dict[str, Callable[[], list[Part | Tensor]]] = {
 }
 
 
-def expected(rows: Tensor, what: str) -> Tensor:
-    if what == "gram":
+def expected(rows: Tensor, statistic: Statistic) -> Tensor:
+    if isinstance(statistic, Gram):
         return rows @ rows.t()
-    if what == "projection":
+    if isinstance(statistic, Projection):
         return rows @ signs(torch.arange(rows.shape[1]), 11, 3, 8).double()
-    return rows.square().sum(0) if what == "squares" else rows.var(0)
+    return rows.square().sum(0) if isinstance(statistic, Squares) else rows.var(0)
 
 
 @pytest.mark.parametrize("block", [64, 1 << 20])
@@ -85,10 +85,9 @@ def test_against_rows(name: str, block: int, monkeypatch: pytest.MonkeyPatch) ->
     parts = PARTS[name]()
     flat = [part.dense() if isinstance(part, Term) else summed([part]) for part in parts]
     rows = torch.stack([one.flatten(1) for one in flat]).sum(0)
-    for what in ("squares", "variance", "gram", "projection"):
-        settings = (11, 3, 8) if what == "projection" else (0, 0, 0)
-        found = by_columns(parts, (what, *settings), torch.float64)
-        assert relative_error({"": found}, {"": expected(rows, what)}) <= 1e-10, what
+    for statistic in (Squares(), Variance(), Gram(), Projection(11, 3, 8)):
+        found = by_columns(parts, statistic, torch.float64)
+        assert relative_error({"": found}, {"": expected(rows, statistic)}) <= 1e-10, statistic
 
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
@@ -104,7 +103,7 @@ def test_gram_matrices_of_positions(block: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_one_sample() -> None:
     alone = Term("n...o,n...i->noi", randn(3, 7)[:1], randn(3, 6)[:1])
-    found = by_columns([alone], ("variance", 0, 0, 0), torch.float64)
+    found = by_columns([alone], Variance(), torch.float64)
     assert bool(found.isnan().all())
 
 

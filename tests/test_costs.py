@@ -23,8 +23,8 @@ import fxgrad
 from benchmarks.models import MODELS as BENCHMARKS
 from benchmarks.tasks import Training
 from fxgrad.costs import contractions, machines
-from fxgrad.costs.choices import Ways, wishes_of
-from fxgrad.costs.contractions import TABLES, contraction_of, costs
+from fxgrad.costs.choices import Planner, overrides_of
+from fxgrad.costs.contractions import costs
 from fxgrad.costs.machines import REFERENCE, Machine, machine_of, measure, pinned
 from fxgrad.errors import OptionError
 from fxgrad.kernels.settings import Settings
@@ -89,20 +89,20 @@ CHOSEN = {
 def test_what_is_chosen_on_the_reference_machine(name: str) -> None:
     term, way = CHOSEN[name]
     g = next(factor for factor in term.factors if isinstance(factor, Tensor))
-    assert Ways(REFERENCE, batch=len(g)).of("w", term) is way
+    assert Planner(REFERENCE, batch=len(g)).of("w", term) is way
 
 
 def test_one_position_is_rank_one_whatever_the_sizes() -> None:
     for o in (1, 2, 8, 100, 5000):
         for i in (1, 3, 64, 5000):
-            assert Ways().of("w", linear(32, 1, o, i)) is Way.RANK_ONE
+            assert Planner().of("w", linear(32, 1, o, i)) is Way.RANK_ONE
 
 
 def test_prices_are_the_pages_expressions() -> None:
     for term in (linear(8, 5, 6, 7), conv(8, 4, 6), table(8, 5, 11, 3), Term("n...o->no", meta(8, 3, 5))):
-        found = contraction_of(term)
+        found = term.contraction()
         for way, price in costs(found, REFERENCE, 8).items():
-            norms, sums = TABLES[found.kind][1][way]
+            norms, sums = found.table.costs[way]
             work = norms + sums
             assert price.flops == pytest.approx(float(found.expression(work.flops, 8, sympy.sympify)))
             assert price.bytes == pytest.approx(float(found.expression(work.bytes, 8, sympy.sympify)))
@@ -110,7 +110,7 @@ def test_prices_are_the_pages_expressions() -> None:
 
 
 def test_norms_alone_cost_no_sum() -> None:
-    found = contraction_of(linear(32, 128, 512, 512))
+    found = linear(32, 128, 512, 512).contraction()
     with_sum, without = costs(found, REFERENCE, 32), costs(found, REFERENCE, 32, sums=False)
     assert all(without[way].seconds < with_sum[way].seconds for way in with_sum)
     assert without[Way.GRAM].flops == 32 * 128 * (128 + 16) * 1024
@@ -118,7 +118,7 @@ def test_norms_alone_cost_no_sum() -> None:
 
 def test_float64_takes_twice_as_long() -> None:
     single, double = linear(32, 64, 512, 512), Term("n...o,n...i->noi", *(meta(32, 64, 512).double(),) * 2)
-    ratio = [costs(contraction_of(term), REFERENCE, 32)[Way.RECOMPUTE].seconds for term in (double, single)]
+    ratio = [costs(term.contraction(), REFERENCE, 32)[Way.RECOMPUTE].seconds for term in (double, single)]
     assert 1.7 < ratio[0] / ratio[1] < 2.3
 
 
@@ -137,8 +137,8 @@ def test_no_guard_on_a_symbolic_size() -> None:
         term = Term("n...o,n...i->noi", torch.empty(b, t, 1024), torch.empty(b, t, 1024))
         window = Patches(torch.empty(b, 1, 8, t, t), (8, 8, 3, 3), Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1))
         before = len(symbols.env.guards)
-        assert Ways(REFERENCE, batch=32).of("w", term) is Way.GRAM
-        assert Ways(REFERENCE, batch=32).of("w", Term("nko...,nk...i->noi", window.input, window))
+        assert Planner(REFERENCE, batch=32).of("w", term) is Way.GRAM
+        assert Planner(REFERENCE, batch=32).of("w", Term("nko...,nk...i->noi", window.input, window))
     assert len(symbols.env.guards) == before and not symbols.env.replacements
 
 
@@ -319,14 +319,14 @@ def test_every_way_against_the_loop(name: str, way: str) -> None:
 def test_names_and_patterns() -> None:
     names = {"weight": "weight", "bias": "bias"}
 
-    def wished(strategy: Any) -> dict[str, str]:
-        return {name: wish.way.value for name, wish in wishes_of(strategy, names).items()}
+    def overridden(strategy: Any) -> dict[str, str]:
+        return {name: override.way.value for name, override in overrides_of(strategy, names).items()}
 
-    assert wished(None) == wished({}) == {}
-    assert wished("recompute") == {"weight": "recompute", "bias": "recompute"}
-    assert wished({"weight": "gram"}) == {"weight": "gram"}
-    assert wished({"*": "gram", "weight": "recompute"})["weight"] == "recompute"  # a name counts before a pattern
-    assert wished({"w*": "gram", "*": "recompute"}) == {"weight": "gram", "bias": "recompute"}  # the first of two
+    assert overridden(None) == overridden({}) == {}
+    assert overridden("recompute") == {"weight": "recompute", "bias": "recompute"}
+    assert overridden({"weight": "gram"}) == {"weight": "gram"}
+    assert overridden({"*": "gram", "weight": "recompute"})["weight"] == "recompute"  # a name counts before a pattern
+    assert overridden({"w*": "gram", "*": "recompute"}) == {"weight": "gram", "bias": "recompute"}  # the first of two
 
 
 def test_both_names_of_a_tied_weight() -> None:
@@ -416,7 +416,7 @@ def test_uses_without_a_common_form() -> None:
 def test_as_an_option_of_the_backend() -> None:
     model, x = made("sequence")
     clipped = fxgrad.ClippedGrad(1.0)
-    seen: list[Ways] = []
+    seen: list[Planner] = []
     original = NewTape.__init__
 
     def init(self: NewTape, *args: Any) -> None:
@@ -426,7 +426,7 @@ def test_as_an_option_of_the_backend() -> None:
     options: dict[str, Any] = {"quantity": clipped, "backend": "eager", "strategy": {"weight": "gram"}}
     with mock.patch.object(NewTape, "__init__", init):
         default_loss(torch.compile(model, backend="fxgrad", options=options)(x)).backward()
-    assert [wish.way for wish in seen[-1].wishes.values()] == [Way.GRAM]
+    assert [override.way for override in seen[-1].overrides.values()] == [Way.GRAM]
     for name, strategy in {"no such parameter": {"wight": "gram"}, "has to be a way": "ghost"}.items():
         torch._dynamo.reset()
         wrong: dict[str, Any] = {**options, "strategy": strategy}
@@ -505,7 +505,7 @@ def test_the_choice_is_written_into_the_graph_that_caches_are_keyed_by() -> None
     held = backward_ops("materialise", slow)
     assert "fxgrad.product_rows.default" in held and "fxgrad.product_norms.default" not in held
     graph = fx.Graph()
-    node = graph.call_function(NewTape([], 1, [], [], Ways()))
+    node = graph.call_function(NewTape([], 1, [], [], Planner()))
     with pytest.raises(BypassAOTAutogradCache, match="Unsupported call_function target new_tape"):
         check_node_safe(node)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.kernels.generic import per_sample_vjp, register_program
+from fxgrad.kernels.generic import _PROGRAMS, SampleProgram
 from fxgrad.testing import assert_per_sample_grads
 
 B, T, E = 3, 4, 6
@@ -64,6 +65,19 @@ def test_a_parameter_without_drawing_stays_whole() -> None:
 
 
 def test_the_generic_rule_draws_nothing() -> None:
-    register_program("draws", lambda batched, shared, sizes: (batched[0] * shared[0] * torch.rand_like(shared[0]),))
+    program = SampleProgram("draws", lambda values: (values[0] * values[1] * torch.rand_like(values[1]),), (0,), (1,))
     with pytest.raises(RuntimeError, match="draws random numbers, which no backward can repeat: draws"):
-        per_sample_vjp("draws", [torch.ones(B, E)], [torch.randn(B, E)], [torch.randn(E)], [0], [])
+        program.vjp([torch.randn(B, E), torch.randn(E)], [1], [torch.ones(B, E)])
+
+
+def test_programs_of_one_key_are_one_entry() -> None:
+    def product(values: list[Any]) -> tuple[Tensor, ...]:
+        return (values[0] * values[1] * values[2],)
+
+    x, w, g = torch.randn(B, E), torch.randn(E), torch.ones(B, E)
+    for _ in range(2):  # the same model, compiled again
+        (grad,) = SampleProgram("a product", product, (0,), (1,), (2,)).vjp([x, w, 3], [1], [g])
+        torch.testing.assert_close(grad, 3 * x)
+    (grad,) = SampleProgram("a product", product, (0,), (2,), (1,)).vjp([x, 3, w], [2], [g])  # w where 3 was
+    torch.testing.assert_close(grad, 3 * x)
+    assert sum("a product" in key for key in _PROGRAMS) == 2

@@ -13,7 +13,7 @@ from fxgrad.gradients.parts import merged
 from fxgrad.kernels.settings import Settings
 from fxgrad.samples.symbols import expression
 from fxgrad.terms import Einsum, Materialised, OneHot, Part, Patches, Product, Table, Term, Windows
-from fxgrad.terms.part import Readable
+from fxgrad.terms.part import Packed
 from fxgrad.terms.work import Way
 
 N = 6
@@ -72,7 +72,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def choose(term: Term) -> Way:
-    return next(way for way in term.measures().ways if way is not Way.MATERIALISE)
+    return next(way for way in term.contraction().ways if way is not Way.MATERIALISE)
 
 
 @every_term
@@ -94,8 +94,8 @@ def test_gradients_are_the_einsum(name: str) -> None:
 def test_shapes_are_known_without_multiplying_out(name: str) -> None:
     term, dense = made(name)
     assert term.own_shape() == dense.shape[1:] and term.dtype() == dense.dtype
-    assert term.measures().elements == dense[0].numel()
-    assert term.measures().factors > 0 and expression(term.flops()) > 0
+    assert term.contraction().elements == dense[0].numel()
+    assert term.contraction().factors > 0 and expression(term.flops()) > 0
 
 
 @every_term
@@ -137,10 +137,11 @@ def test_groups_of_samples(name: str) -> None:
 def test_lines_are_read_from_what_an_operator_gets(name: str) -> None:
     term, dense = made(name)
     readable = term.by_lines()
-    tensors, numbers = readable.pack()
-    again = type(readable).unpack(tensors, numbers)
-    count, width = again.lines
-    assert count * width == dense[0].numel() and type(again) in Readable.classes
+    packed = Packed.of([readable, readable], dense.dtype)
+    again, same = packed.parts()
+    assert type(again) is type(same) is type(readable)
+    width = again.width or 1
+    count = dense[0].numel() // width
     lines = dense.reshape(N, count, width)
     for chosen in (slice(0, 2), slice(1, count), torch.tensor([0, count - 1])):
         close(again.read(chosen, width), lines[:, chosen].flatten(1))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxgrad.costs.choices import NAMES, Ways, Wish
+from fxgrad.costs.choices import NAMES, Override, Planner
 from fxgrad.costs.machines import machine_of
 from fxgrad.errors import OptionError
 from fxgrad.graph.context import Mixing
@@ -29,7 +29,7 @@ class Options:
     mixing: Mixing = "error"
     backend: str | Inner = "inductor"
     fullgraph: bool = True
-    wishes: Mapping[str, Wish] = field(default_factory=dict)  # strategy=, by parameter
+    overrides: Mapping[str, Override] = field(default_factory=dict)  # strategy=, by parameter
     named: bool = True  # whether the model is known, and with it its parameters' names and their order
     memory_limit: int | str | None = FREE  # bytes; FREE: what there is; None: not looked at
     settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
@@ -64,11 +64,11 @@ class Options:
                     advice="Pass fullgraph=True, which names the line of a graph break.",
                 )
 
-    def ways(self, device: torch.device | None, batch: int) -> Ways:
+    def planner(self, device: torch.device | None, batch: int) -> Planner:
         """What chooses how terms are contracted; where everything is multiplied out nothing has to be measured."""
         if device is None or any(quantity.dense for quantity in self.quantities):
-            return Ways()
-        return Ways(machine_of(device), self.wishes, batch, any(quantity.sums for quantity in self.quantities))
+            return Planner()
+        return Planner(machine_of(device), self.overrides, batch, any(quantity.sums for quantity in self.quantities))
 
 
 def check_strategy(strategy: Any, quantities: Sequence[Quantity]) -> None:

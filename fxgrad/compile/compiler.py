@@ -68,17 +68,17 @@ def _rehearse(gm: fx.GraphModule, ctx: Context, size: int, options: Options, roo
     Raise before anything runs where strategy= does not fit.
     """
     tight = not any(quantity.dense for quantity in options.quantities) and room.is_tight(size)
-    if not options.wishes and not tight:
+    if not options.overrides and not tight:
         return
     try:
         chosen = rehearse(gm, ctx, size).chosen
     except Exception as error:  # what cannot be rehearsed is not counted, and is seen when the backward is traced
-        if options.wishes and isinstance(error, FxgradError):
+        if options.overrides and isinstance(error, FxgradError):
             raise
         return
     whole = options.fullgraph or not all(quantity.adds for quantity in options.quantities)  # this graph is all of it
-    if options.wishes and whole:
-        check_applied(options.wishes, chosen)
+    if options.overrides and whole:
+        check_applied(options.overrides, chosen)
     if tight:
         # Their gradients are multiplied out where they are used, and kept to the end.
         room.held = frozenset(name for name, uses in chosen.items() if any(one.way is Way.MATERIALISE for one in uses))

@@ -38,7 +38,7 @@ def make_context(captured: Captured, options: Options, dims: dict[int, int] | No
         {nodes[i]: None if rows is None else (nodes[rows[0]], nodes[rows[1]]) for i, rows in packed.items()},
         single=captured.single,
         may_mix=options.takes(mixing="allow"),
-        ways=options.ways(device, captured.batch_size),
+        planner=options.planner(device, captured.batch_size),
     )
 
 

@@ -155,8 +155,8 @@ class _Watched(SampleGrads):
     """Says so when a quantity multiplies the gradients out."""
 
     def dense(self) -> Tensor:
-        assert self.ways.log is not None
-        self.ways.log.append((self.name, Choice(Way.MATERIALISE, "multiplied out for what is made of it")))
+        assert self.planner.log is not None
+        self.planner.log.append((self.name, Choice(Way.MATERIALISE, "multiplied out for what is made of it")))
         return super().dense()
 
 
@@ -167,8 +167,8 @@ class _RememberingTape(Tape):
 
     def __init__(self, target: NewTape, run: _Interpreter) -> None:
         self.log: list[tuple[str, Choice]] = []
-        ways = replace(target.ways, log=self.log)
-        super().__init__(target.quantities, target.loss_scale, target.likes, target.given, ways)
+        planner = replace(target.planner, log=self.log)
+        super().__init__(target.quantities, target.loss_scale, target.likes, target.given, planner)
         self.nodes, self.ctx, self.rehearsal, self.counter = (
             run.graph_module.graph.nodes,
             run.ctx,
@@ -279,7 +279,7 @@ class _RememberingFactorTape(_RememberingTape, FactorTape):
 
     def _count(self, choice: Choice) -> None:
         if choice.found is not None:
-            flops = choice.work(self.ways.sums).flops
+            flops = choice.work(self.planner.sums).flops
             self.rehearsal.backward += choice.found.expression(flops, self.ctx.symbols.symbol, expression)
 
 

@@ -10,18 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from fxgrad.costs.contractions import (
-    TABLES,
-    Contraction,
-    Cost,
-    cheapest,
-    contraction_of,
-    costs,
-)
+from fxgrad.costs.contractions import Cost, cheapest, costs, holds_too_much
 from fxgrad.costs.machines import REFERENCE, Machine
 from fxgrad.errors import OptionError
 from fxgrad.terms import Term
-from fxgrad.terms.work import Way, Work
+from fxgrad.terms.work import Contraction, Way, Work
 
 Strategy = str | Mapping[str, str]  # a way, or for names of parameters, or patterns of names, one each
 
@@ -29,11 +22,11 @@ NAMES = tuple(way.value for way in Way)
 
 
 @dataclass(frozen=True)
-class Wish:
+class Override:
     """What ``strategy=`` says about one parameter."""
 
     way: Way
-    given: str  # the name or pattern; "" for all
+    pattern: str  # or the parameter's name
     exact: bool  # a name: every use has to be able to; else those that are
 
 
@@ -49,23 +42,23 @@ class Choice:
     def work(self, sums: bool, way: Way | None = None) -> Work:
         """What its way, or another one, takes, as its table has it; ``sums``: with a weighted sum."""
         assert self.found is not None
-        norms, after = TABLES[self.found.kind][1][way or self.way]
-        return norms + after if sums else norms
+        cost = self.found.table.costs[way or self.way]
+        return cost.norms + cost.sums if sums else cost.norms
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What chooses: a machine, wishes, and what is asked for."""
+class Planner:
+    """What chooses: a machine, overrides, and what is asked for."""
 
     machine: Machine = REFERENCE
-    wishes: Mapping[str, Wish] = field(default_factory=dict)  # by parameter
+    overrides: Mapping[str, Override] = field(default_factory=dict)  # by parameter
     batch: int = 32  # samples in the first call
     sums: bool = True  # whether a weighted sum follows the norms
     log: list[tuple[str, Choice]] | None = field(default=None, compare=False)
 
     def of(self, name: str, term: Term, *, deferred: bool = False) -> Way:
         """The way of a term of one parameter; ``deferred``: it has not been multiplied out, and will not be held."""
-        choice = self.choice(name, contraction_of(term), deferred=deferred)
+        choice = self.choice(name, term.contraction(), deferred=deferred)
         if self.log is not None:
             self.log.append((name, choice))
         return choice.way
@@ -73,17 +66,16 @@ class Ways:
     def choice(self, name: str, found: Contraction, *, deferred: bool = False) -> Choice:
         """The same with its reasons."""
         prices = costs(found, self.machine, self.batch, sums=self.sums)
-        if deferred:
-            prices = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
-        wish = self.wishes.get(name)
-        if wish is not None and wish.way in prices:
-            return Choice(wish.way, "strategy=", found, prices)
-        if wish is not None and wish.exact:
-            raise cannot(name, wish.way, prices)
+        lean: dict[Way, Cost] = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
+        prices = lean if deferred else prices
+        override = self.overrides.get(name)
+        if override is not None and override.way in prices:
+            return Choice(override.way, "strategy=", found, prices)
+        if override is not None and override.exact:
+            raise cannot(name, override.way, prices)
         if len(prices) == 1:
             return Choice(next(iter(prices)), "the only way it has", found, prices)
-        lean: dict[Way, Cost] = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
-        if found.holds_too_much():
+        if holds_too_much(found):
             way = cheapest(lean)
             held = len(lean) < len(prices) and prices[Way.MATERIALISE].seconds < prices[way].seconds
             return Choice(way, "cheapest that holds no gradients" if held else "cheapest", found, prices)
@@ -94,13 +86,13 @@ class Ways:
 
     def multiplied_out(self, name: str) -> None:
         """Several uses without a common form are added up as gradients; raise where that was not to be."""
-        wish, reason = self.wishes.get(name), "its uses have no form in common"
-        if wish is not None and wish.exact and wish.way is not Way.MATERIALISE:
-            raise cannot(name, wish.way, [Way.MATERIALISE], reason)
+        override, reason = self.overrides.get(name), "its uses have no form in common"
+        if override is not None and override.exact and override.way is not Way.MATERIALISE:
+            raise cannot(name, override.way, [Way.MATERIALISE], reason)
         if self.log is not None:
             self.log.append((name, Choice(Way.MATERIALISE, reason)))
 
-    def grouped(self, size: int) -> Ways:
+    def grouped(self, size: int) -> Planner:
         """The same where ``size`` rows are one sample."""
         return self if size == 1 else replace(self, batch=max(1, self.batch // size))
 
@@ -114,38 +106,38 @@ def cannot(name: str, way: Way, has: Iterable[Way], reason: str = "") -> OptionE
     )
 
 
-def wishes_of(strategy: Strategy | None, names: Mapping[str, str], *, whole: bool = True) -> dict[str, Wish]:
+def overrides_of(strategy: Strategy | None, names: Mapping[str, str], *, whole: bool = True) -> dict[str, Override]:
     """What a strategy says about each parameter; ``names`` has every name of each, and the one it goes by.
 
     A name counts before a pattern, and a pattern before one that stands behind it. ``whole``: all names are known.
     """
     if strategy is None:
         return {}
-    given = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
-    exact = {names[name]: Wish(Way(way), name, True) for name, way in given.items() if name in names}
-    found: dict[str, Wish] = {}
-    for pattern, way in given.items():
+    ways = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
+    by_name = {names[name]: Override(Way(way), name, True) for name, way in ways.items() if name in names}
+    by_pattern: dict[str, Override] = {}
+    for pattern, way in ways.items():
         if pattern in names:
             continue
-        matched = [own for name, own in names.items() if fnmatchcase(name, pattern)]
+        matched = [parameter for name, parameter in names.items() if fnmatchcase(name, pattern)]
         if not matched and whole:
             raise OptionError(
                 f"strategy names {pattern!r}, and the model has no such parameter",
                 advice=f"It has {_some(sorted(set(names)))}.",
             )
-        for own in matched:
-            found.setdefault(own, Wish(Way(way), pattern, False))
-    return {**found, **exact}
+        for parameter in matched:
+            by_pattern.setdefault(parameter, Override(Way(way), pattern, False))
+    return {**by_pattern, **by_name}
 
 
-def check_applied(wishes: Mapping[str, Wish], chosen: Mapping[str, list[Choice]]) -> None:
+def check_applied(overrides: Mapping[str, Override], chosen: Mapping[str, list[Choice]]) -> None:
     """Raise where a pattern changes nothing: no use of the parameters it matches can have its way."""
-    for pattern in dict.fromkeys(wish.given for wish in wishes.values() if not wish.exact):
-        own = [name for name, wish in wishes.items() if wish.given == pattern and not wish.exact]
-        choices = [choice for name in own for choice in chosen.get(name, [])]
+    for pattern in dict.fromkeys(override.pattern for override in overrides.values() if not override.exact):
+        matched = [name for name, override in overrides.items() if override.pattern == pattern and not override.exact]
+        choices = [choice for name in matched for choice in chosen.get(name, [])]
         if choices and not any(choice.why == "strategy=" for choice in choices):
             has = dict.fromkeys(way for choice in choices for way in choice.costs or [Way.MATERIALISE])
-            raise cannot(_some(own), wishes[own[0]].way, has)
+            raise cannot(_some(matched), overrides[matched[0]].way, has)
 
 
 def _some(names: list[str]) -> str:

@@ -60,14 +60,7 @@ class Machine:
 RATES = tuple(field.name for field in fields(Machine) if field.name != "name")
 
 REFERENCE = Machine(
-    mkl=55e9,
-    onednn=90e9,
-    batched=85e9,
-    kernel=140e9,
-    memory=16e9,
-    cache=50e9,
-    call=4e5,
-    name="the reference machine",
+    mkl=55e9, onednn=90e9, batched=85e9, kernel=140e9, memory=16e9, cache=50e9, call=4e5, name="the reference machine"
 )
 """One thread of a server's core of 2024 (AMD EPYC, AVX-512), rounded."""
 
@@ -101,9 +94,8 @@ def machine_of(device: torch.device) -> Machine:
 
 def file() -> Path:
     """Where machines are kept."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
     folder = os.environ.get("XDG_CACHE_HOME")
     return (Path(folder) if folder else Path.home() / ".cache") / "fxgrad" / "machines.json"
 
@@ -132,16 +124,15 @@ class Entry(NamedTuple):
 
 def _kept(path: Path, entry: str, device: torch.device) -> Machine:
     """The machine of the file, after another measurement where one is due."""
-    found = _read(path).get(entry)
-    if found is not None and not found.may_be_slow():
-        return found.machine
+    known = _read(path).get(entry)
+    if known is not None and not known.may_be_slow():
+        return known.machine
     machine = measure(device, name=entry)
     if machine is REFERENCE:  # it could not be measured
-        return found.machine if found is not None else machine
-    earlier: Sequence[float] = []
-    if found is not None:
-        machine, earlier = _faster(machine, found.machine), found.measured
-    _write(path, entry, Entry(machine, [*earlier, time.time()]))
+        return known.machine if known is not None else machine
+    measured = [*(known.measured if known is not None else ()), time.time()]
+    machine = machine if known is None else _faster(machine, known.machine)
+    _write(path, entry, Entry(machine, measured))
     return machine
 
 
@@ -153,29 +144,29 @@ def _faster(one: Machine, other: Machine) -> Machine:
 def _read(path: Path) -> dict[str, Entry]:
     """What the file holds; nothing where it cannot be read or is not ours."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
         return {
             entry: Entry(
-                Machine(**{rate: float(held[rate]) for rate in RATES}, name=entry),
-                [float(moment) for moment in held.get("measured", [])],
+                Machine(**{rate: float(numbers[rate]) for rate in RATES}, name=entry),
+                [float(moment) for moment in numbers.get("measured", [])],
             )
-            for entry, held in found.items()
-            if held.keys() >= set(RATES) and all(float(held[rate]) > 0 for rate in RATES)
+            for entry, numbers in entries.items()
+            if numbers.keys() >= set(RATES) and all(float(numbers[rate]) > 0 for rate in RATES)
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _write(path: Path, entry: str, found: Entry) -> None:
+def _write(path: Path, name: str, entry: Entry) -> None:
     """Add an entry, or replace it; what cannot be written is measured again by the next process."""
-    entries = {**_read(path), entry: found}
-    held = {name: {**asdict(of.machine), "measured": of.measured} for name, of in entries.items()}
+    entries = {**_read(path), name: entry}
+    numbers = {name: {**asdict(of.machine), "measured": of.measured} for name, of in entries.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, own = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        handle, written = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(held, stream, indent=1, sort_keys=True)
-        os.replace(own, path)  # another process sees the old file or the new one, never half of it
+            json.dump(numbers, stream, indent=1, sort_keys=True)
+        os.replace(written, path)  # another process sees the old file or the new one, never half of it
     except OSError:
         pass
 

@@ -202,7 +202,7 @@ class _Explainer:
             tuple(self.notes),
             values,
             tuple(map(str, self.ctx.quantities)),
-            "" if self.dense else self.ctx.ways.machine.name or "a machine of the user's own",
+            "" if self.dense else self.ctx.planner.machine.name or "a machine of the user's own",
         )
 
     def _roots(self) -> dict[int, set[int]]:
@@ -265,7 +265,7 @@ class _Explainer:
     def _work(self, choice: Choice, way: Way | None = None) -> list[Any]:
         """Return the flops and the bytes of a strategy, by default of the chosen one."""
         assert choice.found is not None
-        work = choice.work(self.ctx.ways.sums, way)
+        work = choice.work(self.ctx.planner.sums, way)
         counts = (work.flops, work.bytes)
         return [choice.found.expression(count, self.ctx.symbols.symbol, expression) for count in counts]
 

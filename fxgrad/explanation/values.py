@@ -115,7 +115,8 @@ class GraphValues:
         if tap is None:
             return ""
         terms = dict.fromkeys(term_text(part) for part in self.parts if part.use is tap.use)
-        return tap.strategy.name + (f": {'; '.join(terms)}" if terms else "")
+        name: str = tap.strategy.name
+        return name + (f": {'; '.join(terms)}" if terms else "")
 
 
 def _first(samples: Any) -> Samples | None:

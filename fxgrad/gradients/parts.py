@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxgrad.kernels.norms import frobenius
 from fxgrad.kernels.precision import unit
-from fxgrad.terms import Materialised, Part, Term, part_of
+from fxgrad.terms import Materialised, Part, part_of
 
 
 def summed(parts: Sequence[Part | Tensor], wide: bool = False) -> Tensor:
@@ -21,16 +22,6 @@ def summed(parts: Sequence[Part | Tensor], wide: bool = False) -> Tensor:
     return total
 
 
-def joined(parts: Sequence[Part]) -> Materialised:
-    """The same, with how far rounding may be off."""
-    whole = parts[0].materialised()
-    for part in parts[1:]:
-        more = part.materialised()
-        rows = whole.rows + more.rows
-        whole = Materialised(rows, whole.rounding() + more.rounding() + unit(rows.dtype) * frobenius(rows))
-    return whole
-
-
 def rounded(rows: Tensor, dtype: torch.dtype) -> Materialised:
     """Gradients that were computed in float64, in a narrower dtype."""
     narrow = rows.to(dtype)
@@ -39,17 +30,8 @@ def rounded(rows: Tensor, dtype: torch.dtype) -> Materialised:
 
 def merged(parts: Sequence[Part]) -> list[Part]:
     """Terms of one form as one term, along k; multiplied-out parts as one. In the order of the kinds."""
-    others: list[Part] = []
-    groups: dict[Hashable, list[Part]] = {}
-    materialised: list[Part] = []
+    groups: dict[tuple[Any, ...], list[Part]] = {}
     for part in parts:
-        key = part.merge_key()
-        if isinstance(part, Materialised):
-            materialised.append(part)
-        elif key is None:
-            others.append(part)
-        else:
-            groups.setdefault(key, []).append(part)
-    ordered = sorted(groups.values(), key=lambda group: Term.kinds.index(type(group[0])))  # type: ignore[arg-type]
-    terms = [type(group[0]).merged(group) for group in ordered]
-    return [*others, *terms, *([joined(materialised)] if materialised else [])]
+        groups.setdefault(part.merge_key(), []).append(part)
+    ordered = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+    return [type(group[0]).merged(group) if len(group) > 1 else group[0] for group in ordered]

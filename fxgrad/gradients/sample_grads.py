@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fxgrad.costs.choices import Ways
-from fxgrad.gradients.columns import by_columns
-from fxgrad.gradients.parts import joined, merged, summed
+from fxgrad.costs.choices import Planner
+from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns
+from fxgrad.gradients.parts import merged, summed
 from fxgrad.kernels.norms import Norms, bounded
 from fxgrad.kernels.precision import WIDE, accumulating, at_most
 from fxgrad.terms import Materialised, Part, Term
-from fxgrad.terms.tied import norms_of_tied, tied
+from fxgrad.terms.tied import norms_of_tied
 from fxgrad.terms.work import Way
 
 
@@ -31,7 +31,7 @@ class SampleGrads:
     n: int
     like: Tensor  # any tensor on the gradients' device
     parts: list[Part] = field(default_factory=list)
-    ways: Ways = field(default_factory=Ways)  # what chooses
+    planner: Planner = field(default_factory=Planner)  # what chooses
     scale: float = 1  # D_n is this times the parts' sum: of all that is asked for, no factor is rounded for it
 
     @property
@@ -50,10 +50,10 @@ class SampleGrads:
         if size == 1:
             return self
         parts = [part.grouped(size) for part in self.parts]
-        return replace(self, n=self.n // size, parts=parts, ways=self.ways.grouped(size))
+        return replace(self, n=self.n // size, parts=parts, planner=self.planner.grouped(size))
 
-    def _scaled(self, found: Tensor, times: int = 1) -> Tensor:
-        return found if isinstance(self.scale, int | float) and self.scale == 1 else found * self.scale**times
+    def _scaled(self, result: Tensor, times: int = 1) -> Tensor:
+        return result if isinstance(self.scale, int | float) and self.scale == 1 else result * self.scale**times
 
     def norms(self) -> Norms:
         """``[n]`` each, in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
@@ -67,70 +67,65 @@ class SampleGrads:
             return zeros, zeros
         if len(parts) == 1:
             return parts[0].norms(self._way)
-        pair = tied(parts)
-        if pair is not None:
-            return norms_of_tied(*pair, self._way)
-        self.ways.multiplied_out(self.name)
+        tied = norms_of_tied(parts, self._way)
+        if tied is not None:
+            return tied
+        self.planner.multiplied_out(self.name)
         if all(part.isometric for part in parts):
-            return joined(parts).norms(self._way)
+            return Materialised.merged(parts).norms(self._way)
         rows = summed(self.parts, wide=True)
         rounding = [part.rounding() for part in parts if not part.unrounded]
         return bounded(rows, sum(rounding, rows.new_zeros(self.n, dtype=torch.float64)))
 
     def _way(self, term: Term) -> Way:
-        return self.ways.of(self.name, term, deferred=True)
+        return self.planner.of(self.name, term, deferred=True)
 
     def weighted(self, c: Tensor, wide: bool = False) -> Tensor:
         """``Σ_n c_n D_n``, ``[*shape]``, in the parameter's dtype; ``wide``: in float64, on its way to one."""
         dtype = WIDE.get(self.dtype, self.dtype) if wide else self.dtype
-        bent = not all(part.isometric for part in self.parts)
+        isometric = all(part.isometric for part in self.parts)
         total: Tensor | None = None
         c = self._scaled(at_most(c, self.accumulating))
-        onednn = self.ways.machine.onednn_pays()
+        onednn = self.planner.machine.onednn_pays()
         for part in merged(self.parts):
-            found = part.weighted(c, wide or bent, onednn).reshape(self.shape)
-            total = found if total is None else total + found
+            sums = part.weighted(c, wide or not isometric, onednn).reshape(self.shape)
+            total = sums if total is None else total + sums
         if total is None:
             return self.like.new_zeros(self.shape, dtype=dtype)
-        if bent and not wide:  # of a derivative that is infinite no weight of 0 makes 0
+        if not isometric and not wide:  # of a derivative that is infinite no weight of 0 makes 0
             total = torch.where((c == 0).all(), 0, total)
         return total.to(dtype)
 
     def dot(self, vector: Tensor) -> Tensor:
         """``<D_n, vector>`` of a tensor ``[*shape]``: ``[n]``."""
-        found = [part.dot(vector.to(self.accumulating)) for part in merged(self.parts)]
-        if not found:
+        dots = [part.dot(vector.to(self.accumulating)) for part in merged(self.parts)]
+        if not dots:
             return self.like.new_zeros(self.n, dtype=self.accumulating)
-        return self._scaled(torch.stack(found).sum(0))
+        return self._scaled(torch.stack(dots).sum(0))
 
     def squared(self) -> Tensor:
         """``Σ_n D_n²``, element by element, ``[*shape]``."""
-        return self._scaled(self._by_columns("squares").reshape(self.shape), 2)
+        return self._scaled(self._by_columns(Squares()).reshape(self.shape), 2)
 
     def variance(self) -> Tensor:
         """The unbiased variance over samples, element by element, ``[*shape]``."""
-        return self._scaled(self._by_columns("variance").reshape(self.shape), 2)
+        return self._scaled(self._by_columns(Variance()).reshape(self.shape), 2)
 
     def gram(self) -> Tensor:
         """``<D_n, D_m>``, ``[n, n]``."""
-        return self._scaled(self._by_columns("gram"), 2)
+        return self._scaled(self._by_columns(Gram()), 2)
 
     def projected(self, dim: int, seed: int, key: int) -> Tensor:
         """The product with a matrix of signs that (seed, key) names, ``[n, dim]``."""
-        return self._scaled(self._by_columns("projection", dim, seed, key))
+        return self._scaled(self._by_columns(Projection(dim, seed, key)))
 
-    def _by_columns(self, name: str, dim: int = 0, seed: int = 0, key: int = 0) -> Tensor:
+    def _by_columns(self, statistic: Statistic) -> Tensor:
         parts = merged(self.parts) or [Materialised(self.dense())]
-        return by_columns(parts, (name, dim, seed, key), self.accumulating)
+        return by_columns(parts, statistic, self.accumulating)
 
 
-def deferred(part: Part, name: str = "", ways: Ways = Ways()) -> Part:  # noqa: B008 - immutable
+def deferred(part: Part, name: str, planner: Planner) -> Part:
     """A part of one parameter as it is kept to the end of the backward: as factors, or multiplied out."""
-    if isinstance(part, Term) and ways.of(name, part) is Way.MATERIALISE:
+    if isinstance(part, Term) and planner.of(name, part) is Way.MATERIALISE:
         return part.materialised()
     return part
-
-
-def norms_of(part: Part, name: str = "", ways: Ways = Ways()) -> Norms:  # noqa: B008 - immutable
-    """Norms and bounds of one part alone, ``[n]`` each."""
-    return part.norms(lambda term: ways.of(name, term, deferred=True))

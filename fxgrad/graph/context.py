@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from fxgrad.costs.choices import Ways
+from fxgrad.costs.choices import Planner
 from fxgrad.host.modules import INNER
 from fxgrad.host.ops import set_grad_enabled
 from fxgrad.ops.calls import CALL
@@ -52,7 +52,7 @@ class Context:
     analyse: Callable[[fx.GraphModule, Context], fx.GraphModule] | None = None  # finds a body's samples
 
     single: bool = False  # whether it is a batch of one
-    ways: Ways = field(default_factory=Ways)  # what chooses how each term is contracted
+    planner: Planner = field(default_factory=Planner)  # what chooses how each term is contracted
     may_mix: bool = True  # whether an error may advise mixing="allow"
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
 

@@ -130,7 +130,7 @@ def open_tape(
     """``tape = new_tape(); handle = collect(tape, n, ghosts.., given..)`` behind a node."""
     likes = [Like(parameter.name, parameter.shape, parameter.dtype) for parameter in ctx.parameters]
     with graph.inserting_after(before):
-        tape = graph.call_function(NewTape(ctx.quantities, ctx.loss_scale, likes, ctx.counts_given(), ctx.ways))
+        tape = graph.call_function(NewTape(ctx.quantities, ctx.loss_scale, likes, ctx.counts_given(), ctx.planner))
     with graph.inserting_after(tape):
         handle = graph.call_function(CollectTarget(len(ghosts)), (tape, n, *ghosts, *given))
     return tape, handle

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +17,72 @@ from torch.func import vjp, vmap
 
 from fxgrad.host.dispatch import with_autograd
 
-# Closures cannot be op arguments. The key names what the closure computes, in full, so that a compiled
-# artefact that PyTorch's caches keep for another process finds the same computation there.
-_PROGRAMS: dict[str, Callable[..., Any]] = {}
+Values = list[Any]  # the operands of one sample's call, in its order
+OwnVjp = Callable[[Values, Sequence[Tensor]], Sequence[Tensor]]  # (values, grads of the outputs) -> of the parameters
 
 
-_BACKWARDS: dict[str, Callable[..., Any]] = {}
+@dataclass(frozen=True)
+class SampleProgram:
+    """One sample's call of an op on ``values``, of which the operator takes three lists.
 
-
-def register_program(key: str, program: Callable[..., Any], backward: Callable[..., Any] | None = None) -> None:
-    """Make ``program(batched, shared, sizes) -> outputs``, one sample's call, known under ``key``.
-
-    ``backward(batched, shared, sizes, wrt, grads)`` is its vjp, where that is not autograd's to decide.
+    ``batched``, ``shared`` and ``numbers`` are the positions in ``values`` of tensors with samples, of other tensors
+    and of numbers. ``own_vjp`` is the vjp by the parameters, where that is not autograd's to decide.
     """
-    _PROGRAMS[key] = program
-    if backward is not None:
-        _BACKWARDS[key] = backward
+
+    words: str  # the computation in words, the same in every process
+    call: Callable[[Values], tuple[Tensor, ...]]
+    batched: tuple[int, ...]
+    shared: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
+    own_vjp: OwnVjp | None = None
+
+    @property
+    def key(self) -> str:
+        """The whole computation: equal keys are one entry of the table, in this and in every other process."""
+        return f"{self.words} shared={list(self.shared)} numbers={list(self.numbers)}"
+
+    def values(self, batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int]) -> Values:
+        """The operands in the call's order."""
+        positions = (*self.batched, *self.shared, *self.numbers)
+        at = dict(zip(positions, (*batched, *shared, *numbers), strict=True))
+        return [at[i] for i in range(len(at))]
+
+    def vjp(self, values: Values, wrt: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Differentiate every sample's call by ``values[i], i in wrt``, through the operator."""
+        _PROGRAMS[self.key] = self
+        batched, shared, numbers = ([values[i] for i in at] for at in (self.batched, self.shared, self.numbers))
+        by = [self.shared.index(i) for i in wrt]
+        rows = [g.contiguous() for g in grads]
+        by_parameter: list[Tensor] = per_sample_vjp(self.key, rows, batched, shared, by, numbers)
+        return by_parameter
+
+    def of_sample(
+        self,
+        batched: Sequence[Tensor],
+        shared: Sequence[Tensor],
+        numbers: Sequence[int],
+        wrt: Sequence[int],
+        grads: Sequence[Tensor],
+        differentiate: Callable[..., Sequence[Tensor]],
+    ) -> Sequence[Tensor]:
+        """The vjp of one sample's call by ``shared[i], i in wrt``; ``differentiate`` is autograd's vjp."""
+        values = self.values(batched, shared, numbers)
+        if self.own_vjp is not None:
+            return self.own_vjp(values, grads)
+
+        def of_weights(*weights: Tensor) -> tuple[Tensor, ...]:
+            filled = list(values)
+            for i, weight in zip(wrt, weights, strict=True):
+                filled[self.shared[i]] = weight
+            return self.call(filled)
+
+        return differentiate(of_weights, [shared[i] for i in wrt], grads)
+
+
+# A program cannot be an op's argument: its key is. The key names the computation in full, so that a compiled artefact
+# that PyTorch's caches keep for another process finds the same computation there, and compiling the same model again
+# adds nothing.
+_PROGRAMS: dict[str, SampleProgram] = {}
 
 
 def _plain_vjp(
@@ -58,6 +109,14 @@ def _random_states(value: Tensor) -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state(value.device)] if value.is_cuda else states
 
 
+def _functional_vjp(
+    call: Callable[..., tuple[Tensor, ...]], weights: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The vjp that vmap can look into."""
+    by_weight: Sequence[Tensor] = vjp(call, *weights)[1](tuple(grads))
+    return by_weight
+
+
 @torch.library.custom_op("fxgrad::per_sample_vjp", mutates_args=())
 def per_sample_vjp(
     key: str,
@@ -73,45 +132,29 @@ def per_sample_vjp(
     if n == 0:
         return [shared[i].new_zeros(0, *shared[i].shape) for i in wrt]
 
-    weights = [shared[i] for i in wrt]
-
-    def sample(rows: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        def call(*weights: Tensor) -> tuple[Tensor, ...]:
-            values = list(shared)
-            for i, weight in zip(wrt, weights, strict=True):
-                values[i] = weight
-            return program(rows, values, sizes)  # type: ignore[no-any-return]
-
-        return call
-
-    backward = _BACKWARDS.get(key)
-
     def alone(i: int) -> Sequence[Tensor]:
         rows, of_outputs = [t[i].detach() for t in batched], [g[i] for g in grads]
-        if backward is not None:
-            return backward(rows, shared, sizes, wrt, of_outputs)  # type: ignore[no-any-return]
-        return _plain_vjp(sample(rows), weights, of_outputs)
+        return program.of_sample(rows, shared, sizes, wrt, of_outputs, _plain_vjp)
 
     def one(of_outputs: tuple[Tensor, ...], *rows: Tensor) -> Sequence[Tensor]:
-        if backward is not None:
-            return backward(rows, shared, sizes, wrt, of_outputs)  # type: ignore[no-any-return]
-        found: Sequence[Tensor] = vjp(sample(rows), *weights)[1](of_outputs)
-        return found
+        return program.of_sample(rows, shared, sizes, wrt, of_outputs, _functional_vjp)
 
     before = _random_states(grads[0])
     try:
         with warnings.catch_warnings():  # an op that vmap itself loops over is slow, not wrong
             warnings.simplefilter("ignore")
-            found = vmap(one)(tuple(grads), *batched)
-        right = all(_close([grad[i] for grad in found], alone(i)) for i in {0, n - 1})
+            by_weight = vmap(one)(tuple(grads), *batched)
+        right = all(_close([grad[i] for grad in by_weight], alone(i)) for i in {0, n - 1})
     except (RuntimeError, NotImplementedError):  # an op without a batching rule
         right = False
     if not right:  # one sample at a time
-        found = tuple(torch.stack(tuple(column)) for column in zip(*map(alone, range(n)), strict=True))
+        by_weight = tuple(torch.stack(tuple(column)) for column in zip(*map(alone, range(n)), strict=True))
     after = _random_states(grads[0])
     if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
-        raise RuntimeError(f"an op that uses a parameter draws random numbers, which no backward can repeat: {key}")
-    return [grad.to_dense().clone(memory_format=torch.contiguous_format) for grad in found]
+        raise RuntimeError(
+            f"an op that uses a parameter draws random numbers, which no backward can repeat: {program.words}"
+        )
+    return [grad.to_dense().clone(memory_format=torch.contiguous_format) for grad in by_weight]
 
 
 @per_sample_vjp.register_fake

@@ -30,6 +30,7 @@ class CheckedStep(DPOptimizer):  # type: ignore[misc]
     """A base of optimizers, before one of Opacus's, that checks p.grad against the ledger before each step."""
 
     ledger: Ledger
+    step_hook: Any  # Opacus's own
     in_one_process: bool  # whether to refuse other processes, which torch.distributed may start later
     first_batch: FirstBatch | None = None  # until the processes have agreed on their first batches
     _noised: list[tuple[Tensor | None, int]] | None = None  # p.grad after the noise, before the step

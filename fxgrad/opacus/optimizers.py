@@ -27,6 +27,9 @@ class AdaptiveOptimizer(CheckedStep, AdaClipDPOptimizer):  # type: ignore[misc]
     as for every batch in Andrew et al. (2019), https://arxiv.org/abs/1905.03871.
     """
 
+    unclipped_num: Any
+    sample_size: Any
+
     def clip_and_accumulate(self) -> None:
         rows = self._get_flat_grad_sample(self.params[0])
         if len(rows):

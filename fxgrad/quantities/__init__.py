@@ -8,10 +8,8 @@ from fxgrad.errors import OptionError
 from fxgrad.quantities.base import GRAD, OUTSIDE, RESULT, Delivery, Outside, Quantity
 from fxgrad.quantities.clipping import ClippedGrad, Clipping
 from fxgrad.quantities.moments import Grad, GradVariance, SquaredGrad
-from fxgrad.quantities.norms import NormSample
-from fxgrad.quantities.products import GradDot, GradGram
-from fxgrad.quantities.projection import GradProjection
-from fxgrad.quantities.samples import GradSample
+from fxgrad.quantities.products import GradDot, GradGram, GradProjection
+from fxgrad.quantities.samples import GradSample, NormSample
 
 __all__ = [
     "GRAD",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.gradients.sample_grads import SampleGrads
+from fxgrad.kernels.precision import accumulating
 
 GRAD = "grad"  # the place of tensors that are added to p.grad, like any gradient
 RESULT = "result"  # the place of tensors of the whole model: fxgrad.result(model, quantity)
@@ -113,3 +114,14 @@ class Quantity(ABC):
 def first(parameters: Mapping[str, Tensor]) -> Tensor:
     """Return the parameter that gives results of the whole model their dtype and device."""
     return next(iter(parameters.values()))
+
+
+def of_model(shape: tuple[Any, ...], parameters: Mapping[str, Tensor]) -> Delivery:
+    """Describe one result of the whole model, in the dtype in which norms and sums are taken."""
+    like = first(parameters)
+    return Delivery(RESULT, None, shape, accumulating(like.dtype), like.device)
+
+
+def like_parameters(place: str, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+    """Describe one result for each parameter, of its shape and dtype."""
+    return [Delivery(place, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]

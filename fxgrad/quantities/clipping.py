@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.memory import stored
 from fxgrad.kernels.norms import is_wide, root_sum_squares
 from fxgrad.kernels.precision import accumulating, at_most
-from fxgrad.quantities.base import GRAD, OUTSIDE, RESULT, Delivery, Outside, Quantity, first
+from fxgrad.quantities.base import GRAD, OUTSIDE, Delivery, Outside, Quantity, first, like_parameters, of_model
 
 Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
 Groups = Literal["flat", "per_parameter"] | Sequence[Sequence[str]]
@@ -149,17 +149,12 @@ class ClippedGrad(Quantity):
             )
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        like = first(parameters)
         groups = self._groups(list(parameters))
-        shape = (n,) if len(groups) == 1 else (len(groups), n)
-        grads = [Delivery(GRAD, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
-        reports = [Delivery(RESULT, None, shape, accumulating(like.dtype), like.device)] * 2
-        return [*grads, *reports, Delivery(RESULT, None, (), torch.float32, like.device)]
+        report = of_model((n,) if len(groups) == 1 else (len(groups), n), parameters)
+        return [*like_parameters(GRAD, parameters), report, report, replace(report, shape=(), dtype=torch.float32)]
 
     def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        like = first(parameters)
-        weight = Delivery("sample_weight", None, (n,), accumulating(like.dtype), like.device)
-        return [weight] if self.sample_weight else []
+        return [replace(of_model((n,), parameters), place="sample_weight")] if self.sample_weight else []
 
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         if not self.sample_weight:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.quantities.base import GRAD, Delivery, Quantity
+from fxgrad.quantities.base import GRAD, Delivery, Quantity, like_parameters
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Grad(Quantity):
     """
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        return [Delivery(GRAD, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+        return like_parameters(GRAD, parameters)
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         ones = {g.accumulating: g.like.new_ones(n, dtype=g.accumulating) for g in grads}
@@ -60,7 +60,7 @@ class SquaredGrad(Quantity):
     """
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        return [Delivery("squared_grad_sum", name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+        return like_parameters("squared_grad_sum", parameters)
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         return [g.squared().to(g.dtype) for g in grads]
@@ -87,7 +87,7 @@ class GradVariance(Quantity):
     """
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        return [Delivery("grad_variance", name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+        return like_parameters("grad_variance", parameters)
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         return [g.variance().to(g.dtype) for g in grads]

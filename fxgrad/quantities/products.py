@@ -1,9 +1,11 @@
-"""Inner products of the per-sample gradients, with directions and with each other."""
+"""Inner products of the per-sample gradients: with directions, with each other, and with random signs."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from fxgrad.errors import OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.precision import accumulating
-from fxgrad.quantities.base import RESULT, Delivery, Quantity, first
+from fxgrad.quantities.base import Delivery, Quantity, of_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +50,8 @@ class GradDot(Quantity):
     adds: ClassVar[bool] = True
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        p = first(parameters)
         several = self._several(parameters)
-        return [Delivery(RESULT, None, (n,) if several is None else (n, several), accumulating(p.dtype), p.device)]
+        return [of_model((n,) if several is None else (n, several), parameters)]
 
     def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         return [
@@ -70,17 +71,13 @@ class GradDot(Quantity):
         ]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
-        left = iter(given)
-        total: Tensor | None = None
-        dtype = grads[0].accumulating
-        for g in grads:
-            if g.name not in self.vectors:
-                continue
-            vector = next(left)
-            single = vector.dim() == len(g.shape)
-            dots = g.dot(vector) if single else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
-            total = dots.to(dtype) if total is None else total + dots.to(dtype)
-        return [grads[0].like.new_zeros(n, dtype=dtype) if total is None else total]
+        dtype, asked = grads[0].accumulating, [g for g in grads if g.name in self.vectors]
+        dots = [
+            g.dot(vector) if vector.dim() == len(g.shape) else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
+            for g, vector in zip(asked, given, strict=True)
+        ]
+        zeros = grads[0].like.new_zeros(n, dtype=dtype)
+        return [reduce(torch.add, [each.to(dtype) for each in dots]) if dots else zeros]
 
     def _several(self, parameters: Mapping[str, Tensor]) -> int | None:
         """Return the number of directions; None for a single one."""
@@ -121,11 +118,58 @@ class GradGram(Quantity):
     """
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        like = first(parameters)
-        return [Delivery(RESULT, None, (n, n), accumulating(like.dtype), like.device)]
+        return [of_model((n, n), parameters)]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         total = grads[0].gram()
         for g in grads[1:]:
             total = total + g.gram().to(total.dtype)
         return [total]
+
+
+@dataclass(frozen=True)
+class GradProjection(Quantity):
+    """Random projections of the per-sample gradients, for data attribution.
+
+    Delivers:
+        ``P g_i / √dim`` in ``fxgrad.result(model, quantity)``, ``[B, dim]``, in the first parameter's dtype, float32
+        for half types. P is a matrix of random signs with one column for each element of all parameters.
+
+    Args:
+        dim: the number of rows of P.
+        seed: the seed of P. An entry of P depends only on the seed, the parameter's name and the element's index. It is
+            the same for every batch size, device and order of parameters.
+        group_size: how many consecutive rows of a batch are one sample.
+
+    fxgrad computes P and the gradients one block of columns at a time and never stores them.
+
+    Raises:
+        OptionError: at once, if dim is not a positive int.
+
+    Source: Johnson and Lindenstrauss 1984; Achlioptas 2003 (signs); Park et al. 2023, "TRAK".
+
+    >>> import torch, fxgrad
+    >>> projection = fxgrad.GradProjection(dim=16, seed=0)
+    >>> model = fxgrad.transform(torch.nn.Linear(3, 2), quantity=projection, backend="eager")
+    >>> model(torch.ones(5, 3)).sum().backward()
+    >>> tuple(fxgrad.result(model, projection).shape)
+    (5, 16)
+    """
+
+    dim: int
+    seed: int = 0
+    adds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
+            raise OptionError(f"dim has to be a positive int, not {self.dim!r}")
+
+    def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
+        return [of_model((n, self.dim), parameters)]
+
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+        dtype = grads[0].accumulating
+        total = grads[0].like.new_zeros(n, self.dim, dtype=dtype)
+        for g in grads:
+            total = total + g.projected(self.dim, self.seed, zlib.crc32(g.name.encode())).to(dtype)
+        return [total * self.dim**-0.5]

@@ -16,7 +16,16 @@ def _each(value, spatial):
     return values * spatial if len(values) == 1 else values
 
 
-@rule(torch.conv1d, torch.conv2d, torch.conv3d, of=("weight", "bias"), batched=("input",))
+def _has_images(use, shapes):
+    """The rules need the images in a dimension of their own, which may be missing in a batch of one."""
+    input, weight = use.arguments["input"], use.arguments["weight"]
+    return len(shapes[input.position]) == len(shapes[weight.position])
+
+
+@rule(
+    torch.conv1d, torch.conv2d, torch.conv3d,
+    of=("weight", "bias"), batched=("input",), applies=_has_images,
+)  # fmt: skip
 def conv(g, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     """y = W ∗ x + b      dW_n = Σ_k g_nk ⊗ patch_nk(x)      db_n = Σ_k g_nk"""
     spatial = weight.dim() - 2
@@ -39,12 +48,9 @@ def _pad_same(input, kernel, dilation):
 
 
 @rule(
-    torch.conv_transpose1d,
-    torch.conv_transpose2d,
-    torch.conv_transpose3d,
-    of=("weight", "bias"),
-    batched=("input",),
-)
+    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+    of=("weight", "bias"), batched=("input",), applies=_has_images,
+)  # fmt: skip
 def conv_transpose(g, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
     """y = Wᵀ ∗ x + b      dW_n = Σ_k x_nk ⊗ patch_nk(g)      db_n = Σ_k g_nk"""
     spatial = weight.dim() - 2

@@ -48,8 +48,8 @@ def elementwise(g: Tensor, use: Any, values: list[Any]) -> dict[int, Term | Tens
 
     with torch.enable_grad():
         weights = [copies[slot] for slot in use.wrt]
-        found: Any = torch.func.vjp(call, *weights)
-        grads = found[1](g.to(found[0].dtype))
+        y, vjp, *_ = torch.func.vjp(call, *weights)
+        grads = vjp(g.to(y.dtype))
     return {slot: summed_to(grad, values[slot].shape) for slot, grad in zip(use.wrt, grads, strict=True)}
 
 

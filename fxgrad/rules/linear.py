@@ -1,4 +1,4 @@
-"""Matrix products with a parameter on either side."""
+"""Matrix products with a parameter on either side, and those of groups that rows are sent to (mixtures of experts)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxgrad.kernels.grouped import grouped_rows
 from fxgrad.kernels.precision import computable
 from fxgrad.ops.equation import Equation
 from fxgrad.rules.reduce import summed_to
 from fxgrad.rules.registry import rule
+from fxgrad.rules.uses import Slot
 from fxgrad.terms import Term
 
 
@@ -74,45 +76,71 @@ def _either_side(g, left, right, use, names, scale=1):
     return out
 
 
-@rule(torch.matmul, of=("input", "other"))
+def _samples_beside(one, other):
+    """A product's rule needs samples on the side that is not the parameter."""
+
+    def applies(use, shapes):
+        pairs = (one, other), (other, one)
+        return all(use.has_samples(beside) for name, beside in pairs if name in use.differentiated)
+
+    return applies
+
+
+@rule(torch.matmul, of=("input", "other"), applies=_samples_beside("input", "other"))
 def matmul(g, input, other, use):
     """y = x W      dW_n = Σ_k x_nkᵀ g_nk        y = W x      dW_n = Σ_k g_nk x_nkᵀ"""
     return _either_side(g, input, other, use, ("input", "other"))
 
 
-@rule("rmatmul", of=("input", "other"))
+@rule("rmatmul", of=("input", "other"), applies=_samples_beside("input", "other"))
 def rmatmul(g, input, other, use):
     """y = other @ input, as in ``other.__matmul__``'s reflected form"""
     return _either_side(g, other, input, use, ("other", "input"))
 
 
-@rule(torch.mm, torch.bmm, of=("input", "mat2"))
+@rule(torch.mm, torch.bmm, of=("input", "mat2"), applies=_samples_beside("input", "mat2"))
 def mm(g, input, mat2, use):
     """y = x W      dW_n = x_nᵀ g_n"""
     return _either_side(g, input, mat2, use, ("input", "mat2"))
 
 
-@rule(torch.mv, of=("vec",))
+@rule(torch.mv, of=("vec",), applies=_samples_beside("input", "vec"))
 def mv(g, input, vec):
     """y = X v      dv_n = X_nᵀ g_n"""
     return {"vec": _product(g, input, vec, left=False)}
 
 
-@rule(torch.addmm, of=("input", "mat1", "mat2"))
+@rule(torch.addmm, of=("input", "mat1", "mat2"), applies=_samples_beside("mat1", "mat2"))
 def addmm(g, input, mat1, mat2, use, beta=1, alpha=1):
     """y = β b + α x W      dW_n = α Σ_k x_nkᵀ g_nk      db_n = β Σ_k g_nk"""
     out = _either_side(g, mat1, mat2, use, ("mat1", "mat2"), alpha)
     return out | ({"input": summed_to(computable(g) * beta, input.shape)} if "input" in use.differentiated else {})
 
 
-@rule(torch.baddbmm, of=("input", "batch1", "batch2"))
+@rule(torch.baddbmm, of=("input", "batch1", "batch2"), applies=_samples_beside("batch1", "batch2"))
 def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
     """y = β b + α x W, a batch of products"""
     out = _either_side(g, batch1, batch2, use, ("batch1", "batch2"), alpha)
     return out | ({"input": summed_to(computable(g) * beta, input.shape)} if "input" in use.differentiated else {})
 
 
-@rule(torch.einsum, of=("operands",))
+def _has_plain_letters(use, shapes):
+    """Whether every letter of an operand stands there once, at the same size everywhere, without dots."""
+    equation = use.arguments["equation"]
+    if not isinstance(equation, str):
+        return False
+    read = Equation.of(equation)
+    if read.output is None or read.has_dots or read.repeats_a_letter:
+        return False
+    sizes: dict[str, Any] = {}
+    return all(
+        sizes.setdefault(letter, size) == size
+        for operand, slot in zip(read.inputs, use.arguments["operands"], strict=True)
+        for letter, size in zip(operand.letters, shapes[slot.position], strict=True)
+    )
+
+
+@rule(torch.einsum, of=("operands",), applies=_has_plain_letters)
 def einsum(g, equation, operands, use):
     """y = einsum(.., W, ..)      dW_n: the same equation with y and W in each other's place"""
     read = Equation.of(equation).without("n")  # n are the samples
@@ -132,10 +160,20 @@ def einsum(g, equation, operands, use):
     return {"operands": grads}
 
 
-@rule(torch.tensordot, of=("a", "b"))
+def _has_plain_dims(use, shapes):
+    """Whether the dims are numbers, there are letters for all, and none has a size of one, which PyTorch repeats."""
+    sides, dims = [use.arguments[name] for name in ("a", "b")], use.arguments["dims"]
+    if not all(isinstance(side, Slot) for side in sides):
+        return False
+    sizes = [size for side in sides for size in shapes[side.position]]
+    pair = isinstance(dims, tuple | list) and len(dims) == 2 and all(isinstance(own, tuple | list) for own in dims)
+    return (isinstance(dims, int) or pair) and 1 not in sizes and len(sizes) < 50
+
+
+@rule(torch.tensordot, of=("a", "b"), applies=_has_plain_dims)
 def tensordot(g, a, b, use, dims=2):
     """y = Σ over some dims of a and b        as the einsum that says the same"""
-    batched = {name: use.layouts[use.arguments[name].position] is not None for name in "ab"}
+    batched = {name: use.has_samples(name) for name in "ab"}
     left, right, result = _letters_of(dims, a.dim() - batched["a"], b.dim() - batched["b"])
     operands = {"a": (left, a), "b": (right, b)}
     found = {}
@@ -158,20 +196,9 @@ def _letters_of(dims, a, b):
     return "".join(left), "".join(right), "".join(kept)
 
 
-def tensordot_applies(dims: Any, a: int, b: int) -> bool:
-    """Whether the dims are numbers, and there are letters for all."""
-    pair = isinstance(dims, tuple | list) and len(dims) == 2 and all(isinstance(own, tuple | list) for own in dims)
-    return (isinstance(dims, int) or pair) and a + b < 50
-
-
-def einsum_applies(equation: str, shapes: Any) -> bool:
-    """Whether every letter of an operand stands there once, at the same size everywhere, without dots."""
-    read = Equation.of(equation)
-    if read.output is None or read.has_dots or read.repeats_a_letter:
-        return False
-    sizes: dict[str, Any] = {}
-    for operand, shape in zip(read.inputs, shapes, strict=True):
-        for letter, size in zip(operand.letters, shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                return False
-    return True
+@rule(grouped_rows, of=("weight",), batched=("input", "ids"))
+def rows_of_groups(g, input, weight, ids):
+    """y_k = x_k W[e_k]      dW_n[e] = Σ_{k: e_nk = e} x_nk ⊗ g_nk"""
+    groups = weight.shape[0]
+    sent = F.one_hot(ids.clamp(0, groups - 1), groups) * ((ids >= 0) & (ids < groups)).unsqueeze(-1)
+    return {"weight": Term("nke,nki,nko->neio", sent.to(g.dtype), input, g)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from fxgrad.rules.reduce import sum_dims, sum_to, summed_to
+from fxgrad.rules.reduce import sum_dims, summed_to
 from fxgrad.rules.registry import rule
 
 
@@ -28,7 +30,7 @@ def reshape(g, input):
 def cast(g, input):
     """y = W in another dtype      dW_n = g_n in W's dtype"""
     g = g.real if g.is_complex() and not input.is_complex() else g
-    return {"input": sum_to(g.to(input.dtype), input.shape)}
+    return {"input": g.to(input.dtype)}
 
 
 @rule("transpose", of=("input",), shared=True, permutes=True)
@@ -118,22 +120,11 @@ def pieces(g, input, use, dim=0):
     """y = one of W's pieces      dW_n = g_n there, 0 elsewhere"""
     if use.op == "unbind":
         return select(g, input, dim, use.select)
-    whole = Piece.of(use, input)
+    values = [None] * len(use.layouts)
+    values[next(iter(use.wrt))] = torch.empty(input.shape, device="meta")
+    whole = replace(use, select=None).rerun(values)
     start = sum(piece.shape[dim] for piece in whole[: use.select])
     return {"input": _placed(g, input, dim, start)}
-
-
-class Piece:
-    """The pieces an op cuts a tensor into, found on a tensor without storage."""
-
-    @staticmethod
-    def of(use, input):
-        values = [None] * len(use.layouts)
-        values[next(iter(use.wrt))] = torch.empty(input.shape, device="meta")
-        args, kwargs = use.fill(use.args, values), use.fill(dict(use.kwargs), values)
-        if use.method:
-            return getattr(args[0], use.target)(*args[1:], **kwargs)
-        return use.target(*args, **kwargs)
 
 
 def _placed(g, input, dim, start):

@@ -13,12 +13,7 @@ from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 
 
-@rule(
-    F.layer_norm,
-    of=("weight", "bias"),
-    batched=("input",),
-    ignore={"cudnn_enable": "it chooses a kernel"},
-)
+@rule(F.layer_norm, of=("weight", "bias"), batched=("input",), ignore={"cudnn_enable": "it chooses a kernel"})
 def layer_norm(g, input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y = x̂ ⊙ w + b      dw_n = Σ_k g_nk ⊙ x̂_nk      db_n = Σ_k g_nk"""
     x_hat = F.layer_norm(computable(input), normalized_shape, eps=eps)
@@ -38,12 +33,7 @@ def _per_channel(g, x_hat):
     return {"weight": Term("nkc...,nkc...->nc", computable(g), x_hat), "bias": Term("nkc...->nc", g)}
 
 
-@rule(
-    F.group_norm,
-    of=("weight", "bias"),
-    batched=("input",),
-    ignore={"cudnn_enabled": "it chooses a kernel"},
-)
+@rule(F.group_norm, of=("weight", "bias"), batched=("input",), ignore={"cudnn_enabled": "it chooses a kernel"})
 def group_norm(g, input, num_groups, weight=None, bias=None, eps=1e-5):
     """y = x̂ ⊙ w + b, x̂ normalised over groups of channels"""
     rows = computable(input).flatten(0, 1)

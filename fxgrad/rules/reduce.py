@@ -10,19 +10,11 @@ from torch import Tensor
 from fxgrad.terms import Term, is_one
 
 
-def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """``[n, *broadcast] -> [n, *shape]``: sum what broadcasting had repeated, but never the samples.
-
-    >>> import torch
-    >>> sum_to(torch.ones(2, 5, 3), (1, 3)).tolist()
-    [[[5.0, 5.0, 5.0]], [[5.0, 5.0, 5.0]]]
-    """
-    dims = _repeated(grad, shape)
-    return (grad.sum(dims) if dims else grad).reshape(grad.shape[0], *shape)
-
-
 def summed_to(grad: Tensor, shape: Sequence[int]) -> Term | Tensor:
-    """The same sum as a term, of which it is known how far it rounds; a tensor where nothing is added up."""
+    """Sum what broadcasting had repeated, but never the samples: ``[n, *broadcast] -> [n, *shape]``.
+
+    A term, of which it is known how far it rounds; a tensor where nothing is added up.
+    """
     dims = _repeated(grad, shape)
     return sum_dims(grad, dims, shape) if dims else grad.reshape(grad.shape[0], *shape)
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fxgrad.errors import RuleError
 from fxgrad.ops.calls import Call, op_name
+from fxgrad.rules.uses import Use
 
 RuleFunction = Callable[..., Mapping[str, Any]]
+Applies = Callable[[Use, Sequence[Any]], bool]  # of a use, and the operands' shapes, None for numbers
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def always(use: Use, shapes: Sequence[Any]) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -19,12 +25,11 @@ class Rule:
     """A per-sample-gradient rule of one op.
 
     ``differentiates`` are the arguments it can give gradients for, ``batched`` those that must hold the
-    samples for it to apply; with ``shared`` it also applies where no argument does. It ``permutes`` the elements
-    of its one parameter where it moves each of them to one place, and ``slices`` where its value is a piece of
-    its parameter or made of its parameters as pieces.
+    samples for it to apply; with ``shared`` it also applies where no argument does, and ``applies`` is what else has
+    to be true. It ``permutes`` the elements of its one parameter where it moves each of them to one place, and
+    ``slices`` where its value is a piece of its parameter or made of its parameters as pieces.
     """
 
-    op: str
     function: RuleFunction
     arguments: tuple[str, ...]
     differentiates: frozenset[str]
@@ -32,8 +37,9 @@ class Rule:
     shared: bool
     refuse: Mapping[str, str]
     ignore: Mapping[str, str]
-    permutes: bool = False
-    slices: bool = False
+    permutes: bool
+    slices: bool
+    applies: Applies
 
     @property
     def own(self) -> bool:
@@ -44,6 +50,13 @@ class Rule:
         """Given arguments the rule neither takes nor ignores."""
         known = {*self.arguments, *self.refuse, *self.ignore, "out", "dtype"}
         return [name for name in call.given if name not in known]
+
+    def takes(self, use: Use, call: Call, shapes: Sequence[Any]) -> bool:
+        """Whether the rule applies to a use."""
+        if not use.differentiated.keys() <= self.differentiates or self.unhandled(call):
+            return False
+        fits = self.shared if use.output is None else all(map(use.has_samples, self.batched))
+        return fits and self.applies(use, shapes)
 
     def refused(self, call: Call) -> tuple[str, str] | None:
         """An argument the rule says it cannot take, with the reason."""
@@ -66,11 +79,12 @@ def rule(
     override: bool = False,
     permutes: bool = False,
     slices: bool = False,
+    applies: Applies | None = None,
 ) -> Callable[[F], F]:
     """Register ``function(g, **arguments) -> {argument: Term or Tensor}`` for an op's canonical name.
 
     The function sees the samples first in ``g`` and in every batched argument, and gets the arguments
-    its signature names; ``use`` gives it the whole call.
+    its signature names; ``use`` gives it the whole call. A rule in another's place applies where that did.
     """
 
     def register(function: F) -> F:
@@ -79,8 +93,11 @@ def rule(
             name = op if isinstance(op, str) else op_name(op)
             if name in RULES and not override:
                 raise RuleError(f"{name} already has a rule", advice="Pass override=True to replace it on purpose.")
-            sets = frozenset(of), frozenset(batched)
-            RULES[name] = Rule(name, function, names, *sets, shared, refuse or {}, ignore or {}, permutes, slices)
+            where = applies or (RULES[name].applies if name in RULES else always)
+            RULES[name] = Rule(
+                function, names, frozenset(of), frozenset(batched), shared, refuse or {}, ignore or {},
+                permutes, slices, where,
+            )  # fmt: skip
         return function
 
     return register
@@ -94,7 +111,6 @@ class OwnBackward:
     first ``outputs`` of its outputs carry gradients.
     """
 
-    op: str
     function: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
     arguments: tuple[str, ...]
     of: frozenset[str]
@@ -114,7 +130,7 @@ def own_backward(op: str, *, of: Iterable[str], rows: str, outputs: int) -> Call
 
     def register(function: F) -> F:
         names = tuple(inspect.signature(function).parameters)[3:]
-        OWN_BACKWARDS[op] = OwnBackward(op, function, names, frozenset(of), rows, outputs)
+        OWN_BACKWARDS[op] = OwnBackward(function, names, frozenset(of), rows, outputs)
         return function
 
     return register

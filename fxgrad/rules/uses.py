@@ -12,6 +12,7 @@ from torch import Tensor
 from fxgrad.kernels.precision import WIDE
 from fxgrad.ops.calls import map_leaves
 from fxgrad.ops.facts import Fact
+from fxgrad.ops.user_functions import fitted
 from fxgrad.samples.layouts import Layout, samples_first
 
 
@@ -53,12 +54,19 @@ class Use:
     @property
     def differentiated(self) -> dict[str, list[int]]:
         """Argument name -> the slots in it that hold parameters."""
-        found: dict[str, list[int]] = {}
-        for name, template in self.arguments.items():
-            slots = [s.position for s in slots_of(template) if s.position in self.wrt]
-            if slots:
-                found[name] = slots
-        return found
+        by_name = {name: [slot.position for slot in slots_of(of)] for name, of in self.arguments.items()}
+        by_name = {name: [i for i in positions if i in self.wrt] for name, positions in by_name.items()}
+        return {name: positions for name, positions in by_name.items() if positions}
+
+    def has_samples(self, name: str) -> bool:
+        """Whether an argument is an operand with samples."""
+        slot = self.arguments.get(name)
+        return isinstance(slot, Slot) and self.layouts[slot.position] is not None
+
+    def is_shared(self, name: str) -> bool:
+        """Whether an argument is an operand that all samples share."""
+        slot = self.arguments.get(name)
+        return isinstance(slot, Slot) and self.layouts[slot.position] is None
 
     def fill(self, template: Any, values: Sequence[Any]) -> Any:
         """A template with the operands' values in place of its slots."""
@@ -74,6 +82,21 @@ class Use:
             call, args = getattr(args[0], self.target), args[1:]
         result = call(*args, **kwargs)
         return result if self.select is None else result[self.select]
+
+    def outputs(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Those of the op's outputs on these values that have a gradient."""
+        result = self.rerun(values)
+        return tuple(result[i] for i, _ in self.several) if self.several else (result,)
+
+    def own_vjp(self, values: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters' gradients as the user's own backward gives them, in the order of ``wrt``."""
+        by_slot = {slot: torch.zeros_like(values[slot]) for slot in self.wrt}
+        by_argument = self.target.vjp(self.fill(self.args, values), self.by_output(grads))
+        for template, grad in zip(self.args, by_argument, strict=True):
+            if isinstance(template, Slot) and template.position in by_slot:
+                slot = template.position
+                by_slot[slot] = by_slot[slot] + fitted(grad, values[slot])
+        return list(by_slot.values())
 
     def widened(self) -> Use:
         """Return this use with gradients in float64; an explicit dtype, as in ``sum(dtype=)``, becomes float64."""
@@ -120,9 +143,9 @@ USE: Fact[Use] = Fact("use", "attach_taps", Use)
 
 def slots_of(template: Any) -> list[Slot]:
     """The slots in a template, slices included."""
-    found: list[Slot] = []
-    map_leaves(template, Slot, found.append)
-    return found
+    slots: list[Slot] = []
+    map_leaves(template, Slot, slots.append)
+    return slots
 
 
 def _widened(value: Any) -> Any:

@@ -6,40 +6,32 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.tensors import identity
 from fxgrad.kernels.sizes import hint
 from fxgrad.rules.strategies import Strategy
-from fxgrad.terms import Product, Term
+from fxgrad.terms import Part
 
 Result = TypeVar("Result")
 Back = Callable[[Tensor], dict[int, Tensor]]  # [m, *u.shape] -> for each of f's parameters [m, *w.shape]
 
 
-def cut(strategy: Strategy, term: Term, values: list[Any], back: Back) -> dict[int, Product] | None:
-    """The term of u as terms of what u was joined of, or of what u is a piece of; None where a term is no product.
+def cut(strategy: Strategy, term: Part, values: list[Any], back: Back) -> dict[int, Part] | None:
+    """The term of u as terms of what u was joined of, or of what u is a piece of; None where a piece is no block.
 
         u = cat([v, w])      Σ_k g_k ⊗ x_k -> Σ_k g_k[rows of w] ⊗ x_k[columns of w]
         u = w.chunk(3)[1]    Σ_k g_k ⊗ x_k -> Σ_k [0, g_k, 0] ⊗ [0, x_k, 0]
 
     Where a block lies is read off a tensor without memory: a view with the whole one's strides starts there.
     """
-    if not isinstance(term, Product) or term.shape is not None:
-        return None
-    g, x = term.sides
     if strategy.use.op == "cat":
-        whole, pieces = traced((1, g.shape[2], x.shape[2]), values, back)
-        products = {}
-        for slot, piece in pieces.items():
-            place = _place(whole, piece)
-            if place is None:
-                return None
-            (row, column), (rows, columns) = place, piece.shape[1:]
-            products[slot] = Product.of(g[:, :, row : row + rows], x[:, :, column : column + columns])
-        return products
+        whole, pieces = traced((1, *term.own_shape()), values, back)
+        places = {slot: _place(whole, piece) for slot, piece in pieces.items()}
+        known = {slot: place for slot, place in places.items() if place is not None}
+        blocks = {slot: term.block(place, pieces[slot].shape[1:]) for slot, place in known.items()}
+        return blocks if len(blocks) == len(places) else None
     (slot,) = strategy.use.wrt
 
     def piece_of(whole: Tensor) -> Tensor:
@@ -50,13 +42,7 @@ def cut(strategy: Strategy, term: Term, values: list[Any], back: Back) -> dict[i
     if whole.dim() != 2:
         return None
     place = _place(whole, piece)
-    if place is None:
-        return None
-    sides = [
-        F.pad(side, (start, size - start - side.shape[2])) if side.shape[2] != size else side
-        for side, start, size in zip((g, x), place, whole.shape, strict=True)
-    ]
-    return {slot: Product.of(*sides)}
+    return None if place is None else {slot: term.padded(place, whole.shape)}
 
 
 def traced(shape: Sequence[int], values: Sequence[Any], of: Callable[[Tensor], Result]) -> tuple[Tensor, Result]:

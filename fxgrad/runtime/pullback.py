@@ -9,15 +9,14 @@ an autograd.Function, or a hook         its backward J may be no linear map: Σ_
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxgrad.costs.choices import Ways
+from fxgrad.costs.choices import Planner
 from fxgrad.gradients.parts import summed
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.norms import Norms, as_vectors, bounded, frobenius
@@ -25,7 +24,7 @@ from fxgrad.kernels.precision import accumulating
 from fxgrad.ops.user_functions import UserFunction
 from fxgrad.rules.strategies import Contributions, Strategy, matched
 from fxgrad.runtime.pieces import Back, cut, traced
-from fxgrad.terms import Materialised, Part, Product, Term, part_of
+from fxgrad.terms import Materialised, Part, part_of
 from fxgrad.terms.part import ChooseWay
 
 
@@ -128,7 +127,7 @@ def pulled_back(
     parts: Sequence[Part],
     values: list[Any],
     n: int,
-    ways: Ways = Ways(),  # noqa: B008 - immutable
+    planner: Planner,
 ) -> Contributions:
     """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
@@ -142,19 +141,23 @@ def pulled_back(
         return grads
 
     if not strategy.permutes:
-        return _through(strategy, parts, values, n, ways, back)
+        return _through(strategy, parts, values, n, planner, back)
     (slot,) = strategy.use.wrt
+
+    def moving(rows: Tensor) -> Tensor:
+        return back(rows)[slot]
+
     contributions: Contributions = []
     for part in parts:
-        permuted = _permuted(part, values, lambda rows: back(rows)[slot])
-        if permuted is None:
-            permuted = Virtual(Pullback(_value([part], values, strategy, n, ways), back, True), slot)
-        contributions.append((slot, permuted))
+        moved = part.moved(moving, lambda shape: traced((1, *shape), values, moving)[1])
+        if moved is None:
+            moved = Virtual(Pullback(_value([part], values, strategy, n, planner), back, True), slot)
+        contributions.append((slot, moved))
     return contributions
 
 
 def _through(
-    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, ways: Ways, back: Back
+    strategy: Strategy, parts: Sequence[Part], values: list[Any], n: int, planner: Planner, back: Back
 ) -> Contributions:
     """Through a function that does more than move one parameter's elements; pieces of products stay products."""
     contributions: Contributions = []
@@ -164,7 +167,7 @@ def _through(
             rows = back(part.rows)
             contributions += [(slot, Materialised(rows[slot], part.error)) for slot in strategy.use.wrt]
             continue
-        pieces = cut(strategy, part, values, back) if strategy.slices and isinstance(part, Term) else None
+        pieces = cut(strategy, part, values, back) if strategy.slices and part.has_blocks else None
         if pieces is None:
             others.append(part)
         else:
@@ -172,7 +175,7 @@ def _through(
     if others:
         function = strategy.use.target
         linear = not isinstance(function, UserFunction) or function.linear
-        whole = Pullback(_value(others, values, strategy, n, ways), back, False, linear)
+        whole = Pullback(_value(others, values, strategy, n, planner), back, False, linear)
         contributions += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
     return contributions
 
@@ -183,30 +186,9 @@ def _computed_in(values: Sequence[Any], rows: Tensor) -> torch.dtype:
     return dtype.to_complex() if rows.is_complex() else dtype
 
 
-def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, ways: Ways) -> SampleGrads:
+def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, planner: Planner) -> SampleGrads:
     """The gradients of u."""
     like = next(values[slot] for slot in strategy.use.wrt)
     shape, dtype = parts[0].own_shape(), accumulating(like.dtype)
     dtype = dtype.to_complex() if any(part.is_complex for part in parts) else dtype
-    return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(ways, wishes={}))
-
-
-def _permuted(part: Part, values: Sequence[Any], back: Callable[[Tensor], Tensor]) -> Part | None:
-    """A part whose elements are moved, with the same factors; None where no term of the kind has them there.
-
-    A tensor without memory goes the same way and shows it: what stays in order is the term in another shape, and
-    of a product whose matrix is transposed the factors change places.
-    """
-    if isinstance(part, Materialised):
-        rows = back(part.rows)
-        same = rows.is_complex() == part.rows.is_complex()  # of complex rows a real parameter has the real part
-        return Materialised(rows, part.error, part.measured if same else None)
-    if not isinstance(part, Term):
-        return None
-    shape = part.own_shape()
-    _, probe = traced((1, *shape), values, back)
-    moved_shape = tuple(probe.shape[1:])
-    if probe.is_contiguous():
-        return part.in_shape(None if moved_shape == part.result_shape() else moved_shape)
-    transposed = moved_shape == shape[::-1] and probe.stride()[1:] == (1, math.prod(moved_shape[:1]))
-    return part.transposed() if transposed and isinstance(part, Product) and part.shape is None else None
+    return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(planner, overrides={}))

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxgrad.costs.choices import Ways
-from fxgrad.gradients.parts import joined, rounded, summed
+from fxgrad.costs.choices import Planner
+from fxgrad.gradients.parts import rounded, summed
 from fxgrad.gradients.sample_grads import SampleGrads, deferred
 from fxgrad.host.autograd import current_task
 from fxgrad.kernels.partitioning import in_backward
@@ -46,7 +46,7 @@ class Tape(ABC):
     loss_scale: float | str
     likes: Sequence[Like]
     given: Sequence[int]  # how many tensors each quantity is given
-    ways: Ways
+    planner: Planner
     parts: dict[int, list[Part]] = field(init=False, default_factory=dict)
     derived: list[tuple[int, Strategy, list[Any], int]] = field(init=False, default_factory=list)
     task: int | None = field(init=False, default=None)
@@ -108,7 +108,7 @@ class Tape(ABC):
         """What the quantities make of all that was written down, in the order of their deliveries."""
         scale = self.results_scale(n)
         grads_of_all = [
-            self.grads(param.name, param.shape, param.dtype, n, like, self.parts.get(key, []), self.ways, scale)
+            self.grads(param.name, param.shape, param.dtype, n, like, self.parts.get(key, []), self.planner, scale)
             for key, param in enumerate(self.likes)
         ]
         results: list[Tensor] = []
@@ -228,9 +228,9 @@ class FactorTape(Tape):
             if key in self.non_isometric:  # its function may enlarge what rounding did: nothing is rounded before
                 parts.append(part)
             elif self.materialises:
-                parts[:] = [joined([*parts, part])]
+                parts[:] = [Materialised.merged([*parts, part])]
             else:
-                parts.append(deferred(part, self.name_of(key), self.ways))
+                parts.append(deferred(part, self.name_of(key), self.planner))
 
     def _real(self, key: int, part: Part) -> Part:
         """A real parameter's gradient is the real part of what complex factors give."""
@@ -243,7 +243,7 @@ class FactorTape(Tape):
         for key, strategy, values, n in self.derived:
             parts = self.parts.pop(key, None)
             if parts:
-                self.add(strategy.use, pulled_back(strategy, parts, values, n, self.ways), n)
+                self.add(strategy.use, pulled_back(strategy, parts, values, n, self.planner), n)
         self.derived.clear()
 
 

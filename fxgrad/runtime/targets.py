@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fxgrad.costs.choices import Ways
+from fxgrad.costs.choices import Planner
 from fxgrad.kernels.partitioning import in_backward
 from fxgrad.quantities import Quantity
 from fxgrad.rules.strategies import OwnStrategy, Strategy, matched
@@ -50,14 +50,14 @@ class NewTape(Target):
         loss_scale: float | str,
         likes: Sequence[Like],
         given: Sequence[int],
-        ways: Ways,
+        planner: Planner,
     ) -> None:
         super().__init__("new_tape")
         self.quantities, self.loss_scale, self.likes, self.given = quantities, loss_scale, likes, given
-        self.ways, self.tape = ways, tape_for(quantities)
+        self.planner, self.tape = planner, tape_for(quantities)
 
     def __call__(self) -> Tape:
-        return self.tape(self.quantities, self.loss_scale, self.likes, self.given, self.ways)
+        return self.tape(self.quantities, self.loss_scale, self.likes, self.given, self.planner)
 
 
 class Recorder(Target, ABC):

@@ -27,7 +27,7 @@ from fxgrad.kernels.precision import FULL, WIDE, at_most, cast, unit
 from fxgrad.kernels.sums import summed_rows
 from fxgrad.ops.equation import Equation
 from fxgrad.terms.part import ChooseWay, Materialised, Part, Readable
-from fxgrad.terms.work import Costs, CostTable, Measures, Way, Work, e, m, n, s, w
+from fxgrad.terms.work import Contraction, Costs, CostTable, Way, Work, e, m, n, s, w
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +39,7 @@ OTHER = CostTable(
         Way.MATERIALISE: Costs(
             Work(batched=2 * n * m, memory=e * n * (s + 2 * w), call=sympy.Integer(2)),
             Work(memory=e * n * w, call=sympy.Integer(1)),
-        ),
+        )
     },
 )
 """Of a term that is multiplied out in any case."""
@@ -53,6 +53,7 @@ class Term(Part):
 
     kinds: ClassVar[list[type[Term]]] = []  # in the order in which they are asked whether a term is theirs
     costs: ClassVar[CostTable] = OTHER
+    factor_types: ClassVar[tuple[type, ...]] = ()  # of a kind that these say
 
     equation: Equation
     factors: tuple[Factor, ...]
@@ -72,7 +73,7 @@ class Term(Part):
     @classmethod
     def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
         """Whether a term is of this kind."""
-        raise NotImplementedError
+        return len(factors) == len(cls.factor_types) and all(map(isinstance, factors, cls.factor_types))
 
     def with_factors(self, *factors: Factor) -> Self:
         """The term of the same kind of other factors."""
@@ -153,6 +154,25 @@ class Term(Part):
     def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
         return summed_rows(self.dense(), c)
 
+    @property
+    def width(self) -> int:
+        """Of a kind that is `Readable`: the elements of a line."""
+        return math.prod(self.result_shape()[1:])
+
+    def moved(self, back: Callable[[Tensor], Tensor], traced: Callable[[Sequence[int]], Tensor]) -> Part | None:
+        """A tensor without memory shows it: what stays in order is the term in another shape."""
+        shape = self.own_shape()
+        probe = traced(shape)
+        moved_shape = tuple(probe.shape[1:])
+        if probe.is_contiguous():
+            return self.in_shape(None if moved_shape == self.result_shape() else moved_shape)
+        transposed = moved_shape == shape[::-1] and probe.stride()[1:] == (1, math.prod(moved_shape[:1]))
+        return self.transposed() if transposed and self.shape is None else None
+
+    def transposed(self) -> Part | None:
+        """The gradients of the transposed matrix; None where no term of the kind has them."""
+        return None
+
     def by_lines(self) -> Readable:
         return self if isinstance(self, Readable) and not self.is_complex else super().by_lines()
 
@@ -180,18 +200,25 @@ class Term(Part):
 
     # What it costs.
 
-    def measures(self) -> Measures:
-        """What the cost model has to know."""
-        return self._measures_of_rows() if self.is_complex else self._measures()
+    def contraction(self) -> Contraction:
+        """What the cost model has to know; a complex term is multiplied out in any case."""
+        factors, elements = self._factor_elements(), math.prod(self.result_shape())
+        by_rows = self.is_complex or self.costs is OTHER
+        sizes = (self._products(), factors, elements) if by_rows else self._table_sizes()
+        table, ways = (OTHER, tuple(OTHER.costs)) if by_rows else (self.costs, self._ways())
+        itemsize = max([4, *(value.element_size() for value in self.tensors())])  # half types are computed in float32
+        return Contraction(table, sizes, ways, factors, elements, itemsize)
 
-    def _measures(self) -> Measures:
-        return self._measures_of_rows()
+    def _factor_elements(self) -> Any:
+        """The elements of one sample's factors."""
+        return sum(math.prod(value.shape[1:]) for value in self.tensors())
 
-    def _measures_of_rows(self) -> Measures:
-        """Of a term that is multiplied out in any case."""
-        factors = sum(math.prod(value.shape[1:]) for value in self.tensors())
-        elements = math.prod(self.result_shape())
-        return Measures(OTHER, (self._products(), factors, elements), (Way.MATERIALISE,), factors, elements)
+    def _table_sizes(self) -> tuple[Any, ...]:
+        """The values of the letters of its table."""
+        raise NotImplementedError
+
+    def _ways(self) -> tuple[Way, ...]:
+        return tuple(self.costs.costs)
 
     def _products(self) -> Any:
         """How many numbers are multiplied for one sample's gradient."""

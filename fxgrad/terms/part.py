@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fxgrad.kernels.norms import Norms, as_vectors, bounded, frobenius, in_a_row
-from fxgrad.kernels.precision import WIDE, cast, computable
+from fxgrad.kernels.precision import WIDE, cast, computable, unit
 from fxgrad.kernels.sums import summed_rows
 from fxgrad.terms.work import Way
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Chosen = slice | Tensor  # lines of a parameter, along its first dimension
 ChooseWay = Callable[[Any], Way]  # of a `Term`
@@ -89,13 +86,33 @@ class Part(ABC):
         """``total + D``"""
         return total + self.dense()
 
-    def merge_key(self) -> Hashable | None:
-        """What parts have in common that `merged` makes one of; None where it makes none."""
-        return None
+    def merge_key(self) -> tuple[Any, ...]:
+        """What parts have in common that `merged` makes one of; merged parts are ordered by its first entry."""
+        return 0, id(self)
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> Part:
-        """Parts with one key as one."""
+        """Several parts with one key as one."""
+        raise NotImplementedError
+
+    def moved(self, back: Callable[[Tensor], Tensor], traced: Callable[[Sequence[int]], Tensor]) -> Part | None:
+        """The same behind a function that permutes elements; None where no part of the kind has them there.
+
+        ``back`` is that function, and ``traced`` gives what it makes of a tensor of one shape, without memory.
+        """
+        return None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether `block` and `padded` give parts of the kind."""
+        return False
+
+    def block(self, starts: Sequence[int], sizes: Sequence[int]) -> Part:
+        """The gradients of a block of the matrix, which begins at this row and column."""
+        raise NotImplementedError
+
+    def padded(self, starts: Sequence[int], sizes: Sequence[int]) -> Part:
+        """The gradients of a matrix of these sizes, in which the block begins at this row and column."""
         raise NotImplementedError
 
     def by_lines(self) -> Readable:
@@ -104,20 +121,12 @@ class Part(ABC):
 
 
 class Readable(Part):
-    """A part that some lines can be read of, a line being an entry along the parameter's first dimension.
-
-    An operator takes tensors and numbers: `pack` makes those of a part, and `unpack` the part again.
-    """
-
-    classes: ClassVar[list[type[Readable]]] = []  # by the numbers that stand for them
-
-    def __init_subclass__(cls) -> None:
-        Readable.classes.append(cls)
+    """A part that some lines can be read of, a line being an entry along the parameter's first dimension."""
 
     @property
     @abstractmethod
-    def lines(self) -> tuple[int, int]:
-        """How many lines there are, and the elements of one."""
+    def width(self) -> int | None:
+        """The elements of a line; None where any will do."""
 
     @abstractmethod
     def read(self, chosen: Chosen, width: int) -> Tensor:
@@ -129,12 +138,43 @@ class Readable(Part):
 
     @classmethod
     @abstractmethod
-    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Readable:
         """The part of those."""
 
     def touched(self) -> Tensor | None:
         """The lines that may be other than zero; None where all may be."""
         return None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Parts as an operator takes them, `Readable.pack` of one behind the other's.
+
+    ``layout`` says it all: ``Product 2 0 Table 2 2`` are two parts, each with how many tensors and numbers it has.
+    """
+
+    layout: str
+    tensors: list[Tensor]
+    numbers: list[int]
+
+    @classmethod
+    def of(cls, parts: Sequence[Readable], dtype: torch.dtype) -> Packed:
+        """Some parts, with floating values in a dtype."""
+        packed = [part.pack() for part in parts]
+        counts = [f"{len(tensors)} {len(numbers)}" for tensors, numbers in packed]
+        layout = [f"{type(part).__name__} {count}" for part, count in zip(parts, counts, strict=True)]
+        values = [tensor for tensors, _ in packed for tensor in tensors]
+        values = [value.to(dtype) if value.is_floating_point() else value for value in values]
+        return cls(" ".join(layout), values, [number for _, numbers in packed for number in numbers])
+
+    def parts(self) -> list[Readable]:
+        """The parts again."""
+        kinds = {kind.__name__: kind for kind in Readable.__subclasses__()}
+        tensors, numbers, words = iter(self.tensors), iter(self.numbers), iter(self.layout.split())
+        return [
+            kinds[name].unpack(list(islice(tensors, int(of_tensors))), list(islice(numbers, int(of_numbers))))
+            for name, of_tensors, of_numbers in zip(words, words, words, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -171,12 +211,30 @@ class Materialised(Readable):
             return self.measured[0], self.measured[1]
         return bounded(self.rows, self.rounding())
 
+    def merge_key(self) -> tuple[Any, ...]:
+        return (3,)
+
+    @classmethod
+    def merged(cls, parts: Sequence[Part]) -> Materialised:
+        """Any parts, multiplied out and added up, with how far rounding may be off."""
+        whole = parts[0].materialised()
+        for part in parts[1:]:
+            more = part.materialised()
+            rows = whole.rows + more.rows
+            whole = Materialised(rows, whole.rounding() + more.rounding() + unit(rows.dtype) * frobenius(rows))
+        return whole
+
+    def moved(self, back: Callable[[Tensor], Tensor], traced: Callable[[Sequence[int]], Tensor]) -> Materialised:
+        rows = back(self.rows)
+        same = rows.is_complex() == self.rows.is_complex()  # of complex rows a real parameter has the real part
+        return Materialised(rows, self.error, self.measured if same else None)
+
     def by_lines(self) -> Readable:
         return self
 
     @property
-    def lines(self) -> tuple[int, int]:
-        return math.prod(self.rows.shape[1:]), 1  # or of any other width that other parts have
+    def width(self) -> None:
+        return None
 
     def read(self, chosen: Chosen, width: int) -> Tensor:
         return self.rows.reshape(self.rows.shape[0], -1, width)[:, chosen].flatten(1)
@@ -185,7 +243,7 @@ class Materialised(Readable):
         return [self.rows], []
 
     @classmethod
-    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Materialised:
         return cls(tensors[0])
 
 

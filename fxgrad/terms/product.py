@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sympy import Integer
 from torch import Tensor
 
@@ -22,10 +23,7 @@ from fxgrad.ops.equation import Equation
 from fxgrad.terms.base import Term, in_groups, is_one
 from fxgrad.terms.einsum import Einsum
 from fxgrad.terms.part import ChooseWay, Chosen, Materialised, Readable
-from fxgrad.terms.work import Costs, CostTable, Measures, Way, Work, e, i, k, n, o
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from fxgrad.terms.work import Costs, CostTable, Way, Work, e, i, k, n, o
 
 # The Gram matrices are symmetric: half of them is computed, and the blocks on the diagonal. The norms of what is
 # multiplied out are taken while it is in the cache, a few samples at a time.
@@ -34,10 +32,7 @@ COSTS = CostTable(
     "product",
     (k, o, i),
     {
-        Way.RANK_ONE: Costs(
-            Work(memory=e * n * (o + i)),
-            Work(product=2 * n * o * i, memory=2 * e * n * (o + i)),
-        ),
+        Way.RANK_ONE: Costs(Work(memory=e * n * (o + i)), Work(product=2 * n * o * i, memory=2 * e * n * (o + i))),
         Way.GRAM: Costs(
             Work(
                 kernel=n * k * (k + 16) * (o + i),
@@ -80,7 +75,7 @@ class Product(Einsum, Readable):
         return equation.is_product and super().takes(equation, factors)
 
     @classmethod
-    def of(cls, g: Tensor, x: Tensor) -> Self:
+    def of(cls, g: Tensor, x: Tensor) -> Product:
         """The product of g ``[n, k.., o]`` and x ``[n, k.., i]``."""
         return cls("n...o,n...i->noi", g, x)
 
@@ -92,9 +87,9 @@ class Product(Einsum, Readable):
 
     def is_rank_one(self) -> bool:
         """Whether there is one position, of real numbers."""
-        return is_one(self._sizes()[0]) and not self.is_complex
+        return is_one(self._table_sizes()[0]) and not self.is_complex
 
-    def _sizes(self) -> tuple[Any, Any, Any]:
+    def _table_sizes(self) -> tuple[Any, Any, Any]:
         """k, o, i"""
         g, x = self.tensors()
         return math.prod(g.shape[1:-1]), g.shape[-1], x.shape[-1]
@@ -103,7 +98,7 @@ class Product(Einsum, Readable):
         return products(*self.sides)
 
     def result_shape(self) -> tuple[int, ...]:
-        return self._sizes()[1:]
+        return self._table_sizes()[1:]
 
     def rounding(self, made: float | None = None) -> Tensor:
         return super().rounding(made) if self.is_complex else product_rounding(*self.sides)
@@ -140,7 +135,7 @@ class Product(Einsum, Readable):
 
     def _is_small_sum(self, onednn: bool) -> bool:
         """Whether the sum over samples is left to the compiler."""
-        samples, positions, *sides = map(hint, (self.tensors()[0].shape[0], *self._sizes()))
+        samples, positions, *sides = map(hint, (self.tensors()[0].shape[0], *self._table_sizes()))
         factors = samples * positions
         return factors * math.prod(sides) <= FEW_PRODUCTS or (not onednn and factors * max(sides) <= FEW_FACTORS)
 
@@ -162,11 +157,11 @@ class Product(Einsum, Readable):
         if self.is_rank_one():
             g, x = g.squeeze(1), x.squeeze(1)
             return (g @ g.t()) * (x @ x.t())
-        samples, positions, fan_out, fan_in = map(hint, (g.shape[0], *self._sizes()))
+        samples, positions, fan_out, fan_in = map(hint, (g.shape[0], *self._table_sizes()))
         if samples * positions**2 * (fan_out + fan_in) >= (samples + positions) * fan_out * fan_in:
             return None
-        found: Tensor = product_gram(g, x)
-        return found
+        gram: Tensor = product_gram(g, x)
+        return gram
 
     def grouped(self, size: int) -> Term:
         return self.with_factors(*(in_groups(side, size) for side in self.sides))
@@ -175,19 +170,30 @@ class Product(Einsum, Readable):
         """The gradients of the transposed matrix."""
         return Product.of(*reversed(self.sides))
 
-    def merge_key(self) -> Hashable | None:
-        return Product if self.shape is None else None
+    def merge_key(self) -> tuple[Any, ...]:
+        return (1,) if self.shape is None else super().merge_key()
 
     @classmethod
     def merged(cls, parts: Sequence[Product]) -> Product:
         """The positions of one behind those of another."""
-        if len(parts) == 1:
-            return parts[0]
         return cls.of(*(torch.cat(side, 1) for side in zip(*(part.sides for part in parts), strict=True)))
 
     @property
-    def lines(self) -> tuple[int, int]:
-        return self._sizes()[1:]
+    def has_blocks(self) -> bool:
+        return self.shape is None
+
+    def block(self, starts: Sequence[int], sizes: Sequence[int]) -> Product:
+        sides = zip(self.sides, starts, sizes, strict=True)
+        return Product.of(*(side[:, :, start : start + size] for side, start, size in sides))
+
+    def padded(self, starts: Sequence[int], sizes: Sequence[int]) -> Product:
+        sides = zip(self.sides, starts, sizes, strict=True)
+        return Product.of(
+            *(
+                F.pad(side, (start, size - start - side.shape[2])) if side.shape[2] != size else side
+                for side, start, size in sides
+            )
+        )
 
     def read(self, chosen: Chosen, width: int) -> Tensor:
         g, x = self.sides
@@ -197,14 +203,11 @@ class Product(Einsum, Readable):
         return list(self.sides), []
 
     @classmethod
-    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Product:
         return cls.of(*tensors)
 
-    def _measures(self) -> Measures:
-        positions, fan_out, fan_in = self._sizes()
-        ways = [way for way in COSTS.costs if way is not Way.RANK_ONE or self.is_rank_one()]
-        factors = positions * (fan_out + fan_in)
-        return Measures(COSTS, self._sizes(), tuple(ways), factors, fan_out * fan_in)
+    def _ways(self) -> tuple[Way, ...]:
+        return tuple(way for way in COSTS.costs if way is not Way.RANK_ONE or self.is_rank_one())
 
 
 def _positions(factor: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -18,22 +18,12 @@ from fxgrad.kernels.norms import Norms
 from fxgrad.kernels.sample_grams import table_gram
 from fxgrad.kernels.sizes import hint
 from fxgrad.kernels.sums import small_table_sum
-from fxgrad.kernels.tables import (
-    kernels_pay,
-    lines_of_table,
-    rounding_of_rows,
-    row_norms,
-    table_rows,
-    table_sum,
-)
+from fxgrad.kernels.tables import kernels_pay, lines_of_table, rounding_of_rows, row_norms, table_rows, table_sum
 from fxgrad.ops.equation import Equation
 from fxgrad.samples.symbols import elements
 from fxgrad.terms.base import Term, in_groups
 from fxgrad.terms.part import ChooseWay, Chosen, Materialised, Readable
-from fxgrad.terms.work import Costs, CostTable, Measures, Way, Work, d, e, k, n, v
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from fxgrad.terms.work import Costs, CostTable, Way, Work, d, e, k, n, v
 
 # k rows are read, and v d numbers are a gradient.
 COSTS = CostTable(
@@ -56,50 +46,38 @@ class Table(Term, Readable):
     """``n...v,n...d->nvd`` of a `OneHot` and a tensor."""
 
     costs = COSTS
+    factor_types = (OneHot, Tensor)
     unrounded = True
 
-    @classmethod
-    def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
-        return len(factors) == 2 and isinstance(factors[0], OneHot) and isinstance(factors[1], Tensor)
+    rows: OneHot  # of ids [n, k]
+    g: Tensor  # [n, k, d]
+
+    def __init__(self, equation: str | Equation, *factors: Factor, shape: Sequence[int] | None = None) -> None:
+        rows, g = factors
+        assert isinstance(rows, OneHot) and isinstance(g, Tensor)
+        samples, positions = rows.ids.shape[0], math.prod(rows.ids.shape[1:])
+        self.g = g.reshape(samples, positions, math.prod(g.shape[rows.ids.dim() :]))
+        self.rows = replace(rows, ids=rows.ids.reshape(samples, positions))
+        super().__init__(equation, self.rows, self.g, shape=shape)
 
     @classmethod
-    def of(cls, rows: OneHot, g: Tensor) -> Self:
+    def of(cls, rows: OneHot, g: Tensor) -> Table:
         """The gradient of a table from ids ``[n, k..]`` and g ``[n, k.., d..]``."""
         return cls("n...v,n...d->nvd", rows, g)
 
-    @property
-    def rows(self) -> OneHot:
-        """ids ``[n, k]``"""
-        rows, _ = self._factors()
-        return replace(rows, ids=rows.ids.reshape(rows.ids.shape[0], -1))
-
-    @property
-    def g(self) -> Tensor:
-        """``[n, k, d]``"""
-        rows, g = self._factors()
-        positions, _, width = self._sizes()
-        return g.reshape(rows.ids.shape[0], positions, width)
-
-    def _factors(self) -> tuple[OneHot, Tensor]:
-        rows, g = self.factors
-        assert isinstance(rows, OneHot) and isinstance(g, Tensor)
-        return rows, g
-
-    def _sizes(self) -> tuple[Any, Any, Any]:
+    def _table_sizes(self) -> tuple[Any, Any, Any]:
         """k, v, d"""
-        rows, g = self._factors()
-        return math.prod(rows.ids.shape[1:]), rows.classes, math.prod(g.shape[rows.ids.dim() :])
+        return self.g.shape[1], self.rows.classes, self.g.shape[2]
 
     def _operands(self) -> tuple[Tensor, Tensor, int, int]:
         """What operators take: ids, g, the number of rows, and the padding's id."""
-        rows = self.rows
-        return rows.ids, self.g, rows.classes, rows.padding
+        return self.rows.ids, self.g, self.rows.classes, self.rows.padding
 
     def contracted(self) -> Tensor:
-        return scattered(*self._factors())
+        return scattered(self.rows, self.g)
 
     def result_shape(self) -> tuple[int, ...]:
-        return self._sizes()[1:]
+        return self.rows.classes, self.g.shape[2]
 
     def rounding(self, made: float | None = None) -> Tensor:
         return rounding_of_rows(*self._operands())
@@ -110,9 +88,8 @@ class Table(Term, Readable):
 
     def added_to(self, total: Tensor) -> Tensor:
         """A gradient that is mostly zeros is added without writing them."""
-        positions, classes, _ = self._sizes()
         in_place = total.dtype is self.dtype() and self.own_shape() == self.result_shape()
-        few = in_place and hint(positions) < classes
+        few = in_place and hint(self.g.shape[1]) < self.rows.classes
         return scattered_onto(total, self.rows, self.g) if few else super().added_to(total)
 
     def _norms(self, way: ChooseWay) -> Norms:
@@ -120,9 +97,8 @@ class Table(Term, Readable):
         return norms, bounds
 
     def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
-        ids, g, classes, padding = self._operands()
-        table_sums = table_sum if kernels_pay(g) else small_table_sum
-        total: Tensor = table_sums(ids, g, c, classes, padding)
+        ids, g, *sizes = self._operands()
+        total: Tensor = (table_sum if kernels_pay(g) else small_table_sum)(ids, g, c, *sizes)
         return total
 
     def dot(self, vector: Tensor) -> Tensor:
@@ -137,28 +113,20 @@ class Table(Term, Readable):
         ids, g, classes, padding = self._operands()
         if hint(ids.shape[1]) ** 2 >= classes:
             return None
-        found: Tensor = table_gram(ids, g.to(dtype), padding)
-        return found
+        gram: Tensor = table_gram(ids, g.to(dtype), padding)
+        return gram
 
     def grouped(self, size: int) -> Term:
-        rows = self.rows
-        return self.with_factors(replace(rows, ids=in_groups(rows.ids, size)), in_groups(self.g, size))
+        return self.with_factors(replace(self.rows, ids=in_groups(self.rows.ids, size)), in_groups(self.g, size))
 
-    def merge_key(self) -> Hashable | None:
-        rows, _ = self._factors()
-        return Table, self.lines, self.own_shape(), rows.padding_idx
+    def merge_key(self) -> tuple[Any, ...]:
+        return 2, self.result_shape(), self.own_shape(), self.rows.padding_idx
 
     @classmethod
     def merged(cls, parts: Sequence[Table]) -> Table:
         """The positions of one behind those of another."""
-        if len(parts) == 1:
-            return parts[0]
         ids, g = (torch.cat(each, 1) for each in zip(*((part.rows.ids, part.g) for part in parts), strict=True))
         return parts[0].with_factors(replace(parts[0].rows, ids=ids), g)
-
-    @property
-    def lines(self) -> tuple[int, int]:
-        return self._sizes()[1:]
 
     def read(self, chosen: Chosen, width: int) -> Tensor:
         return lines_of_table(self.rows.ids, self.g, self.rows.padding, chosen)
@@ -171,17 +139,15 @@ class Table(Term, Readable):
         return [ids, g], numbers
 
     @classmethod
-    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Table:
         (ids, g), (classes, padding) = tensors, numbers
         return cls.of(OneHot(ids, classes, padding if padding >= 0 else None), g)
 
-    def _measures(self) -> Measures:
-        positions, classes, width = self._sizes()
-        factors = positions * (width + 2)  # an id is as large as two numbers
-        return Measures(COSTS, self._sizes(), tuple(COSTS.costs), factors, classes * width)
+    def _factor_elements(self) -> Any:
+        return self.g.shape[1] * (self.g.shape[2] + 2)  # an id is as large as two numbers
 
     def in_flop_counter(self) -> bool:
         return False
 
     def flops(self) -> sympy.Expr:
-        return elements(self._factors()[1])
+        return elements(self.g)

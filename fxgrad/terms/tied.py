@@ -11,20 +11,14 @@ from fxgrad.terms.product import Product
 from fxgrad.terms.table import Table
 
 
-def tied(parts: Sequence[Part]) -> tuple[Product, Table] | None:
-    """A product and a table of the same matrix, where the parts are those two."""
-    if len(parts) != 2:
-        return None
-    product, table = parts  # as `merged` orders them
+def norms_of_tied(parts: Sequence[Part], way: ChooseWay) -> Norms | None:
+    """``‖E + H‖² = ‖E‖² + ‖H‖² + 2 <E, H>``, the last one gather of a Gram matrix; None where parts are no such two."""
+    product, table = parts if len(parts) == 2 else (None, None)  # as `merged` orders them
     if not (isinstance(product, Product) and isinstance(table, Table)):
         return None
-    same = product.result_shape() == product.own_shape() == table.own_shape() == table.result_shape()
-    return (product, table) if same else None
-
-
-def norms_of_tied(product: Product, table: Table, way: ChooseWay) -> Norms:
-    """``‖E + H‖² = ‖E‖² + ‖H‖² + 2 <E, H>``, the last one gather of a Gram matrix."""
-    own = table.norms(way), product.norms(way)
+    if not product.result_shape() == product.own_shape() == table.own_shape() == table.result_shape():
+        return None
+    norms = table.norms(way), product.norms(way)
     rows, (h, x) = table.rows, product.sides
     g = without(rows.padding, rows.ids, table.g)
     met = h.gather(2, rows.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # [n, l, k]
@@ -34,6 +28,6 @@ def norms_of_tied(product: Product, table: Table, way: ChooseWay) -> Norms:
     lengths_of_x = frobenius(x.flatten(0, 1)).view(x.shape[:2]).unsqueeze(2)
     lengths_of_g = frobenius(g.flatten(0, 1)).view(g.shape[0], 1, -1)
     slack = gamma(x.shape[2], x.dtype) * (met.double().abs() * (lengths_of_x * lengths_of_g)).sum((1, 2))
-    square, bound = (one.square() + other.square() + 2 * cross for one, other in zip(*own, strict=True))
+    square, bound = (one.square() + other.square() + 2 * cross for one, other in zip(*norms, strict=True))
     bound = bound + 2 * slack * (1 + 1e-9)
     return square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -23,10 +23,7 @@ from fxgrad.ops.equation import Equation
 from fxgrad.samples.symbols import elements
 from fxgrad.terms.base import Term, in_groups, is_one
 from fxgrad.terms.part import ChooseWay, Chosen, Materialised, Readable
-from fxgrad.terms.work import Costs, CostTable, Measures, Way, Work, c, e, f, k, n, o, p, s, w
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from fxgrad.terms.work import Costs, CostTable, Way, Work, c, e, f, k, n, o, p, s, w
 
 # The gradient itself is made by a kernel that copies each sample, keeps its sums in registers and looks at each
 # weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift.
@@ -46,21 +43,10 @@ COSTS = CostTable(
             _SUM,
         ),
         Way.RECOMPUTE: Costs(
-            Work(
-                kernel=2 * n * k * w,
-                memory=e * n * s,
-                cache=e * n * (s + w),
-                call=Integer(20),
-            ),
-            _SUM,
+            Work(kernel=2 * n * k * w, memory=e * n * s, cache=e * n * (s + w), call=Integer(20)), _SUM
         ),
         Way.MATERIALISE: Costs(
-            Work(
-                kernel=2 * n * k * w,
-                memory=e * n * (s + w),
-                cache=e * n * (s + 2 * w),
-                call=Integer(20),
-            ),
+            Work(kernel=2 * n * k * w, memory=e * n * (s + w), cache=e * n * (s + 2 * w), call=Integer(20)),
             Work(memory=e * n * w, call=Integer(2)),
         ),
     },
@@ -71,107 +57,98 @@ class Windows(Term, Readable):
     """``nko...,nk...i->noi`` of a tensor and `Patches`."""
 
     costs = COSTS
+    factor_types = (Tensor, Patches)
     unrounded = True
 
-    @classmethod
-    def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
-        return len(factors) == 2 and isinstance(factors[0], Tensor) and isinstance(factors[1], Patches)
+    g: Tensor
+    patches: Patches
+
+    def __init__(self, equation: str | Equation, *factors: Factor, shape: Sequence[int] | None = None) -> None:
+        super().__init__(equation, *factors, shape=shape)
+        self.g, self.patches = factors  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, g: Tensor, patches: Patches) -> Self:
+    def of(cls, g: Tensor, patches: Patches) -> Windows:
         """The gradient of a weight from g ``[n, k, out, *space]`` and what the convolution looks at."""
         return cls("nko...,nk...i->noi", g, patches)
 
-    def parts(self) -> tuple[Tensor, Patches]:
-        """g and the windows."""
-        g, patches = self.factors
-        assert isinstance(g, Tensor) and isinstance(patches, Patches)
-        return g, patches
-
     def _met(self) -> Tensor:
         """What meets the weights of one window with each of its pixels."""
-        g, patches = self.parts()
-        return patches.input if patches.settings.transposed else g
+        return self.patches.input if self.patches.settings.transposed else self.g
 
     def _positions(self) -> list[int]:
         """The images of a sample, and their sizes in space."""
         met = self._met()
         return [met.shape[1], *met.shape[3:]]
 
+    def _operands(self) -> tuple[Tensor, Tensor, tuple[int, ...], list[int]]:
+        """What operators take: g, the images, the weight's shape, and the convolution's settings."""
+        return self.g, self.patches.input, self.patches.kernel, self.patches.settings.numbers()
+
     def contracted(self) -> Tensor:
-        return conv_weight_grad(*self.parts())
+        return conv_weight_grad(self.g, self.patches)
 
     def result_shape(self) -> tuple[int, ...]:
-        return self.parts()[1].kernel
+        return self.patches.kernel
 
     def rounding(self, made: float | None = None) -> Tensor:
-        g, patches = self.parts()
-        copies = math.prod(patches.kernel[2:])
-        return window_rounding(frobenius(g), frobenius(patches.input), self._positions(), copies, g.dtype)
+        norms, copies = (frobenius(self.g), frobenius(self.patches.input)), math.prod(self.patches.kernel[2:])
+        return window_rounding(*norms, self._positions(), copies, self.g.dtype)
 
     def _materialised(self) -> Materialised:
-        g, patches = self.parts()
-        return self._measured(*window_rows(g, patches.input, patches.kernel, patches.settings.numbers()))
+        return self._measured(*window_rows(*self._operands()))
 
     def _norms(self, way: ChooseWay) -> Norms:
-        g, patches = self.parts()
-        gram = way(self) is Way.GRAM
-        norms, bounds = window_norms(g, patches.input, patches.kernel, patches.settings.numbers(), gram)
+        norms, bounds = window_norms(*self._operands(), way(self) is Way.GRAM)
         return norms, bounds
 
     def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
-        g, patches = self.parts()
-        total: Tensor = window_sum(g, patches.input, c, patches.kernel, patches.settings.numbers())
+        g, input, *sizes = self._operands()
+        total: Tensor = window_sum(g, input, c, *sizes)
         return total
 
     def dot(self, vector: Tensor) -> Tensor:
         """The convolution's output with the tensor in the weight's place, times g."""
-        g, patches = self.parts()
+        g, patches = self.g, self.patches
         x, weight = patches.input.flatten(0, 1).to(vector.dtype), vector.reshape(patches.kernel)
         y = torch.convolution(x, weight, None, *patches.settings)
         return (g.flatten(0, 1) * y).view(g.shape[0], -1).sum(1)
 
     def grouped(self, size: int) -> Term:
-        g, patches = self.parts()
-        return self.with_factors(in_groups(g, size), replace(patches, input=in_groups(patches.input, size)))
+        images = in_groups(self.patches.input, size)
+        return self.with_factors(in_groups(self.g, size), replace(self.patches, input=images))
 
     def by_lines(self) -> Readable:
         return super().by_lines() if self._is_plain() else Materialised(self.dense())
 
     def _is_plain(self) -> bool:
-        settings = self.parts()[1].settings
+        settings = self.patches.settings
         return not settings.transposed and settings.groups == 1
 
-    @property
-    def lines(self) -> tuple[int, int]:
-        kernel = self.parts()[1].kernel
-        return kernel[0], math.prod(kernel[1:])
-
     def read(self, chosen: Chosen, width: int) -> Tensor:
-        g, patches = self.parts()
-        return lines_of_windows(g[:, :, chosen], patches.input, patches.kernel, patches.settings)
+        patches = self.patches
+        return lines_of_windows(self.g[:, :, chosen], patches.input, patches.kernel, patches.settings)
 
     def pack(self) -> tuple[list[Tensor], list[int]]:
-        g, patches = self.parts()
-        return [g, patches.input], [len(patches.kernel), *patches.kernel, *patches.settings.numbers()]
+        g, input, kernel, settings = self._operands()
+        return [g, input], [len(kernel), *kernel, *settings]
 
     @classmethod
-    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Self:
+    def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Windows:
         (g, input), (rank, *others) = tensors, numbers
         return cls.of(g, Patches(input, tuple(others[:rank]), Settings.of(others[rank:])))
 
     def _products(self) -> Any:
-        return math.prod(self._met().shape[1:]) * math.prod(self.parts()[1].kernel[1:])
+        return math.prod(self._met().shape[1:]) * math.prod(self.patches.kernel[1:])
 
-    def _measures(self) -> Measures:
-        (g, patches), positions = self.parts(), math.prod(self._positions())
-        x, kernel, weights = patches.input, patches.kernel, math.prod(patches.kernel)
-        factors = math.prod(g.shape[1:]) + math.prod(x.shape[1:])
-        shifts = math.prod(kernel[2:])
-        sizes = (positions, weights, math.prod(x.shape[3:]), x.shape[2], g.shape[2], shifts, factors)
-        gram = is_one(g.shape[1]) and self._is_plain()
-        ways = tuple(way for way in COSTS.costs if way is not Way.GRAM or gram)
-        return Measures(COSTS, sizes, ways, factors, weights)
+    def _table_sizes(self) -> tuple[Any, ...]:
+        x, kernel = self.patches.input, self.patches.kernel
+        positions, pixels, shifts = math.prod(self._positions()), math.prod(x.shape[3:]), math.prod(kernel[2:])
+        return positions, math.prod(kernel), pixels, x.shape[2], self.g.shape[2], shifts, self._factor_elements()
+
+    def _ways(self) -> tuple[Way, ...]:
+        gram = is_one(self.g.shape[1]) and self._is_plain()
+        return tuple(way for way in COSTS.costs if way is not Way.GRAM or gram)
 
     def flops(self) -> sympy.Expr:
-        return 2 * elements(self._met()) * math.prod(self.parts()[1].kernel[1:])
+        return 2 * elements(self._met()) * math.prod(self.patches.kernel[1:])

@@ -13,7 +13,7 @@ to contract it. The tables share these letters:
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -67,7 +67,8 @@ class Costs(NamedTuple):
     sums: Work
 
 
-class CostTable(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CostTable:
     """The costs of one kind of term, and the letters for its sizes."""
 
     kind: str
@@ -75,11 +76,22 @@ class CostTable(NamedTuple):
     costs: Mapping[Way, Costs]
 
 
-class Measures(NamedTuple):
-    """A term as its table sees it: values of the table's letters, and the ways that it can have."""
+@dataclass(frozen=True)
+class Contraction:
+    """A term as the cost model sees it: its table, its sizes there, and the ways that it can have."""
 
     table: CostTable
     sizes: tuple[Any, ...]
     ways: tuple[Way, ...]
     factors: Any  # elements of a sample's factors
     elements: Any  # elements of a sample's gradient
+    itemsize: int
+
+    @property
+    def kind(self) -> str:
+        return self.table.kind
+
+    def expression(self, cost: Expr, batch: Any, size_of: Callable[[Any], Any]) -> Any:
+        """An expression of its table at these sizes; ``size_of`` makes one what it is to be shown as."""
+        at = {symbol: size_of(size) for symbol, size in zip(self.table.symbols, self.sizes, strict=True)}
+        return cost.subs({n: batch, e: self.itemsize, **at}, simultaneous=True)

@@ -109,7 +109,7 @@ def changed_use(graph: fx.Graph, **changes: Any) -> None:
     tap = taps(graph)[0]
     assert isinstance(tap.target, TapTarget)
     use = replace(tap.target.strategy.use, **changes)
-    tap.target = TapTarget(replace(tap.target.strategy, use=use), tap.target.handles, tap.target.dirty)
+    tap.target = TapTarget(replace(tap.target.strategy, use=use), tap.target.handles)
     USE.put(tap, use)
 
 
