@@ -86,7 +86,8 @@ def _named(node: ast.AST, aliases: dict[str, str], own: Collection[str], attribu
         names = [path]
     elif isinstance(node, ast.Call) and _called(node) in _BY_NAME:
         texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
-        return [f"?.{text}" for text in texts if is_private(text) and text not in own and not _is_ours(text)]
+        known = {*own, *NOT_TORCH}
+        return [f"?.{text}" for text in texts if is_private(text) and text not in known and not _is_ours(text)]
     elif isinstance(node, ast.ClassDef) and node.bases:
         methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
         return [f"?.{name}" for name in methods if is_private(name) and name in SHARED]
