@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxgrad.graph.context import Context
-from fxgrad.graph.edit import bind_again, flows_through, put_facts_beside
+from fxgrad.graph.edit import bind_again, flows_through, make, put_facts_beside
 from fxgrad.host import pytree
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, core_decompositions
-from fxgrad.ops.calls import CALL, Call, op_name
+from fxgrad.ops.calls import CALL, Call, map_nodes, op_name
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.inlining import inline
@@ -77,7 +78,7 @@ def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
         each = node.target(**{**arguments, "reduction": "none"})  # type: ignore[operator]
         return each.mean() if arguments["reduction"] == "mean" else each.sum()
 
-    return _body(loss, dict(CALL.of(node).arguments), (None,), ctx, derives=False)
+    return _body(loss, _in_parts(dict(CALL.of(node).arguments), node, ctx), (None,), ctx, derives=False)
 
 
 def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
@@ -89,7 +90,21 @@ def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
         return target(*args, **kwargs)
 
     derives = op_name(node.target) == _TORCH_FUNC
-    return _body(call, (node.args, dict(node.kwargs)), (None, _core_table()), ctx, derives=derives)
+    arguments = _in_parts((node.args, dict(node.kwargs)), node, ctx)
+    return _body(call, arguments, (None, _core_table()), ctx, derives=derives)
+
+
+def _in_parts(arguments: Any, node: fx.Node, ctx: Context) -> Any:
+    """A nest of arguments in which each operand is one value: the sizes that ``x.shape`` holds, not ``x.shape``."""
+
+    def parts(arg: fx.Node) -> Any:
+        if not isinstance(FAKE.of(arg), tuple | list):
+            return arg
+        with node.graph.inserting_before(node):
+            each = [make(node.graph, ctx, getitem, (arg, i), beside=node) for i in range(len(FAKE.of(arg)))]
+        return [parts(one) for one in each]
+
+    return map_nodes(arguments, parts)
 
 
 def _body(
@@ -151,5 +166,5 @@ def _leave_facts(node: fx.Node, copy: fx.Node, inner: fx.Node) -> None:
 def _drop_unused_sizes(graph: fx.Graph) -> None:
     """Sizes that a decomposition asked for and did not need."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and str(node.target).startswith("aten.sym_"):
+        if not node.users and (str(node.target).startswith("aten.sym_") or node.target is getitem):
             graph.erase_node(node)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import sympy
+import torch
 from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import made_of
-from fxgrad.ops.calls import alike, equal, op_name
+from fxgrad.host.ops import overload_of, schemas
+from fxgrad.ops.calls import alike, bind, equal, op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.families import RANDOM, Family, family_of
+from fxgrad.ops.values import memory_of
+from fxgrad.samples.symbols import expression
 
 _CUTS = frozenset({"chunk", "split", "tensor_split", "split_with_sizes"})
+_PLACES = frozenset({"indices_or_sections", "sections", "indices", "tensor_indices_or_sections"})
+_PURE = frozenset(
+    {Family.ELEMENTWISE, Family.MOVEMENT, Family.REDUCTION, Family.CONTRACTION, Family.NORMALISED, Family.ALONG}
+)
 
 
 def join_pieces(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -31,26 +41,32 @@ def _join(graph: fx.Graph, cat: fx.Node) -> None:
     results = cat.args[0] if cat.args else None
     if not isinstance(results, tuple | list) or not all(isinstance(one, fx.Node) for one in results):
         return
-    if any(cat.args[1:]) or cat.kwargs.get("dim", 0) != 0 or not results:
+    if any(cat.args[1:]) or not cat.kwargs.keys() <= {"dim"} or cat.kwargs.get("dim", 0) != 0 or not results:
         return
     cut = _cut(results[0])
     pieces = None if cut is None else _pieces(cut)
-    if pieces is None or len(pieces) != len(results):
+    if cut is None or pieces is None or len(pieces) != len(results):
         return
     regions = [_Region(piece) for piece in pieces]
     first = regions[0]
     if not all(region.closed(cat) for region in regions) or not all(map(first.rowwise, first.nodes)):
         return
-    assert cut is not None
-    whole = cut.args[0]
     alike = all(_same(results[0], other, first, region) for other, region in zip(results, regions, strict=True))
-    if alike and isinstance(whole, fx.Node) and not _changes_between(cut, cat):
-        result = whole if results[0] is pieces[0] else results[0]
-        pieces[0].replace_all_uses_with(whole)
-        cat.replace_all_uses_with(result)
-        gone = [*[node for region in regions[1:] for node in region.nodes], *pieces, cut, cat]
-        for node in sorted(gone, reverse=True):
-            graph.erase_node(node)
+    treated = {cut, *pieces, *(node for region in regions for node in region.nodes)}
+    if not alike or not all(node in treated or _changes_nothing(node) for node in _between(cut, cat)):
+        return
+    whole = cut.args[0]
+    assert isinstance(whole, fx.Node)
+    result = whole if results[0] is pieces[0] else results[0]
+    pieces[0].replace_all_uses_with(whole)
+    if not _is_own_copy(results[0], pieces[0]):
+        with graph.inserting_before(cat):
+            result = graph.call_method("clone", (result,), {"memory_format": torch.contiguous_format})
+        result.meta = dict(cat.meta)
+    cat.replace_all_uses_with(result)
+    gone = [*[node for region in regions[1:] for node in region.nodes], *pieces, cut, cat]
+    for node in sorted(gone, reverse=True):
+        graph.erase_node(node)
 
 
 def _cut(result: fx.Node) -> fx.Node | None:
@@ -64,21 +80,58 @@ def _cut(result: fx.Node) -> fx.Node | None:
 
 
 def _pieces(cut: fx.Node) -> list[fx.Node] | None:
-    """The pieces in their order, if each is read once, and nothing else is read of them."""
+    """The pieces in their order, if each row is in one of them, each is read once, and nothing else is read of them."""
     value = EXAMPLE.get(cut)
     pieces = {user.args[1]: user for user in cut.users if op_name(user.target) == "getitem"}
-    whole = isinstance(value, tuple | list) and pieces.keys() == set(range(len(value)))
+    whole = isinstance(value, tuple | list) and pieces.keys() == set(range(len(value))) and _parts(cut)
     return [pieces[i] for i in range(len(pieces))] if whole and len(pieces) == len(cut.users) else None
 
 
-def _changes_between(cut: fx.Node, cat: fx.Node) -> bool:
-    """Whether a later piece may be treated in another state than the first: a value written over, gradients off."""
+def _parts(cut: fx.Node) -> bool:
+    """Whether a cut gives each row to one piece, in order: ``tensor_split((4, 2))`` gives some to two pieces."""
+    places = cut.args[1] if len(cut.args) > 1 else next((cut.kwargs[key] for key in _PLACES & cut.kwargs.keys()), None)
+    if op_name(cut.target) != "tensor_split" or isinstance(places, int):
+        return True
+    if not isinstance(places, tuple | list):
+        return False
+    if len(places) < 2:  # one place, whatever it is, has rows before it and rows behind it
+        return True
+    numbers = [place for place in places if isinstance(place, int)]
+    same_end = min(numbers, default=0) >= 0 or max(numbers, default=0) < 0
+    return len(numbers) == len(places) and numbers == sorted(numbers) and same_end
+
+
+def _between(cut: fx.Node, cat: fx.Node) -> Iterator[fx.Node]:
     node = cut.next
     while node is not cat:
-        if node.op.startswith("call_") and (not node.users or op_name(node.target).endswith("_")):
-            return True
+        yield node
         node = node.next
-    return False
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether a call leaves every later piece in the state that the first was in: no value written, no mode set."""
+    if node.op not in ("call_function", "call_method"):
+        return True
+    value = EXAMPLE.get(node)
+    counts = isinstance(value, int | float | torch.Size | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return bool(node.users) and not _writes(node) and (counts or family_of(op_name(node.target)) in _PURE)
+
+
+def _writes(node: fx.Node) -> bool:
+    call = bind(node)
+    arguments = [argument for schema in schemas(overload_of(node.target)) for argument in schema.arguments]
+    declared = any(a.alias_info is not None and a.alias_info.is_write and not a.is_out for a in arguments)
+    return call.inplace or call.get("out") is not None or declared
+
+
+def _is_own_copy(result: fx.Node, piece: fx.Node) -> bool:
+    """Whether a result has memory of its own, in the order of its dimensions, as what ``cat`` gives has."""
+    value, size = EXAMPLE.of(result), sympy.Integer(1)
+    for length, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if expression(stride) != size:
+            return False
+        size *= expression(length)
+    return memory_of(value) != memory_of(EXAMPLE.of(piece))
 
 
 class _Region:
@@ -106,9 +159,13 @@ class _Region:
         name, rank = op_name(node.target), _rank(node)
         rows = [arg for arg in node.all_input_nodes if arg in (self.piece, *self.nodes)]
         others = [arg for arg in node.all_input_nodes if arg not in rows]
-        if name.endswith("_") or name == "output" or rank < 1 or any(_rank(arg) != rank for arg in rows):
+        if node.op == "output" or rank < 1 or any(_rank(arg) != rank for arg in rows):
             return False
-        first = node.args[0] if node.args else None
+        call, first = bind(node), node.args[0] if node.args else None
+        if _writes(node):
+            if not (call.inplace and first in self.nodes and self._own_memory(node)):
+                return False
+            name = call.op
         if name == "dropout":
             return node.args[2:3] == (False,) or node.kwargs.get("training") is False
         if family_of(name) is Family.ELEMENTWISE and name not in RANDOM:
@@ -118,6 +175,8 @@ class _Region:
             return isinstance(second, int) and second not in (0, -rank)
         if name == "layer_norm" and not (isinstance(second, tuple | list) and len(second) < rank):
             return False
+        if name == "instance_norm" and call.get("running_mean") is not None and call.get("use_input_stats", True):
+            return False  # it writes the running statistics once for each piece
         fits = {
             "linear": rank > 1,
             "matmul": rank > 1 and [_rank(arg) for arg in others] == [2],
@@ -127,6 +186,12 @@ class _Region:
         once = [*node.args, *node.kwargs.values()].count(first) == 1
         return once and rows == [first] and fits.get(name, False)
 
+    def _own_memory(self, node: fx.Node) -> bool:
+        """Whether a value lies in memory that was made here."""
+        memory = memory_of(EXAMPLE.get(node))
+        given = [arg for one in self.nodes for arg in one.all_input_nodes if arg not in self.nodes]
+        return memory is not None and memory not in [memory_of(EXAMPLE.get(arg)) for arg in given]
+
 
 def _rank(node: fx.Node) -> int:
     value = EXAMPLE.get(node)
@@ -134,7 +199,8 @@ def _rank(node: fx.Node) -> int:
 
 
 def _same(one: Any, other: Any, first: _Region, region: _Region) -> bool:
-    """Whether the second is of its piece what the first is of the first."""
+    """Whether the second is of its piece what the first is of the first, by the same calls in the same order."""
+    twins: dict[fx.Node, fx.Node] = {}
 
     def same(one: Any, other: Any) -> bool:
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
@@ -143,7 +209,9 @@ def _same(one: Any, other: Any, first: _Region, region: _Region) -> bool:
             return one is first.piece and other is region.piece
         if one not in first.nodes:
             return one is other
+        if twins.setdefault(one, other) is not other:
+            return False
         calls = [(node.op, node.target, node.args, dict(node.kwargs)) for node in (one, other)]
         return calls[0][:2] == calls[1][:2] and alike(calls[0][2:], calls[1][2:], same)
 
-    return same(one, other)
+    return same(one, other) and [twins.get(node) for node in sorted(first.nodes)] == sorted(region.nodes)

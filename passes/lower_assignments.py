@@ -34,7 +34,9 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             continue
         assignment = _Assignment(gm.graph, node, ctx, traced, node in stopped)
         if call.op == "setitem":
-            assignment.lower(selections.written_back(node))
+            whole = selections.written_back(node)
+            selections.forget(node, call)
+            assignment.lower(whole)
             continue
         selections.visit(node, call)
         if call.op == "index_put":

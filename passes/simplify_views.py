@@ -37,7 +37,10 @@ def simplify_views(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 def _is_view(node: fx.Node) -> bool:
     call = CALL.get(node)
-    return call is not None and call.op in _VIEWS and isinstance(FAKE.of(node), Tensor)
+    if call is None or call.op not in _VIEWS or not isinstance(FAKE.of(node), Tensor):
+        return False
+    source = node.args[0] if node.args else None
+    return isinstance(source, fx.Node) and FAKE.of(node).dtype == FAKE.of(source).dtype  # view(dtype) reads other bits
 
 
 def _goes_on(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import RANDOM, Family, family_of
 from fxgrad.ops.forms import HANDS_OUT
 from fxgrad.ops.values import memory_of, tensors_of
+from fxgrad.ops.written import writes_of, written_to
 from fxgrad.samples.symbols import expression
 
 GROUPED = frozenset("grouped_mm _grouped_mm transformers::grouped_mm_fallback".split())
@@ -74,7 +75,7 @@ def sorts(node: fx.Node, ctx: Context) -> bool:
         return False
     fake = FAKE.of(call.get("input"))
     rows = fake.dim() == 1 and not fake.is_floating_point() and bool(ctx.symbols.batch_dims(fake.shape))
-    return rows and not call.get("descending", False) and call.get("dim", -1) in (0, -1)
+    return rows and not call.get("descending", False) and call.get("dim", -1) in (0, -1) and call.get("out") is None
 
 
 class Routing:
@@ -86,9 +87,12 @@ class Routing:
         self.size = expression(FAKE.of(self.ids).shape[0])
         self.kinds: dict[fx.Node, Order] = {node: Order.ORDER} if CALL.of(node).op == "argsort" else {}
         self.returned = False  # whether rows were seen to go back
+        self.writes = writes_of(node.graph)
 
     def understood(self) -> bool:
         """Follow the order; return whether every value that it reaches is known, and rows go back."""
+        if any(self.node < at and memory == memory_of(FAKE.of(self.ids)) for at, memory in self.writes):
+            return False  # the unsorted ids have the place of the sorted ones afterwards
         for node in self.node.graph.nodes:
             reached = self.node < node and any(arg in self.kinds or arg is self.node for arg in node.all_input_nodes)
             if not reached or (node.op != "output" and not tensors_of(FAKE.of(node))):  # sizes are sizes
@@ -103,8 +107,7 @@ class Routing:
     def _kind(self, node: fx.Node) -> Order:
         call = CALL.of(node)
         step = _Step(node, call, {arg: self.kinds[arg] for arg in node.all_input_nodes if arg in self.kinds})
-        first = node.args[0] if node.args else None
-        if call.inplace and isinstance(first, fx.Node) and memory_of(FAKE.of(first)) in self._replaced():
+        if any(memory_of(FAKE.of(place)) in self._replaced() for place in written_to(node, call)):
             return Order.UNKNOWN
         if family_of(call.op) is Family.FACTORY:
             return Order.SAMPLES
@@ -153,15 +156,14 @@ class Routing:
         return Order.ROWS if self.kinds.get(rows) is Order.ROWS and plain and summed and fits else Order.UNKNOWN
 
     def _looked_up(self, step: _Step) -> Order:
-        args: tuple[Any, ...] = step.node.args
-        source, *where = args
+        source, index = step.call.get("input"), step.call.get("index", step.call.get("indices"))
         if source is self.node and source not in self.kinds:  # (values, indices) of sort
-            return Order.ORDER if where == [1] else Order.IDS
+            return Order.ORDER if index == 1 else Order.IDS
         if isinstance(source, fx.Node) and not isinstance(FAKE.of(source), Tensor):  # rows that were cut into pieces
             return self.kinds.get(source, Order.UNKNOWN)
-        if step.call.op == "index_select" and where.pop(0) != 0:
+        if step.call.op == "index_select" and step.call.get("dim") != 0:
             return Order.UNKNOWN
-        items = list(where[0]) if isinstance(where[0], tuple | list) else [where[0]]
+        items = list(index) if isinstance(index, tuple | list) else [index]
         reached = [item for item in items if isinstance(item, fx.Node) and item in step.kinds]
         of_source, of_index = step.kinds.get(source), [step.kinds[item] for item in reached]
         if of_source in _BY_ROW and not reached:
@@ -205,16 +207,19 @@ class Routing:
 
     def _inverts(self, step: _Step) -> bool:
         """``inverse[order] = arange(S)``, of which the tensor that is written to is the inverse as well."""
-        args: tuple[Any, ...] = step.node.args
-        view, indices, values = args[:3]
-        kinds = [step.kinds.get(index) for index in indices if index is not None]
-        if not isinstance(values, fx.Node) or CALL.of(values).op != "arange" or kinds != [Order.ORDER]:
+        view, values, indices = (step.call.get(name) for name in ("input", "values", "indices"))
+        if [step.kinds.get(index) for index in indices] != [Order.ORDER] or step.call.get("accumulate"):
             return False
-        if expression(FAKE.of(values).shape[0]) != self.size or not _starts_at_zero(values):
+        if not isinstance(values, fx.Node) or CALL.get(values) is None or CALL.of(values).op != "arange":
             return False
-        self.kinds[view] = Order.INVERSE
-        if CALL.of(view).op == "getitem" and isinstance(view.args[0], fx.Node):
-            self.kinds[view.args[0]] = Order.INVERSE
+        written = any(memory == memory_of(FAKE.of(values)) for _, memory in self.writes)
+        sizes = [[expression(size) for size in FAKE.of(one).shape] for one in (view, values)]
+        if written or sizes != [[self.size]] * 2 or not _starts_at_zero(values) or FAKE.of(view).dtype not in _INDEX:
+            return False
+        names = _names(view, step.node) if step.call.inplace else []
+        if names and not _is_new(names, view, step.node):
+            return False
+        self.kinds |= dict.fromkeys(names, Order.INVERSE)
         return True
 
     def _row_by_row(self, step: _Step) -> Order:
@@ -302,6 +307,20 @@ def _way(node: fx.Node) -> list[fx.Node]:
     while way[-1].op in ("call_function", "call_method") and way[-1].all_input_nodes:
         way.append(way[-1].all_input_nodes[0])
     return [node for node in way if CALL.on(node)]
+
+
+def _names(view: fx.Node, until: fx.Node) -> list[fx.Node]:
+    """The values before a node that lie in the memory of one of them."""
+    memory = memory_of(FAKE.of(view))
+    return [node for node in view.graph.nodes if node < until and memory_of(FAKE.get(node)) == memory]
+
+
+def _is_new(names: Sequence[fx.Node], view: fx.Node, put: fx.Node) -> bool:
+    """Whether nothing reads a tensor, or has another name for it, before values are put into it through a view."""
+    base = names[0]
+    whole = view is base or (view.args[:1] == (base,) and CALL.of(view).op == "getitem")
+    unread = all(user is put or user is view or put < user for name in names for user in name.users)
+    return base.op.startswith("call_") and whole and set(names) == {base, view} and unread
 
 
 def _starts_at_zero(arange: fx.Node) -> bool:

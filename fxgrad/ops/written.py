@@ -8,13 +8,20 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.host.ops import overload_of, schemas
-from fxgrad.ops.calls import Call, leaves
+from fxgrad.ops.calls import CALL, Call, leaves
 from fxgrad.ops.facts import FAKE
+from fxgrad.ops.values import memory_of
 
 
 def written_to(node: fx.Node, call: Call) -> list[fx.Node]:
     """Return every tensor that a call writes into."""
     return [*filter(_is_tensor, leaves(places_of_result(call))), *declared(node, call)]
+
+
+def writes_of(graph: fx.Graph) -> list[tuple[fx.Node, int | None]]:
+    """Return every call of a graph that writes, once for each tensor, with the memory that it writes to."""
+    calls = [(node, CALL.of(node)) for node in graph.nodes if CALL.on(node)]
+    return [(node, memory_of(FAKE.of(base))) for node, call in calls for base in written_to(node, call)]
 
 
 def places_of_result(call: Call) -> Any:

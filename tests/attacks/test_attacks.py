@@ -26,7 +26,9 @@ from tests.attacks import (
     losses,
     numbers,
     packed,
+    pieces,
     places,
+    put_back,
     signals,
     totals,
     views,
@@ -38,7 +40,7 @@ from tests.programs import quick_dynamo
 
 TABLES = (
     *(numbers, writes, indices, factories, views, lookups, functions, losses, doors),
-    *(aliases, places, bags, packed, backward, loops, totals, attention, signals),
+    *(aliases, places, bags, packed, backward, loops, totals, attention, signals, pieces, put_back),
 )
 ATTACKS = [attack for table in TABLES for attack in table.ATTACKS]
 
