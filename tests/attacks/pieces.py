@@ -125,7 +125,7 @@ def joined_into(m: Any, x: Tensor) -> Tensor:
 def pieces_without_gradients(m: Any, x: Tensor) -> Tensor:
     h, weight = m(x), m.weight[0]
     with torch.no_grad():
-        first, second = h.chunk(2)
+        first, second = h.tensor_split(2)
     return torch.cat([first * weight, second * weight])
 
 

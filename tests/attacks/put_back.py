@@ -256,7 +256,7 @@ ATTACKS = attacks(
         "places under masks written": two_masks(Tensor.logical_not_, Tensor.logical_not_, early=True),
         "places scaled as dropout": scaled_as(lambda t: F.dropout(t, 0.5, False)),
         "places filled": then_itself(lambda t: t.fill_(2.0)),
-        "places copied to": then_itself(lambda t: t.copy_(t.sin())),
+        "places copied to": then_itself(lambda t: t.copy_(t * 2)),
         "places written by a view": then_itself(lambda t: t.view(-1).mul_(2)),
         "places written by detach": then_itself(lambda t: t.detach().mul_(2)),
         "places written by out": then_itself(lambda t: torch.mul(t, 2, out=t)),

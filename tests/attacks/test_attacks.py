@@ -75,6 +75,14 @@ def test_by_the_proof_alone(attack: Attack, device: torch.device, monkeypatch: p
     assert found == REFUSED or not reached, said
 
 
+@pytest.mark.parametrize("attack", [*pieces.ATTACKS, *put_back.ATTACKS], ids=str)
+def test_one_sample(attack: Attack, device: torch.device) -> None:
+    """A batch of one sample meets no other; what rewrites the graph runs for it, too."""
+    torch._dynamo.reset()
+    found, said = outcome(attack, device, size=1)
+    assert found == RIGHT or (found == REFUSED and not attack.right), said
+
+
 # The length of the longest sample is the proof's affair alone; of these others, infer_samples sees less.
 LEFT_TO_THE_PROOF = {
     *(str(attack) for attack in packed.ATTACKS),
