@@ -2,6 +2,7 @@
 
 user's model --TorchDynamo--> graph
    inline_regions     the bodies of checkpoints where they are called
+   erase_dropouts     dropout that is off is its input
    wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
    wrap_transforms    a stretch under torch.func is one call
    decompose_recurrent  recurrent layers as one recurrence per layer and direction
@@ -43,6 +44,7 @@ from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.count_one_sample import count_one_sample
 from fxgrad.passes.decompose_calls import decompose_calls
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
+from fxgrad.passes.erase_dropouts import erase_dropouts
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.passes.inline_regions import inline_regions
 from fxgrad.passes.join_pieces import join_pieces
@@ -67,6 +69,7 @@ Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PASSES: tuple[Pass, ...] = (
     inline_regions,
+    erase_dropouts,
     wrap_bodies,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs

@@ -34,10 +34,10 @@ def make(
     """
     method, given = isinstance(target, str), kwargs or {}
     node = graph.create_node("call_method" if method else "call_function", target, tuple(args), given)
-    values = map_nodes(list(args), lambda arg: FAKE.of(arg))
+    values, named = map_nodes([list(args), dict(given)], lambda arg: FAKE.of(arg))
     call = getattr(torch.Tensor, target) if isinstance(target, str) else target
     with torch.no_grad(), ctx.symbols.mode, enable_python_dispatcher():
-        fake = values[0] if inplace else call(*values, **given)
+        fake = values[0] if inplace else call(*values, **named)
     put_facts_beside(beside, node, fake)
     return node
 
