@@ -150,7 +150,8 @@ class _Memory:
 
 def _refusal(node: fx.Node, reason: str) -> UnsupportedOp:
     advice, call = "Use the op that returns a new tensor.", CALL.of(node)
-    return UnsupportedOp(f"{spoken(node, call.op)}{'_' * call.inplace} {reason}", where=source_line(node), advice=advice)
+    op = spoken(node, call.op) + "_" * call.inplace
+    return UnsupportedOp(f"{op} {reason}", where=source_line(node), advice=advice)
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.errors import UniformOutput
+from fxgrad.graph.tensors import memory, written
 from fxgrad.kernels.precision import TOLERANCE
-from fxgrad.ops.calls import CALL, op_name
-from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.ops.written import written_to
 from fxgrad.samples.batch import LOST, SHARED
