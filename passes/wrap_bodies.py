@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -10,7 +11,7 @@ from torch import fx
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line, without_gradients
 from fxgrad.graph.edit import function_of
-from fxgrad.graph.tensors import memory, names_of, writes_to, written
+from fxgrad.graph.tensors import memory, names_of, writes_of, written
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
@@ -33,9 +34,10 @@ def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
         elif name in CONTROL_FLOW:
             _wrap_control_flow(gm, node, CONTROL_FLOW[name])
-    for node in list(gm.graph.nodes):
-        if function_of(node) == _HOOKED:
-            _wrap_hook(gm, node)
+    hooks = [node for node in gm.graph.nodes if function_of(node) == _HOOKED]
+    writes = writes_of(gm.graph) if hooks else {}
+    for node in hooks:
+        _wrap_hook(gm, node, writes)
     return gm
 
 
@@ -67,7 +69,7 @@ def _refuse_writes(body: fx.Graph, what: str, where: str, advice: str) -> None:
         raise UnsupportedOp(what, where=where, advice=advice)
 
 
-def _wrap_hook(gm: fx.GraphModule, node: fx.Node) -> None:
+def _wrap_hook(gm: fx.GraphModule, node: fx.Node, writes: Mapping[int | None, list[fx.Node]]) -> None:
     """``h.register_hook(f)`` is an identity behind h whose backward is f: of a whole batch's gradient, as f is."""
     value, body, *given = node.args
     assert isinstance(value, fx.Node) and isinstance(body, fx.Node)
@@ -75,7 +77,7 @@ def _wrap_hook(gm: fx.GraphModule, node: fx.Node) -> None:
     said = "a hook (register_hook) writes over the gradient that it gets, or over a value from outside of it"
     _refuse_writes(hook.graph, said, source_line(node), "Return the new gradient.")
     (result,) = tree_leaves(hook.graph.output_node().args) or [None]
-    hooked = _Hooked(node, value)
+    hooked = _Hooked(node, value, writes.get(memory(value), []))
     if result is not None and hooked.first is not None:
         hooked.check(given)
         _hook_behind(node, hooked, hook, given)
@@ -86,11 +88,11 @@ def _wrap_hook(gm: fx.GraphModule, node: fx.Node) -> None:
 class _Hooked:
     """A tensor with a hook, which gets the gradient of all that reads the tensor, by any name, since its last write."""
 
-    def __init__(self, node: fx.Node, value: fx.Node) -> None:
+    def __init__(self, node: fx.Node, value: fx.Node, writes: list[fx.Node]) -> None:
         self.node, self.memory = node, memory(value)
         self.names = [name for name in names_of(value) if op_name(name.target) != _HOOKED]
         stopped = without_gradients(node.graph)
-        writes = [write for write in writes_to(node.graph, self.memory) if write > self.names[0]]
+        writes = [write for write in writes if write > self.names[0]]
         self.start = max([self.names[0], *(write for write in writes if write < node and write not in stopped)])
         self.later = [write for write in writes if write > self.start]
         readers = {user for name in self.names for user in name.users if user > self.start}

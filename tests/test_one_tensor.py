@@ -243,6 +243,13 @@ def detached_before_a_write(m: Model, x: Tensor) -> Tensor:
     return x * u * a
 
 
+def names_without_gradients(m: Model, x: Tensor) -> Tensor:
+    u, h = m.v * 2, x @ m.w
+    with torch.no_grad():
+        a, b, c = u.to(u.dtype), m.w.contiguous(), +h
+    return x * a + x @ b + c
+
+
 def of_inference(m: Model, x: Tensor) -> Tensor:
     u = m.w * 2
     with torch.inference_mode():
@@ -279,7 +286,7 @@ def weight_written_in_a_list(m: Model, x: Tensor) -> Tensor:
 MEMORY = [
     *(views_before_no_grad, views_around_no_grad, views_of_other_numbers, shape_behind_detach),
     *(view_read_without_gradients_first, transpose_read_without_gradients_first, detached_before_a_write),
-    *(of_inference, power_by_name),
+    *(names_without_gradients, of_inference, power_by_name),
     *(weight_written_by_leaky_relu, weight_written_through_detach, weight_written_in_a_list),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
@@ -43,6 +45,10 @@ def dirty(node: fx.Node) -> list[fx.Node]:
     return [arg for arg in arguments if isinstance(arg, fx.Node)]
 
 
-def writes_to(graph: fx.Graph, place: int | None) -> list[fx.Node]:
-    """Return the calls of Dynamo's graph that write into a memory, in their order."""
-    return [node for node in graph.nodes if place is not None and place in map(memory, written(node))]
+def writes_of(graph: fx.Graph) -> Mapping[int | None, list[fx.Node]]:
+    """Return the calls of Dynamo's graph that write into each memory, in their order."""
+    writes: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for place in set(map(memory, written(node))) - {None}:
+            writes[place].append(node)
+    return writes

@@ -1,4 +1,4 @@
-"""Dropout that is off is its input, which an op in place behind it writes into."""
+"""A tensor that an op returns as it is keeps its name: dropout that is off, and what runs without gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from fxgrad.passes.erase_dropouts import erase_dropouts
+from fxgrad.passes.unite_names import unite_names
 from tests.passes.pictures import Program, around
 
 
@@ -19,7 +19,7 @@ def dropped(m: Program, x: Tensor) -> Tensor:
 
 def test_a_dropout_that_is_off() -> None:
     assert_expected_inline(
-        around(erase_dropouts, Program(dropped), torch.randn(3, 4)),
+        around(unite_names, Program(dropped), torch.randn(3, 4)),
         """\
 before:
 inputs:
@@ -34,7 +34,7 @@ graph:
   dropout_2 = dropout(add, 0.5)
 return (dropout_2,)
 
-after erase_dropouts:
+after unite_names:
 graph:
   matmul = matmul(args[0], w)
   mul = mul_(matmul, 2)
