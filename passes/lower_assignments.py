@@ -16,6 +16,7 @@ from fxgrad.graph.selections import Selections, is_tensor
 from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.values import memory_of
+from fxgrad.ops.written import written_to
 
 
 def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -41,10 +42,10 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         selections.visit(node, call)
         if call.op == "index_put":
             assignment.spread(call)
-        elif call.inplace and call.op in _SAVED and any(map(_flows, node.args[1:])):
+        elif call.inplace and call.op in _SAVED and any(map(_flows, [*node.args[1:], *node.kwargs.values()])):
             assignment.keep_result(call)
-        elif call.inplace and _flows(node) and isinstance(node.args[0], fx.Node):
-            traced.add(memory_of(FAKE.of(node.args[0])))
+        elif _flows(node):
+            traced.update(memory_of(FAKE.of(place)) for place in written_to(node, call))
     selections.erase()
     return gm
 

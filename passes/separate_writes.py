@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.errors import UnsupportedOp
-from fxgrad.graph.context import Context, place_beside, source_line
-from fxgrad.graph.edit import bind_again, make
+from fxgrad.graph.context import Context, place_beside, source_line, spoken, without_gradients
+from fxgrad.graph.edit import bind_again, flows_through, make
+from fxgrad.graph.tensors import dirty
 from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.values import memory_of
+from fxgrad.ops.written import written_to
 from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 
 
@@ -27,17 +29,16 @@ def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     another before and after. Values that hold samples stay as they are: autograd itself follows those.
     """
     memories: dict[int | None, _Memory] = {}
+    stopped = without_gradients(gm.graph)
     for node in list(gm.graph.nodes):
         for arg in node.all_input_nodes:
             memory = memories.get(_storage(arg))
             if memory is not None:
                 _read(node, arg, memory.now(arg, before=node))
-        if node.op == "output" or not isinstance(FAKE.of(node), Tensor):
-            continue
-        memory = memories.setdefault(_storage(node), _Memory(node, gm, ctx))
-        memory.see(node)
-        if CALL.on(node) and CALL.of(node).inplace:
-            memory.write(node)
+        if node.op != "output" and isinstance(FAKE.of(node), Tensor):
+            memories.setdefault(_storage(node), _Memory(node, gm, ctx, stopped)).see(node)
+        for view in [*written_to(node, CALL.of(node)), *dirty(node)] if CALL.on(node) else ():
+            memories[_storage(view)].write(node, view)
     return gm
 
 
@@ -55,12 +56,12 @@ def _storage(node: fx.Node) -> int | None:
 class _Memory:
     """What one piece of memory holds: the value that was made in it, and that with each later write put in."""
 
-    def __init__(self, root: fx.Node, gm: fx.GraphModule, ctx: Context) -> None:
-        self.root, self.gm, self.graph, self.ctx = root, gm, gm.graph, ctx
+    def __init__(self, root: fx.Node, gm: fx.GraphModule, ctx: Context, stopped: set[fx.Node]) -> None:
+        self.root, self.gm, self.graph, self.ctx, self.stopped = root, gm, gm.graph, ctx, stopped
         self.current = root
         self.writes: list[fx.Node] = []
         self.seen: dict[fx.Node, int] = {}  # a view, and the version that it shows
-        self.views: dict[tuple[int, fx.Node], fx.Node] = {}
+        self.views: dict[tuple[int, fx.Node, bool], fx.Node] = {}
 
     def see(self, node: fx.Node) -> None:
         source = node.args[0] if node.args else None
@@ -76,20 +77,26 @@ class _Memory:
             return view
         if view is self.root:
             return self.current
-        key = len(self.writes), view
+        stops = before in self.stopped or not FAKE.of(view).requires_grad
+        key = len(self.writes), view, stops
         if key not in self.views:
             with self.graph.inserting_before(before):
-                self.views[key] = self._make(torch.take, before, self.current, self._places(view, before))
+                value = self._make(torch.take, before, self.current, self._places(view, before))
+                self.views[key] = self._make("detach", before, value) if stops else value
+            TRACED.put(self.views[key], not stops)
         return self.views[key]
 
-    def write(self, node: fx.Node) -> None:
+    def write(self, node: fx.Node, view: fx.Node) -> None:
         """Let an in-place op work on a copy, and put that into a new value."""
-        view = node.args[0]
-        assert isinstance(view, fx.Node)
         shared = not any(map(self._holds_samples, self.seen))
-        if not TRACED.of(node) and self.writes:
+        flows = flows_through(node)
+        if not flows and self.writes:
             raise _refusal(node, "writes without gradients into a function of parameters, after one with them")
-        if not TRACED.of(node) or not shared or (view is self.current and self._alone(view, node)):
+        if not CALL.of(node).inplace or view is not node.args[0]:
+            if flows and shared and any(map(flows_through, self.seen)):
+                raise _refusal(node, "writes into a function of parameters, which is not its result")
+            return
+        if not flows or not shared or (view is self.current and self._alone(view, node)):
             return
         if self.root.op in ("placeholder", "get_attr"):  # what is written to it has to stay there
             raise _refusal(node, "writes a function of parameters into an input of the model")
@@ -121,6 +128,12 @@ class _Memory:
 
     def _places(self, view: fx.Node, like: fx.Node) -> fx.Node:
         """A constant: where the elements of a view are in the value that shows all of the memory."""
+        if _kind(view) != _kind(self.root):
+            raise UnsupportedOp(
+                "a function of parameters is written over in place and seen through a view of other numbers",
+                where=source_line(view),
+                advice="Write with the op that returns a new tensor.",
+            )
         shape, stride, offset = _place(self.root)
         whole = torch.arange(math.prod(shape))
         extent = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
@@ -136,13 +149,20 @@ class _Memory:
 
 
 def _refusal(node: fx.Node, reason: str) -> UnsupportedOp:
-    advice = "Use the op that returns a new tensor."
-    return UnsupportedOp(f"{CALL.of(node).op}_ {reason}", where=source_line(node), advice=advice)
+    advice, call = "Use the op that returns a new tensor.", CALL.of(node)
+    op = spoken(node, call.op) + "_" * call.inplace
+    return UnsupportedOp(f"{op} {reason}", where=source_line(node), advice=advice)
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
     size, stride, offset = _place(node)
     return (*size, *stride, offset)
+
+
+def _kind(view: fx.Node) -> tuple[Any, ...]:
+    """What a view takes the bits of its memory for."""
+    fake = FAKE.of(view)
+    return fake.dtype, fake.is_conj(), fake.is_neg()
 
 
 def _place(view: fx.Node) -> tuple[Any, Any, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fxgrad.graph.context import Context
+from fxgrad.graph.context import Context, without_gradients
 from fxgrad.graph.edit import bind_again, make
 from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import FAKE, TRACED
@@ -27,38 +27,46 @@ def simplify_views(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     Where a batch whose size is a symbol is merged into another dimension, a compiler cannot simplify the
     indices, and divides for every element.
     """
+    stopped = without_gradients(gm.graph)
+    sources: dict[fx.Node, fx.Node] = {}  # of each view
     for node in list(gm.graph.nodes):
-        if _is_view(node) and not _goes_on(node):
-            chain = list(_chain(node))[::-1]
+        source = _source(node)
+        if source is not None:
+            sources[node] = source
+    for node in sources:
+        if not any(_is_link(node, user, sources, stopped) for user in node.users):
+            chain = list(_chain(node, sources, stopped))[::-1]
             if len(chain) > 2:
                 _simplify(gm.graph, chain, ctx)
     return gm
 
 
-def _is_view(node: fx.Node) -> bool:
+def _source(node: fx.Node) -> fx.Node | None:
+    """Return what a node is a view of, element by element; None for any other node."""
     call = CALL.get(node)
-    if call is None or call.op not in _VIEWS or not isinstance(FAKE.of(node), Tensor):
-        return False
-    source = node.args[0] if node.args else None
-    return isinstance(source, fx.Node) and FAKE.of(node).dtype == FAKE.of(source).dtype  # view(dtype) reads other bits
+    if call is None or call.op not in _VIEWS or call.inplace:
+        return None
+    source = call.get("input")
+    alike = isinstance(source, fx.Node) and FAKE.of(source).dtype == FAKE.of(node).dtype  # ``view`` takes a dtype, too
+    return source if alike else None
 
 
-def _goes_on(node: fx.Node) -> bool:
-    return len(node.users) == 1 and _is_view(next(iter(node.users)))
+def _is_link(source: fx.Node, view: fx.Node, sources: dict[fx.Node, fx.Node], stopped: set[fx.Node]) -> bool:
+    """Whether a view alone reads another one, and gradients flow through both or neither."""
+    alone = sources.get(view) is source and len(source.users) == 1
+    return alone and source in sources and (source in stopped) == (view in stopped)
 
 
-def _chain(node: fx.Node) -> Iterator[fx.Node]:
+def _chain(node: fx.Node, sources: dict[fx.Node, fx.Node], stopped: set[fx.Node]) -> Iterator[fx.Node]:
     """Yield a view and the views before it that have no other reader, the last one first."""
     yield node
-    source = node.args[0]
-    while isinstance(source, fx.Node) and _is_view(source) and len(source.users) == 1:
-        yield source
-        source = source.args[0]
+    while _is_link(sources[node], node, sources, stopped):
+        node = sources[node]
+        yield node
 
 
 def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
-    source, last = chain[0].args[0], chain[-1]
-    assert isinstance(source, fx.Node)
+    source, last = CALL.of(chain[0]).arguments["input"], chain[-1]
     try:
         if any(expression(size) == 1 for size in FAKE.of(source).shape):
             raise _NoAtoms

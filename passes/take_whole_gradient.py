@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from fxgrad.graph.context import Context, without_gradients
-from fxgrad.graph.edit import add_ghosts, is_inplace, open_tape
+from fxgrad.graph.edit import add_ghosts, open_tape
+from fxgrad.graph.tensors import memory, writes_of
 from fxgrad.ops.facts import EXAMPLE
-from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.runtime.targets import SingleTarget
 
 
@@ -21,8 +21,9 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     tape, cursor = open_tape(graph, ctx, (ghosts + given)[-1], 1, ghosts, given)
     handle = cursor
     stopped = without_gradients(graph)
+    writes = writes_of(graph)
     for key, node in enumerate(ctx.trainable(graph)):
-        versions = _Versions(node, stopped)
+        versions = _Versions(node, stopped, writes.get(memory(node), []))
         with graph.inserting_after(cursor):
             cursor = graph.call_function(SingleTarget(key), (tape, handle, node))
         versions.read_from(cursor)
@@ -35,11 +36,11 @@ class _Versions:
     Such a write goes to the parameter itself, and autograd refuses what was a view of ``single`` before it.
     """
 
-    def __init__(self, parameter: fx.Node, stopped: set[fx.Node]) -> None:
+    def __init__(self, parameter: fx.Node, stopped: set[fx.Node], writes: list[fx.Node]) -> None:
         self.parameter, self.graph, self.stopped = parameter, parameter.graph, stopped
-        self.views = _views(parameter, stopped)
+        self.writes = writes  # without gradients, or PyTorch refuses them
+        self.views = _views(parameter, stopped.union(writes))
         self.reads = [(view, user) for view in self.views for user in sorted(view.users) if user not in stopped]
-        self.writes = [node for node in self.graph.nodes if node in stopped and _writes(node, parameter)]
         self.first = {self._behind(user): user for user in sorted({user for _, user in self.reads}, reverse=True)}
         self.made = {(view, self._behind(view)): view for view in self.views[1:]}
 
@@ -81,22 +82,9 @@ class _Versions:
 
 def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:
     """A parameter, and the views of it that gradients flow through, each behind what it is a view of."""
-    memory, views = _memory(parameter), [parameter]
+    place, views = memory(parameter), [parameter]
     for node in parameter.graph.nodes:
-        source = node.args[0] if node.args and node.op in ("call_function", "call_method") else None
-        view = source in views and node not in stopped and not is_inplace(node)
-        if view and memory is not None and _memory(node) == memory:
+        view = node not in stopped and not set(views).isdisjoint(node.all_input_nodes)
+        if view and place is not None and memory(node) == place and getattr(EXAMPLE.get(node), "requires_grad", True):
             views.append(node)
     return views
-
-
-def _memory(node: fx.Node) -> int | None:
-    return next(map(memory_of, tensors_of(EXAMPLE.get(node))), None)
-
-
-def _writes(node: fx.Node, parameter: fx.Node) -> bool:
-    """Whether an op in place writes to a parameter, or through a view of it."""
-    base = node.args[0] if node.args and is_inplace(node) else None
-    if not isinstance(base, fx.Node):
-        return False
-    return base is parameter or (_memory(base) is not None and _memory(base) == _memory(parameter))

@@ -224,17 +224,20 @@ def _(host: Any) -> None:
     assert isinstance(torch.ops.higher_order.cond, host.HigherOrderOperator)
 
 
-@check("ops.set_grad_enabled", "dynamo.source_of")
+@check("ops.set_grad_enabled", "ops.enter_inference_mode", "ops.exit_inference_mode", "dynamo.source_of")
 def _(_: Any) -> None:
     from fxgrad.host.dynamo import source_of
-    from fxgrad.host.ops import set_grad_enabled
+    from fxgrad.host.ops import enter_inference_mode, exit_inference_mode, set_grad_enabled
 
     def quiet(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = x * 2
         with torch.no_grad():
-            return x * 2
+            return y * 2
 
     graph = captured(quiet, torch.ones(3)).graph
-    assert set_grad_enabled in {node.target for node in graph.nodes}, "of no_grad in a graph"
+    names = {set_grad_enabled, enter_inference_mode, exit_inference_mode}
+    assert names <= {node.target for node in graph.nodes}, "of no_grad and inference_mode in a graph"
     source = source_of(next(iter(graph.nodes)))
     assert source is not None, "_dynamo_source"
     name = source.name() if callable(source.name) else source.name

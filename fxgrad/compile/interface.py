@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.errors import UniformOutput
+from fxgrad.graph.tensors import memory, written
 from fxgrad.kernels.precision import TOLERANCE
-from fxgrad.ops.calls import CALL, op_name
-from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
+from fxgrad.ops.calls import CALL
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.ops.written import written_to
 from fxgrad.samples.batch import LOST, SHARED
@@ -102,20 +103,9 @@ def _reached_by_parameters_alone(captured: Captured) -> list[int]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The earlier values whose memory an op in place writes to."""
-    base = node.args[0] if node.args else None
-    if node.op not in ("call_function", "call_method") or not isinstance(base, fx.Node):
-        return []
-    memory = _memory(base) if op_name(node.target).endswith("_") else None
-    return [other for other in node.graph.nodes if memory is not None and _memory(other) == memory]
-
-
-def _memory(node: fx.Node) -> int | None:
-    """A value's memory as Dynamo saw it; None inside torch.func, whose wrappers have none."""
-    try:
-        return memory_of(EXAMPLE.get(node))
-    except NotImplementedError:
-        return None
+    """The values whose memory a node writes to."""
+    memories = set(map(memory, written(node))) - {None}
+    return [other for other in node.graph.nodes if memory(other) in memories] if memories else []
 
 
 class Uniform(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 user's model --TorchDynamo--> graph
    inline_regions     the bodies of checkpoints where they are called
+   unite_names        what an op returns as it is: one name
    wrap_bodies        an op with graphs as arguments is one call: autograd.Function, cond, scan
    wrap_transforms    a stretch under torch.func is one call
    decompose_recurrent  recurrent layers as one recurrence per layer and direction
@@ -58,6 +59,7 @@ from fxgrad.passes.simplify_views import simplify_views
 from fxgrad.passes.split_foreach import split_foreach
 from fxgrad.passes.split_lookups import split_lookups
 from fxgrad.passes.take_whole_gradient import take_whole_gradient
+from fxgrad.passes.unite_names import unite_names
 from fxgrad.passes.unsort_routing import unsort_routing
 from fxgrad.passes.wrap_bodies import wrap_bodies
 from fxgrad.passes.wrap_transforms import wrap_transforms
@@ -67,6 +69,7 @@ Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PASSES: tuple[Pass, ...] = (
     inline_regions,
+    unite_names,
     wrap_bodies,
     wrap_transforms,
     decompose_recurrent,  # before shapes: PyTorch's own ops would unroll time to find theirs
@@ -90,7 +93,7 @@ PASSES: tuple[Pass, ...] = (
 ANALYSIS: tuple[Pass, ...] = PASSES[: PASSES.index(infer_samples) + 1]  # up to where a graph's samples are known
 
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
-DEFINITIONS: tuple[Pass, ...] = (inline_regions, decompose_recurrent)  # what a graph says, in ops there are rules for
+DEFINITIONS: tuple[Pass, ...] = (inline_regions, unite_names, decompose_recurrent)  # the graph in ops with rules
 SINGLE: tuple[Pass, ...] = (*DEFINITIONS, take_whole_gradient)
 
 # But autograd adds that up in the model's dtype. Where norms are bounded, rules make it of the sample's whole values.

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fxgrad.costs.choices import Planner
 from fxgrad.host.modules import INNER
-from fxgrad.host.ops import set_grad_enabled
+from fxgrad.host.ops import enter_inference_mode, exit_inference_mode, set_grad_enabled
 from fxgrad.ops.calls import CALL
 from fxgrad.ops.user_functions import FUNCTION, HOOK
 from fxgrad.quantities import Delivery, GradSample, Quantity
@@ -159,11 +159,18 @@ _OF_A_PLACE = ("stack_trace", "nn_module_stack", *OF_A_CHECKPOINT)
 
 
 def without_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The calls of a graph that run under ``torch.no_grad``."""
-    stopped, enabled = set(), True
+    """The calls of a graph that run under ``torch.no_grad`` or ``torch.inference_mode``."""
+    stopped: set[fx.Node] = set()
+    enabled, inference = True, False
+    before: dict[Any, tuple[bool, bool]] = {}
     for node in graph.nodes:
         if node.target is set_grad_enabled:
             enabled = bool(node.args[0])
-        if not enabled:
+        elif node.target is enter_inference_mode:
+            before[node] = enabled, inference
+            enabled, inference = not node.args[0], bool(node.args[0])
+        elif node.target is exit_inference_mode:
+            enabled, inference = before[node.args[0]]
+        if inference or not enabled:
             stopped.add(node)
     return stopped

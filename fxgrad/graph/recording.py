@@ -14,6 +14,7 @@ from fxgrad.graph.context import Context, source_line
 from fxgrad.ops.calls import CALL, Call, map_nodes
 from fxgrad.ops.facts import FAKE, put_facts
 from fxgrad.ops.values import memory_of
+from fxgrad.ops.written import written_to
 from fxgrad.rules.strategies import Strategy
 from fxgrad.rules.uses import Slot, Use
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
@@ -126,11 +127,7 @@ def _place(operand: fx.Node, operands: list[Any]) -> int:
 
 
 def _last_writes(graph: fx.Graph) -> dict[int | None, fx.Node]:
-    """The op in place that writes to each memory last."""
-    written: dict[int | None, fx.Node] = {}
-    for node in graph.nodes:
-        base = node.args[0] if CALL.on(node) and CALL.of(node).inplace else None
-        storage = memory_of(FAKE.of(base)) if isinstance(base, fx.Node) else None
-        if storage is not None:
-            written[storage] = node
-    return written
+    """The call that writes to each memory last."""
+    calls = [node for node in graph.nodes if CALL.on(node)]
+    written = {memory_of(FAKE.of(place)): node for node in calls for place in written_to(node, CALL.of(node))}
+    return {memory: node for memory, node in written.items() if memory is not None}

@@ -26,6 +26,13 @@ Why: what stands between two calls of it has no gradient.
 Without: calls under no_grad count as uses of parameters with gradients.
 """
 
+enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
+exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
+"""The functions by which Dynamo writes `torch.inference_mode` into a graph.
+
+Why, since, without: as `set_grad_enabled`.
+"""
+
 
 def schema(op: OpOverload) -> torch.FunctionSchema:
     """What an overload is called, takes and writes to.

@@ -150,6 +150,7 @@ _ALIASES = {spelling: name for name, spellings in _SPELLINGS.items() for spellin
 _FUNCTIONS: dict[Callable[..., Any], str] = {F.unfold: "im2col", F.fold: "col2im", operator.setitem: "setitem_"}
 
 _ARGUMENT_NAMES = {
+    "transpose": {"axis0": "dim0", "axis1": "dim1"},  # of swapaxes
     "embedding": {"indices": "input"},
     "embedding_bag": {"indices": "input"},
     "rmatmul": {"arg1": "other"},

@@ -55,6 +55,14 @@ class UserFunction:
             return list(fx.Interpreter(self.bwd).run(*of_outputs, *saved))
 
     @cached_property
+    def dirty(self) -> list[int]:
+        """The places of the arguments that the forward writes into and returns."""
+        inputs = [EXAMPLE.get(node) for node in self.fwd.graph.find_nodes(op="placeholder")]
+        outputs: Any = self.fwd.graph.output_node().args[0]
+        returned = [EXAMPLE.get(outputs[0][i]) for i in self.settings.get("dirty_idx", ())]
+        return [i for i, value in enumerate(inputs) if any(value is one for one in returned)]
+
+    @cached_property
     def linear(self) -> bool:
         """Whether the user's backward is seen to be linear in the gradients that it gets."""
         inputs = self.bwd.graph.find_nodes(op="placeholder")

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from fxgrad.host.ops import overload_of, schemas
 from fxgrad.ops.calls import CALL, Call, leaves
-from fxgrad.ops.facts import FAKE
+from fxgrad.ops.facts import EXAMPLE, FAKE
 from fxgrad.ops.values import memory_of
 
 
@@ -57,4 +57,4 @@ def declared(node: fx.Node, call: Call) -> list[fx.Node]:
 
 
 def _is_tensor(place: Any) -> bool:
-    return isinstance(place, fx.Node) and isinstance(FAKE.get(place), Tensor)
+    return isinstance(place, fx.Node) and isinstance((FAKE if FAKE.on(place) else EXAMPLE).get(place), Tensor)

@@ -1,0 +1,42 @@
+"""Let a tensor that an op returns as it is keep its name."""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from fxgrad.graph.context import Context, without_gradients
+from fxgrad.graph.tensors import written
+from fxgrad.host.ops import HigherOrderOperator
+from fxgrad.host.tensors import identity
+from fxgrad.ops.calls import bind, op_name
+from fxgrad.ops.facts import EXAMPLE
+
+
+def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Before: a graph as Dynamo left it. After: no other name for a dropout's input, nor for a tensor under no_grad.
+
+    ``h = dropout(x, 0.5, training=False); h.mul_(2)`` -> ``x.mul_(2)``. PyTorch's decomposition, by which values and
+    shapes are known here, returns a copy: nothing would say that the op in place writes into x.
+    ``with no_grad(): c = h.contiguous()``, where c is h -> h, through which gradients flow.
+    """
+    stopped, first = without_gradients(gm.graph), dict[int, fx.Node]()
+    for node in list(gm.graph.nodes):
+        example = EXAMPLE.get(node)
+        name = _input_of_dropout(node)
+        if name is None and isinstance(example, Tensor):
+            name = first.setdefault(identity(example), node)
+            name = None if name is node or node not in stopped else name
+        if name is not None:
+            node.replace_all_uses_with(name)
+            if not isinstance(node.target, HigherOrderOperator) and not written(node):
+                gm.graph.erase_node(node)
+    return gm
+
+
+def _input_of_dropout(node: fx.Node) -> fx.Node | None:
+    """Return what a dropout returns that is off; None for any other node."""
+    if node.op not in ("call_function", "call_method") or op_name(node.target) not in ("dropout", "dropout_"):
+        return None
+    call = bind(node)
+    off = call.get("p") == 0 or call.get("training", call.get("train")) is False
+    return call.arguments["input"] if off else None
