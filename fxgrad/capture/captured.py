@@ -176,9 +176,10 @@ class Captured:
         order = places.get(".sorted_indices", places.get("[2]"))
         if sizes is None or order is None:
             raise LostLayout(
-                f"which sample a row of {base}.data belongs to is lost: the model reads the data alone",
+                f"which sample a row of {base}.data belongs to is lost: the model reads it without batch_sizes and "
+                "sorted_indices",
                 where=_first_use(self.placeholders[i]),
-                advice="Pad it with pad_packed_sequence, or return it as a PackedSequence.",
+                advice="Pad it with pad_packed_sequence, or pass on all fields, as in PackedSequence(f(p.data), *p[1:]).",
             )
         return sizes, order
 
