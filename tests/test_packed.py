@@ -254,6 +254,7 @@ def test_indices_that_do_not_undo_the_order() -> None:
     """PyTorch puts the samples in an order of unsorted_indices alone, fxgrad in that of the batch."""
     packed = pack_sequence(sample(LENGTHS["unsorted"]), enforce_sorted=False)
     data, sizes, order, _ = packed
+    assert order is not None
     model = OnPacked(nn.GRU).double()
     view = fxgrad.transform(model, backend="eager")
     view(packed)

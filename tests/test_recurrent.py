@@ -166,16 +166,16 @@ def test_normalised_weights(kind: Any) -> None:
     check(model.double().eval(), sequence())
 
 
-def doubled_list(rnn: nn.RNNBase) -> None:
+def doubled_list(rnn: Any) -> None:
     rnn._flat_weights = [getattr(rnn, name) * 2 for name in rnn._flat_weights_names]
 
 
-def doubled_item(rnn: nn.RNNBase) -> None:
+def doubled_item(rnn: Any) -> None:
     rnn._flat_weights[0] = rnn.weight_ih_l0 * 2
 
 
-def doubled_attribute(rnn: nn.RNNBase) -> None:
-    rnn.weight_hh_l0 = rnn.raw * 2  # type: ignore[operator]
+def doubled_attribute(rnn: Any) -> None:
+    rnn.weight_hh_l0 = rnn.raw * 2
 
 
 class OwnWeights(nn.Module):
@@ -202,8 +202,9 @@ def test_weights_that_the_model_sets(kind: Any, change: Any, size: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_set_between_calls(kind: Any) -> None:
-    model = nn.Sequential(kind(IN, H, batch_first=True)).double()
-    view, x, rnn = fxgrad.transform(model, backend="eager"), sequence(), model[0]
+    rnn: Any = kind(IN, H, batch_first=True)
+    model, x = nn.Sequential(rnn).double(), sequence()
+    view = fxgrad.transform(model, backend="eager")
     torch.testing.assert_close(view(x), model(x))
     rnn._flat_weights[0] = rnn.weight_ih_l0.detach() * 2
     torch.testing.assert_close(view(x), model(x))

@@ -27,9 +27,9 @@ def flat_weights(module: nn.RNNBase) -> list[Tensor]:
     weights: list[Tensor] = [getattr(module, name) for name in module._flat_weights_names]
     if is_parametrized(module):  # Dynamo would wrap the last call's tensors, which are no leaves
         return weights
-    cached: list[Tensor] = module._flat_weights
+    cached: Any = module._flat_weights
     if all([item is weight for item, weight in zip(cached, weights, strict=True)]):
         return weights
     refs: Any = module._flat_weight_refs
     new = [ref is not None and ref() is not weight for ref, weight in zip(refs, weights, strict=True)]
-    return weights if any(new) else cached
+    return weights if any(new) else list(cached)

@@ -145,7 +145,7 @@ ATTACKS = attacks(
         "the mean by a mask of lengths": masked_by_length,
         "the mean by a mask of zeros": mean_by_mask,
         "the order undone by the model": lambda m, x: m(
-            all_steps(with_indices(p := packed(x), p.sorted_indices, p.sorted_indices.argsort()))
+            all_steps(with_indices(p := packed(x), p.sorted_indices, torch.as_tensor(p.sorted_indices).argsort()))
         ).sum(1),
         "sorted samples without indices": lambda m, x: m(
             all_steps(with_indices(sorted_by_length(x), None, None)) * x[:, None]
