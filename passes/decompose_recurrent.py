@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxgrad.graph.context import Context, place_beside
+from fxgrad.errors import LostLayout
+from fxgrad.graph.context import Context, place_beside, source_line
 from fxgrad.graph.edit import replace_outputs
 from fxgrad.ops.calls import op_name
 from fxgrad.samples.recurrent_states import MODES
@@ -23,13 +24,35 @@ def decompose_recurrent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
     ``recurrent_layers(x, ..)`` -> ``hs = recurrence(x, h0, w_ih, b_ih, w_hh, b_hh)[0]; out = hs[1:]``, for each
     layer and direction. The definition is that of PyTorch's decomposition table for ``aten.lstm.input`` and its
-    kin, with one loop over time in place of a copy of the step for each.
+    kin, with one loop over time in place of a copy of the step for each. ``sorted_order(data, batch_sizes)`` is
+    the order of the samples in the ``pack`` that gave the batch_sizes.
     """
     for node in list(gm.graph.nodes):
+        if op_name(node.target) == "fxgrad::sorted_order":
+            _put_order(gm.graph, node)
         layers = _layers(node)
         if layers is not None:
             _Writer(gm.graph, node, layers).write()
     return gm
+
+
+def _put_order(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace the order of a PackedSequence that has no indices; only sorted samples may have none."""
+    sizes: Any = node.args[1]
+    pack = sizes.args[0] if sizes.target is operator.getitem else None
+    if pack is None or op_name(pack.target) != "fxgrad::pack" or pack.args[2] is not True:
+        raise LostLayout(
+            "a PackedSequence without sorted_indices has its samples in the order of their lengths, and that is not "
+            "seen to be the order of the batch",
+            where=source_line(node),
+            advice="Pass on all fields, as in PackedSequence(f(p.data), *p[1:]), or pack sorted samples in the model "
+            "with enforce_sorted=True.",
+        )
+    with graph.inserting_before(node):
+        order = graph.call_function(operator.getitem, (pack, 2))
+    place_beside(node, order)
+    node.replace_all_uses_with(order)
+    graph.erase_node(node)
 
 
 @dataclass

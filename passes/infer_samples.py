@@ -63,7 +63,7 @@ class _Inference:
         self.replay = Replay(ctx.symbols)
         self.by_memory: dict[int | None, list[fx.Node]] = {}
         self.numbers = Numbers(ctx.symbols)
-        self.clips = any(quantity.guards_grad for quantity in ctx.quantities)
+        self.alone = ctx.alone
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -191,7 +191,7 @@ class _Inference:
             return None
         if isinstance(answer, Layout):
             return Samples(Kind.BATCHED, answer, flow)
-        if flow and self.clips and answer.linear and counts_tokens(op):
+        if flow and self.alone and answer.linear and counts_tokens(op):
             raise divided()
         output = FAKE.of(op.node)
         if flow and not answer.linear:
@@ -218,7 +218,7 @@ class _Inference:
     def _mixed(self, op: Op) -> list[Samples | None]:
         allow = self.ctx.mixing == "allow"
         if not allow and any(op.flows):
-            check_mixed(op, self.clips)
+            check_mixed(op, self.alone)
 
         def samples_of(output: Any, flow: bool) -> Samples | None:
             if not isinstance(output, Tensor):
@@ -323,7 +323,7 @@ class _Inference:
 
     def _check_returned(self, output: fx.Node) -> None:
         """See Note [Returned mixtures]."""
-        if self.ctx.mixing == "allow" or not any(quantity.alone for quantity in self.ctx.quantities):
+        if self.ctx.mixing == "allow" or not self.alone:
             return
         for node in output.all_input_nodes:
             samples, fake = SAMPLES.of(node), FAKE.of(node)

@@ -44,7 +44,7 @@ def prove_independence(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _walk(gm: fx.GraphModule, ctx: Context, *, share: bool) -> None:
-    follow = Follow(trials_of(ctx.symbols), clips=any(quantity.guards_grad for quantity in ctx.quantities))
+    follow = Follow(trials_of(ctx.symbols), clips=ctx.alone)
     walk = Walk(gm, ctx, follow, share=share)
     mode = FunctionalTensorMode(_allow_token_discovery=True)  # checks of linear algebra have an order
     with torch.enable_grad(), watched(ctx.symbols.mode, follow), enable_python_dispatcher(), mode:

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxgrad
 from fxgrad.api import engine_of
+from fxgrad.capture.shared_memory import copies
 from fxgrad.engine import Engine
 from fxgrad.errors import MixedSamples, OptionError
-from fxgrad.first_batch.changes import BatchedInput, chosen, copies
+from fxgrad.first_batch.changes import BatchedInput, chosen
 from fxgrad.verification.oracle import default_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -571,9 +571,15 @@ def _(host: Any) -> None:
     assert padded.tolist() == [[0, 1], [2, -1], [4, -1], [-1, -1]] and lengths.tolist() == [3, 1]
 
 
-@check("rnn.flat_weight_names")
+@check("rnn.flat_weights")
 def _(host: Any) -> None:
-    assert host.flat_weight_names(nn.GRU(2, 3)) == ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"]
+    layer = nn.GRU(2, 3)
+    weights = [layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0]
+    assert all(a is b for a, b in zip(host.flat_weights(layer), weights, strict=True))
+    layer._flat_weights[0] = other = torch.zeros(9, 2)
+    assert host.flat_weights(layer)[0] is other
+    layer.bias_hh_l0 = nn.Parameter(torch.zeros(9))
+    assert host.flat_weights(layer)[0] is layer.weight_ih_l0
 
 
 # modules

@@ -449,16 +449,18 @@ def test_a_packed_input() -> None:
     assert model.inner.head.weight.grad_sample.shape == (4, H, H)
 
 
-def test_under_a_bound_nothing_of_parameters_is_returned_behind_the_ends() -> None:
+@pytest.mark.parametrize("quantity", [fxgrad.ClippedGrad(1.0), fxgrad.NormSample()], ids=str)
+def test_of_single_samples_nothing_of_parameters_is_returned_behind_the_ends(quantity: Any) -> None:
     torch._dynamo.reset()
     x = torch.randn(4, 5, IN, dtype=torch.float64)
     returned = Padded(lambda m, out, n: m.head(out)).double()
     with pytest.raises(FxgradError, match="behind the ends"):
-        fxgrad.transform(returned, quantity=fxgrad.ClippedGrad(1.0), backend="eager")(x, LENGTHS)
+        fxgrad.transform(returned, quantity=quantity, backend="eager")(x, LENGTHS)
     torch._dynamo.reset()
     masked = Padded(lambda m, out, n: zeros_behind(m.head(out), out, n)).double()
-    fxgrad.transform(masked, quantity=fxgrad.ClippedGrad(1.0), backend="eager")(x, LENGTHS).sum().backward()
-    assert masked.head.bias.grad is not None
+    fxgrad.transform(masked, quantity=quantity, backend="eager")(x, LENGTHS).sum().backward()
+    norm: Any = getattr(masked.head.bias, "norm_sample", None)
+    assert (masked.head.bias.grad if norm is None else norm) is not None
 
 
 def test_the_refusal_says_what_to_do() -> None:

@@ -210,6 +210,61 @@ def test_layers_on_packed_rows(backend: str) -> None:
     assert relative_error(grads, grads_alone(model, calls)) < 1e-10
 
 
+def rebuilt(rnn: nn.GRU, x: Tensor, lengths: Tensor) -> Any:
+    """Sorted samples have no indices, so the model leaves them out."""
+    packed = pack_padded_sequence(x, lengths, batch_first=True)
+    assert packed[2] is None and packed[3] is None
+    out, last = rnn(PackedSequence(packed[0] * 2, packed[1]), x[None, :, 0, :1].expand(1, -1, H))
+    return out, pad_packed_sequence(out, batch_first=True)[0], last.transpose(0, 1) * x[:, :1, :1]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_sorted_sequences_have_no_indices(size: int) -> None:
+    model, lengths = Body(rebuilt).double(), torch.tensor([5, 3, 3, 1][:size])
+    x = torch.randn(size, 5, IN, dtype=torch.float64)
+    outputs = fxgrad.transform(model, backend="aot_eager")(x, lengths)
+    same(outputs, model(x, lengths))
+    loss(outputs).backward()
+    calls = [lambda i=i: model(x[i : i + 1], lengths[i : i + 1]) for i in range(size)]
+    assert relative_error(found(model), grads_alone(model, calls)) < 1e-10
+
+
+def test_other_sequences_need_their_indices() -> None:
+    def lost(rnn: nn.GRU, packed: PackedSequence) -> Tensor:
+        return rnn(PackedSequence(packed[0] * 2, packed[1]))[1].transpose(0, 1)
+
+    def of_lengths(rnn: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
+        return lost(rnn, pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+
+    lengths = torch.tensor(LENGTHS["unsorted"])
+    x = pad_sequence(sample(LENGTHS["unsorted"]), batch_first=True)
+    sorted_input = pack_sequence(sample(LENGTHS["sorted"]))
+    unknown, unread = (
+        "without sorted_indices has its samples in the order of their lengths",
+        "the model reads it without",
+    )
+    for function, inputs, words in ((lost, (sorted_input,), unread), (of_lengths, (x, lengths), unknown)):
+        torch._dynamo.reset()
+        with pytest.raises(LostLayout, match=words) as raised:
+            fxgrad.transform(Body(function).double(), backend="eager")(*inputs)
+        assert "PackedSequence(f(p.data), *p[1:])" in str(raised.value) and "test_packed.py" in str(raised.value)
+
+
+def test_indices_that_do_not_undo_the_order() -> None:
+    """PyTorch puts the samples in an order of unsorted_indices alone, fxgrad in that of the batch."""
+    packed = pack_sequence(sample(LENGTHS["unsorted"]), enforce_sorted=False)
+    data, sizes, order, _ = packed
+    assert order is not None
+    model = OnPacked(nn.GRU).double()
+    view = fxgrad.transform(model, backend="eager")
+    view(packed)
+    for indices in ((order, torch.arange(4)), (order, order.clone()), (None, torch.arange(4).flip(0))):
+        with pytest.raises(FxgradError, match="unsorted_indices of a PackedSequence do not undo its sorted_indices"):
+            view(PackedSequence(data, sizes, *indices))
+    undone = PackedSequence(data, sizes, None, torch.arange(4))
+    same(view(undone), model(undone))
+
+
 class Hierarchy(nn.Module):
     """Words within sentences: the rows that are packed hold parts of samples."""
 

@@ -166,6 +166,52 @@ def test_normalised_weights(kind: Any) -> None:
     check(model.double().eval(), sequence())
 
 
+def doubled_list(rnn: Any) -> None:
+    rnn._flat_weights = [getattr(rnn, name) * 2 for name in rnn._flat_weights_names]
+
+
+def doubled_item(rnn: Any) -> None:
+    rnn._flat_weights[0] = rnn.weight_ih_l0 * 2
+
+
+def doubled_attribute(rnn: Any) -> None:
+    rnn.weight_hh_l0 = rnn.raw * 2
+
+
+class OwnWeights(nn.Module):
+    """It changes what its layer reads, PyTorch's list of weights or an attribute, in each forward."""
+
+    def __init__(self, kind: Any, change: Any) -> None:
+        super().__init__()
+        self.rnn, self.change = kind(IN, H, batch_first=True), change
+        if change is doubled_attribute:
+            self.rnn.raw = self.rnn._parameters.pop("weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self.rnn)
+        return self.rnn(x)[0]
+
+
+@pytest.mark.parametrize("size", [1, B])
+@pytest.mark.parametrize("change", [doubled_list, doubled_item, doubled_attribute])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_the_model_sets(kind: Any, change: Any, size: int) -> None:
+    x = torch.randn(size, 3, IN, dtype=torch.float64)
+    assert_per_sample_grads(OwnWeights(kind, change).double(), x, backend="eager")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_set_between_calls(kind: Any) -> None:
+    rnn: Any = kind(IN, H, batch_first=True)
+    model, x = nn.Sequential(rnn).double(), sequence()
+    view = fxgrad.transform(model, backend="eager")
+    torch.testing.assert_close(view(x), model(x))
+    rnn._flat_weights[0] = rnn.weight_ih_l0.detach() * 2
+    torch.testing.assert_close(view(x), model(x))
+    rnn.weight_hh_l0 = nn.Parameter(rnn.weight_hh_l0.detach() * 3)  # PyTorch fills its list again
+    torch.testing.assert_close(view(x), model(x))
+
+
 class Cells(nn.Module):
     def __init__(self, kind: Any) -> None:
         super().__init__()

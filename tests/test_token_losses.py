@@ -75,15 +75,17 @@ def test_rows_are_each_samples_share(loss: Any) -> None:
         torch.testing.assert_close(model.head.weight.grad_sample[i], row)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("quantity", [fxgrad.ClippedGrad(1.0), fxgrad.NormSample()], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_clipping_refuses_it(loss: Any) -> None:
-    view = fxgrad.transform(Tagger(loss), quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+def test_clipping_and_norms_refuse_it(loss: Any, quantity: Any) -> None:
+    """A norm would change with the labels of other samples."""
+    view = fxgrad.transform(Tagger(loss), quantity=quantity, backend="eager")
     with pytest.raises(MixedSamples, match="the number of tokens in the whole batch") as raised:
         view(*batch())
     assert "token_mean(logits, labels)" in str(raised.value) and "test_token_losses.py" in str(raised.value)
 
 
-@pytest.mark.parametrize("quantity", [fxgrad.GradSample(), fxgrad.ClippedGrad(1e6)], ids=str)
+@pytest.mark.parametrize("quantity", [fxgrad.GradSample(), fxgrad.ClippedGrad(1e6), fxgrad.NormSample()], ids=str)
 def test_token_mean(quantity: Any) -> None:
     """A mean of each sample's own tokens: the loop over single samples gives the same."""
     model, (ids, labels) = Tagger(fxgrad.losses.token_mean), batch()
@@ -100,6 +102,8 @@ def test_token_mean(quantity: Any) -> None:
     found = model.head.weight
     if isinstance(quantity, fxgrad.GradSample):
         torch.testing.assert_close(found.grad_sample, torch.stack(rows))  # type: ignore[attr-defined]
+    elif isinstance(quantity, fxgrad.NormSample):
+        torch.testing.assert_close(found.norm_sample, torch.stack(rows).flatten(1).norm(dim=1))  # type: ignore[attr-defined]
     else:
         torch.testing.assert_close(found.grad, torch.stack(rows).sum(0))
 

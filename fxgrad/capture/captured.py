@@ -95,6 +95,13 @@ class Captured:
         packed = {i: role for i, role in self.roles.items() if role in (PACKED_DATA, PACKED_SIZES, PACKED_ORDER)}
         return {i: self._fields_beside(i) if role == PACKED_DATA else None for i, role in packed.items()}
 
+    def described(self, i: int) -> str:
+        """Return an input's kind and name, for errors."""
+        if i in self.parameters:
+            return f"parameter '{self.names[i]}'"
+        node = self.placeholders[i]
+        return f"input '{self.names[i]}'" if is_argument(node) else f"'{attribute_name(node)}'"
+
     def check_leaves(self) -> None:
         """Refuse tensors whose gradients no tap sees: neither arguments of the call nor the model's parameters."""
         for node, example in zip(self.placeholders, self.examples, strict=True):
@@ -176,9 +183,10 @@ class Captured:
         order = places.get(".sorted_indices", places.get("[2]"))
         if sizes is None or order is None:
             raise LostLayout(
-                f"which sample a row of {base}.data belongs to is lost: the model reads the data alone",
+                f"which sample a row of {base}.data belongs to is lost: the model reads it without batch_sizes and "
+                "sorted_indices",
                 where=_first_use(self.placeholders[i]),
-                advice="Pad it with pad_packed_sequence, or return it as a PackedSequence.",
+                advice="Pad it with pad_packed_sequence, or pass on all fields: PackedSequence(f(p.data), *p[1:]).",
             )
         return sizes, order
 

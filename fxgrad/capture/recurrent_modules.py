@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from fxgrad.host.dynamo import graph_break, recurrent_modules_allowed, substitute
-from fxgrad.host.rnn import flat_weight_names
+from fxgrad.host.rnn import flat_weights
 
 
 def _shapes(
@@ -56,13 +56,19 @@ recurrent_layers.register_fake(_shapes)
 
 def _forward_packed(self: nn.RNNBase, input: PackedSequence, hx: Any) -> Any:
     """What they compute of packed data; states are in the user's own order."""
-    data, batch_sizes, order, back = input
+    data, batch_sizes, *indices = input
     if data.dim() != 2:
         raise RuntimeError(f"input must have 2 dimensions, got {data.dim()}")
-    sequence = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, batch_sizes.shape[0], 0.0)
+    order, unsorted = _indices(*input)
+    sequence = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, batch_sizes.shape[0], 0.0, unsorted)
     out, h, c = _run(self, data, sequence, hx, False, (batch_sizes, order, data.shape[0]))
-    packed = PackedSequence(torch.ops.fxgrad.repack(out, batch_sizes, order, data.shape[0]), batch_sizes, order, back)
+    packed = PackedSequence(torch.ops.fxgrad.repack(out, batch_sizes, order, data.shape[0]), batch_sizes, *indices)
     return packed, (h, c) if self.mode == "LSTM" else h
+
+
+def _indices(data: Tensor, batch_sizes: Tensor, order: Any, unsorted: Any) -> tuple[Tensor, Tensor | None]:
+    """Return sorted_indices and unsorted_indices: without any, the samples were sorted before they were packed."""
+    return torch.ops.fxgrad.sorted_order(data, batch_sizes) if order is None else order, unsorted
 
 
 def _forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
@@ -83,7 +89,7 @@ def _run(
     self: nn.RNNBase, input: Tensor, sequence: Tensor, hx: Any, unbatched: bool, packed: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check the user's input and states as PyTorch does, and call the operator on the sequence ``[T, B, in]``."""
-    weights = [getattr(self, name) for name in flat_weight_names(self)]
+    weights = flat_weights(self)
     _check_input(self, input, weights[0])
     states = _states(self, sequence, hx, unbatched)
     settings = (self.mode, self.bias, self.num_layers, float(self.dropout), self.training, self.bidirectional)
@@ -167,7 +173,7 @@ def _pack(input: Any, lengths: Any, batch_first: Any = False, enforce_sorted: An
         graph_break(msg=_AS_TENSOR)
     x = input.transpose(0, 1) if batch_first else input
     data, batch_sizes, order = torch.ops.fxgrad.pack(x, lengths, bool(enforce_sorted))
-    return PackedSequence(data, batch_sizes, order, order.argsort())
+    return PackedSequence(data, batch_sizes) if enforce_sorted else PackedSequence(data, batch_sizes, order)
 
 
 def _pad(sequence: Any, batch_first: Any = False, padding_value: Any = 0.0, total_length: Any = None) -> Any:
@@ -175,13 +181,15 @@ def _pad(sequence: Any, batch_first: Any = False, padding_value: Any = 0.0, tota
     if not _capturing():
         graph_break()
         return pad_packed_sequence(sequence, batch_first, padding_value, total_length)
-    data, batch_sizes, order, _ = sequence  # by place: Dynamo of torch 2.12 reads no names of one that it made
+    data, batch_sizes, *_ = sequence  # by place: Dynamo of torch 2.12 reads no names of one that it made
+    order, unsorted = _indices(*sequence)
     value = float(padding_value)
     if total_length is None:
-        out = torch.ops.fxgrad.pad_packed_to_longest(data, batch_sizes, order, value)
+        out = torch.ops.fxgrad.pad_packed_to_longest(data, batch_sizes, order, value, unsorted)
     else:
-        out = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, total_length, value)
-    return out.transpose(0, 1) if batch_first else out, torch.ops.fxgrad.packed_lengths(data, batch_sizes, order)
+        out = torch.ops.fxgrad.pad_packed(data, batch_sizes, order, total_length, value, unsorted)
+    lengths = torch.ops.fxgrad.packed_lengths(data, batch_sizes, order, unsorted)
+    return out.transpose(0, 1) if batch_first else out, lengths
 
 
 def _pack_list(sequences: Any, enforce_sorted: Any = True) -> Any:

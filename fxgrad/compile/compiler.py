@@ -17,7 +17,7 @@ from fxgrad.capture.options import Inner, Options
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.inductor import inner_compiler
-from fxgrad.compile.interface import Interface, Uniform, interface_of, output_roles, outputs_of
+from fxgrad.compile.interface import Interface, Uniform, interface_of, output_roles, outputs_of, writes_of
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, ONE, SINGLE, passes_of, run_passes
 from fxgrad.costs.choices import check_applied
@@ -126,10 +126,14 @@ def _without_parameters(captured: Captured, options: Options, inner: Inner) -> C
     compiled = inner(defined, captured.values)
     if not dims and not captured.frozen:
         return compiled
-    roles = output_roles(run_passes(captured.gm, make_context(captured, options, dims), ANALYSIS)) if dims else {}
+    analysed = run_passes(captured.gm, make_context(captured, options, dims), ANALYSIS) if dims else None
+    roles = {} if analysed is None else output_roles(analysed)
+    writes = None if analysed is None else writes_of(captured, analysed)
 
     def run(*args: Any) -> Any:
         check_frozen(captured.frozen, args)
+        if writes is not None:
+            writes.check(args)
         return _with_roles(compiled(*args), roles)
 
     return run
@@ -196,6 +200,8 @@ class Transformed:
             check_frozen(interface.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
         ghosts = Ghosts.apply(self.store, forward, names, *parameters.values())  # type: ignore[no-untyped-call]
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
+        if interface.writes is not None:
+            interface.writes.check((*args, *given))
         if forward.first_batch is not None:
             forward.first_batch.check(self, args, parameters, given)
         inputs = list(args)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
+from fxgrad.capture.shared_memory import Write, Writes
 from fxgrad.errors import UniformOutput
+from fxgrad.graph.context import source_line
 from fxgrad.graph.tensors import memory, written
 from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.ops.calls import CALL
@@ -29,7 +31,7 @@ class Interface:
     frozen: Mapping[int, str]  # inputs: parameters that were not trainable, where there may be graph breaks
     dims: Mapping[int, int]  # inputs: the sample dimensions
     packed: Mapping[int, tuple[int, int] | None]  # inputs: of packed sequences, as `Captured.packed` has them
-    written: frozenset[int]  # inputs: those that the graph writes to
+    writes: Writes | None  # the inputs that the graph writes to; None if it writes to none
     uniform: Sequence[int]  # outputs: those that depend on trainable parameters and on no sample
     batched: Mapping[int, Layout]  # outputs: where those that hold the samples have them
     roles: Mapping[int, int]  # outputs: where a later graph, behind a graph break, finds the samples
@@ -46,7 +48,7 @@ def interface_of(captured: Captured, gm: fx.GraphModule) -> Interface:
         captured.frozen,
         captured.dims,
         captured.packed,
-        _written_inputs(gm),
+        writes_of(captured, gm),
         _reached_by_parameters_alone(captured) if captured.single else _uniform(gm, samples),
         {i: layout for i, layout in layouts.items() if layout is not None},
         {} if captured.single or captured.fullgraph else output_roles(gm),
@@ -83,11 +85,17 @@ def output_roles(gm: fx.GraphModule) -> dict[int, int]:
     return roles
 
 
-def _written_inputs(gm: fx.GraphModule) -> frozenset[int]:
-    calls = [(node, CALL.of(node)) for node in gm.graph.nodes if CALL.on(node)]
-    memories = {memory_of(FAKE.of(place)) for node, call in calls for place in written_to(node, call)}
-    inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return frozenset(i for i, node in inputs if memory_of(FAKE.get(node)) in memories - {None})
+def writes_of(captured: Captured, gm: fx.GraphModule) -> Writes | None:
+    """Read off which inputs a graph writes to; None if none."""
+    writes: dict[int | None, Write] = {}
+    for node in gm.graph.nodes:
+        for place in written_to(node, CALL.of(node)) if CALL.on(node) else ():
+            writes.setdefault(memory_of(FAKE.of(place)), Write(op_name(node.target), source_line(node)))
+    writes.pop(None, None)
+    inputs = zip(captured.placeholders, gm.graph.find_nodes(op="placeholder"), strict=False)  # others come behind
+    memories = [memory_of(FAKE.get(node)) for _, node in inputs]
+    by_input = {i: writes[memory] for i, memory in enumerate(memories) if memory in writes}
+    return Writes(by_input, [captured.described(i) for i in range(len(memories))]) if by_input else None
 
 
 def _reached_by_parameters_alone(captured: Captured) -> list[int]:

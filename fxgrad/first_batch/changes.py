@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxgrad.host.tensors import identity
+from fxgrad.capture.shared_memory import apart, once
 
 
 class Change(NamedTuple):
@@ -39,8 +39,8 @@ class BatchedInput:
         A broadcast dimension (`expand`) is written once. Nothing is written if the samples alias the same memory, since
         a change of one sample would change all.
         """
-        made, value = _once(made, self.dim), _once(self.value.detach(), self.dim)
-        if not _apart(made):
+        made, value = once(made, self.dim), once(self.value.detach(), self.dim)
+        if not apart(made):
             return False
         source = (self.owners == change.source).nonzero().flatten()
         moved = False
@@ -77,56 +77,6 @@ def chosen(inputs: Mapping[int, BatchedInput], size: int, count: int) -> Change:
     deciding = next((one for one in known if one.value.is_floating_point()), known[0])
     order = deciding.sizes(size).argsort().tolist()
     return Change((order[-1], order[0])[:count], order[(size - 1) // 2])
-
-
-def copies(args: Mapping[int, Tensor], written: frozenset[int]) -> dict[int, Tensor]:
-    """Copy each tensor with its strides; those that share memory which the graph writes to share the copy's."""
-    groups: dict[Any, dict[int, Tensor]] = {}
-    shared = {_memory(args[i]) for i in written if i in args}
-    for i, x in args.items():
-        together = _plain(x) and _memory(x) in shared
-        groups.setdefault(_memory(x) if together else i, {})[i] = x.detach()
-    return {i: made for group in groups.values() for i, made in _copied(group).items()}
-
-
-def _copied(group: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Copy tensors into one memory, with the offsets and strides of the originals."""
-    if not all(map(_plain, group.values())):
-        return {i: x.clone() for i, x in group.items()}
-    start = min(x.storage_offset() for x in group.values())
-    end = max(x.storage_offset() + _span(x) for x in group.values())
-    memory = next(iter(group.values())).as_strided((end - start,), (1,), start).clone()
-    return {i: memory.as_strided(x.shape, x.stride(), x.storage_offset() - start) for i, x in group.items()}
-
-
-def _plain(x: Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_conj() and not x.is_neg() and x.numel() > 0
-
-
-def _memory(x: Tensor) -> Any:
-    return (identity(x.untyped_storage()), x.dtype) if x.layout is torch.strided else id(x)
-
-
-def _span(x: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _once(x: Tensor, dim: int) -> Tensor:
-    """Narrow each broadcast dimension but ``dim`` to one entry."""
-    for d, stride in enumerate(x.stride()):
-        if stride == 0 and d != dim:
-            x = x.narrow(d, 0, min(x.shape[d], 1))
-    return x
-
-
-def _apart(x: Tensor) -> bool:
-    """Decide whether no two elements alias the same memory."""
-    reached = 0
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
-        if stride <= reached:
-            return False
-        reached += (size - 1) * stride
-    return True
 
 
 def between(old: Tensor, other: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.capture.distributed import group_around, largest_of_all
+from fxgrad.capture.shared_memory import copies
 from fxgrad.errors import MixedSamples, OptionError
-from fxgrad.first_batch.changes import BatchedInput, batched_inputs, chosen, copies
+from fxgrad.first_batch.changes import BatchedInput, batched_inputs, chosen
 from fxgrad.first_batch.compared_rows import Rows, largest, moved, sketch
 from fxgrad.host.autograd import saved_tensors_hooks_aside
 from fxgrad.kernels.precision import accumulating
@@ -181,7 +182,8 @@ class _TwoSteps:
 
     def inputs(self) -> list[Any]:
         """Copy the graph's inputs, except parameters that it only reads."""
-        written = self.graph.interface.written
+        writes = self.graph.interface.writes
+        written = () if writes is None else writes.by_input
         copied = {
             i: arg
             for i, arg in enumerate(self.args)

@@ -59,6 +59,11 @@ class Context:
     notes: list[str] = field(default_factory=list)  # what explain() says of the samples
 
     @property
+    def alone(self) -> bool:
+        """Whether a quantity speaks of single samples, so that a share of what all samples decide will not do."""
+        return any(quantity.alone or quantity.guards_grad for quantity in self.quantities)
+
+    @property
     def keep_apart(self) -> str:
         """What to do where samples meet."""
         allow = ', or pass mixing="allow"' if self.may_mix else ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import _VF, nn
+from typing import Any
+
+from torch import _VF, Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 pack_rows = _VF._pack_padded_sequence
 pad_rows = _VF._pad_packed_sequence
@@ -13,11 +16,20 @@ Without: packed sequences have no per-sample gradients.
 """
 
 
-def flat_weight_names(module: nn.RNNBase) -> list[str]:
-    """The names of a recurrent module's parameters in the order its op takes them.
+def flat_weights(module: nn.RNNBase) -> list[Tensor]:
+    """Return what a recurrent module's op takes: its cached list, unless an attribute is another tensor than before.
 
-    Why: ``module.all_weights`` holds cached tensors, which may be old ones.
+    Why: PyTorch's forward reads ``_flat_weights``, which a model may fill by itself. It compares the attributes with
+    ``_flat_weight_refs`` and fills the list again if one is new, as one with a parametrization always is.
+    Since: torch 2.11 to 2.13, tested.
     Without: nn.LSTM, nn.GRU and nn.RNN are not captured.
     """
-    names: list[str] = module._flat_weights_names
-    return names
+    weights: list[Tensor] = [getattr(module, name) for name in module._flat_weights_names]
+    if is_parametrized(module):  # Dynamo would wrap the last call's tensors, which are no leaves
+        return weights
+    cached: Any = module._flat_weights
+    if all([item is weight for item, weight in zip(cached, weights, strict=True)]):
+        return weights
+    refs: Any = module._flat_weight_refs
+    new = [ref is not None and ref() is not weight for ref, weight in zip(refs, weights, strict=True)]
+    return weights if any(new) else list(cached)

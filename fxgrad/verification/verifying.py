@@ -23,7 +23,7 @@ from fxgrad.tracing import settled_batch
 from fxgrad.verification.oracle import Grads, LossFn, dense, relative_errors
 from fxgrad.verification.probe import probe
 from fxgrad.verification.verdict import Influence, ParameterVerdict, Verdict
-from fxgrad.verification.witness import Inputs, Nest, NotAlone, Whole, Witness, cuda_devices
+from fxgrad.verification.witness import Inputs, Nest, NotAlone, Whole, Witness, copied_alike, cuda_devices
 
 Row = tuple[str, float | None, int | None]  # a parameter's verdict, error and worst sample
 
@@ -160,7 +160,8 @@ class _Verification:
         self.transformed = transform(model, **self.options)
         engine = engine_of(self.transformed)
         assert engine is not None
-        nest: Nest = map_tensors(self.nest, lambda x: _copy(x, convert))
+        new = copied_alike({id(x): x.detach() for x in tensors_in(self.nest)}, double=convert)
+        nest: Nest = map_tensors(self.nest, lambda x: new[id(x)].requires_grad_(x.requires_grad))
         inputs = Inputs(nest, settled_batch(engine, *nest))
         if inputs.batch.size == 0:
             raise BatchSizeError("verify needs samples: the batch is empty", advice="Pass a batch of two or more.")
@@ -285,12 +286,6 @@ def copied(model: nn.Module) -> nn.Module:
             f"the model cannot be copied: {type(error).__name__}: {error}",
             advice="verify leaves the model as it is and works on a copy.deepcopy of it: make that possible.",
         ) from error
-
-
-def _copy(x: Tensor, convert: bool) -> Tensor:
-    numeric = x.is_floating_point() or x.is_complex()
-    dtype = torch.promote_types(x.dtype, torch.float64) if convert and numeric else x.dtype
-    return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
 
 
 def _tolerance(dtype: torch.dtype) -> float:

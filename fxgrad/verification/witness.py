@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxgrad.capture.shared_memory import converted, copies, entangled, once, sharing
 from fxgrad.first_batch.changes import between
 from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host.dispatch import TorchDispatchMode
+from fxgrad.host.tensors import version
 from fxgrad.samples.batch import SHARED, Batch, map_tensors, tensors_in
 from fxgrad.samples.layouts import Layout, samples_first
 from fxgrad.verification.oracle import Grads, LossFn, default_loss, dense, gradients, state_restored
@@ -29,37 +31,52 @@ class Inputs:
 
     nest: Nest
     batch: Batch
+    written: set[int] = field(default_factory=set)  # the ids of the tensors that the model writes to
 
     def fresh(self) -> Nest:
-        """Copy the arguments, so that a model may change them in place."""
-        return self._map(lambda x, dim: x)
+        """Copy the arguments, so that a model may change them in place; what shares memory still does."""
+        return self._put(copied_alike(self._tensors()))
 
     def sample(self, i: int) -> Nest:
         """Return sample i alone."""
-        return self._map(lambda x, dim: x if dim == SHARED else x.narrow(dim, i, 1))
+        dims = self.batch.dims
+        rows = {k: x.narrow(dims[k], i, 1) if dims.get(k, SHARED) != SHARED else x for k, x in self._tensors().items()}
+        return self._put(copied_alike(rows))
 
     def changed(self, i: int) -> Nest:
-        """Return the batch with sample i changed."""
-        return self._map(lambda x, dim: x if dim == SHARED else _changed(x, dim, i))
+        """Return the batch with sample i changed; in memory that the model writes to, also for others who share it."""
+        tensors = self._tensors()
+        shared = {k for group in sharing(tensors) if not self.written.isdisjoint(group) for k in group}
+        new = {k: x.clone() for k, x in tensors.items() if k not in shared}
+        new |= copied_alike({k: tensors[k] for k in shared})
+        for k, x in tensors.items():
+            dim = self.batch.dims.get(k, SHARED)
+            if dim != SHARED:
+                once(new[k].select(dim, i)).copy_(once(_changed(x, dim, i)))
+        return self._put(new)
 
-    def _map(self, function: Callable[[Tensor, int], Tensor]) -> Nest:
-        def copy(x: Tensor) -> Tensor:
-            value = function(x.detach(), self.batch.dims.get(id(x), SHARED))
-            return value.clone().requires_grad_(x.requires_grad)
+    def _tensors(self) -> dict[int, Tensor]:
+        return {id(x): x.detach() for x in tensors_in(self.nest)}
 
-        nest: Nest = map_tensors(self.nest, copy)
+    def _put(self, new: dict[int, Tensor]) -> Nest:
+        nest: Nest = map_tensors(self.nest, lambda x: new[id(x)].requires_grad_(x.requires_grad))
         return nest
 
 
+def copied_alike(tensors: dict[int, Tensor], *, double: bool = False) -> dict[int, Tensor]:
+    """Copy tensors; those that share memory share the copies', and no other copy is a view."""
+    together = entangled(tensors)
+    new = copies({k: x for k, x in tensors.items() if k in together}, together, double=double)
+    return new | {k: converted(x, double).clone() for k, x in tensors.items() if k not in together}
+
+
 def _changed(x: Tensor, dim: int, i: int) -> Tensor:
-    """Change sample i of x: towards its neighbour for floating values, else to the neighbour's values."""
+    """Return new values of sample i of x: towards its neighbour for floating values, else to the neighbour's values."""
     old, other = x.select(dim, i), x.select(dim, (i + 1) % x.shape[dim])
     new = between(old, other)
     if torch.equal(new, old):
         new = old * 1.1 + 0.1 if new is not other else old.flip(-1) if old.dim() else old
-    result = x.clone()
-    result.select(dim, i).copy_(new)
-    return result
+    return new
 
 
 @dataclass
@@ -102,8 +119,10 @@ class Witness:
 
     def whole(self) -> Whole:
         """Run the plain model on the whole batch."""
-        dtypes = _Dtypes()
-        with dtypes, self.forward(self.model, self.inputs.fresh()) as output:
+        dtypes, nest = _Dtypes(), self.inputs.fresh()
+        copied = [(id(x), new, version(new)) for x, new in zip(*map(tensors_in, (self.inputs.nest, nest)), strict=True)]
+        with dtypes, self.forward(self.model, nest) as output:
+            self.inputs.written.update(k for k, new, before in copied if version(new) != before)
             after = _random_state(self.model)
             leaves = tensors_in(output)
             by_output = self.by_output(output)

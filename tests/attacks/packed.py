@@ -22,6 +22,20 @@ def padded(x: Tensor, value: float = 0.0) -> Tensor:
     return pad_packed_sequence(packed(x), batch_first=True, padding_value=value)[0]
 
 
+def sorted_by_length(x: Tensor) -> PackedSequence:
+    """Pack samples that are sorted already: all have four steps."""
+    return pack_padded_sequence(steps(x), torch.full_like(x[:, 0], 4).long(), batch_first=True)
+
+
+def with_indices(p: PackedSequence, order: Tensor | None, unsorted: Tensor | None) -> PackedSequence:
+    return PackedSequence(p.data * 2, p.batch_sizes, order, unsorted)
+
+
+def undone_by_nothing(x: Tensor) -> PackedSequence:
+    p = packed(x)
+    return with_indices(p, p.sorted_indices, every(x))
+
+
 def all_steps(p: PackedSequence) -> Tensor:
     return pad_packed_sequence(p, batch_first=True, total_length=4)[0]
 
@@ -130,6 +144,12 @@ ATTACKS = attacks(
         "a function of steps": lambda m, x: m(F.gelu(padded(x)).sum(1)),
         "the mean by a mask of lengths": masked_by_length,
         "the mean by a mask of zeros": mean_by_mask,
+        "the order undone by the model": lambda m, x: m(
+            all_steps(with_indices(p := packed(x), p.sorted_indices, torch.as_tensor(p.sorted_indices).argsort()))
+        ).sum(1),
+        "sorted samples without indices": lambda m, x: m(
+            all_steps(with_indices(sorted_by_length(x), None, None)) * x[:, None]
+        ).sum(1),
         "steps moved, and summed": lambda m, x: m(padded(x).permute(2, 0, 1).sum(2).t()),
     },
     refused={
@@ -180,6 +200,17 @@ ATTACKS = attacks(
         "the data's running sum": lambda m, x: m(packed(x).data.cumsum(0)).sum(),
         "the data reversed": other_data,
         "the order lost": order_lost,
+        "the order not undone": lambda m, x: m(all_steps(undone_by_nothing(x)).sum(1)),
+        "the order not undone, to the longest": lambda m, x: m(
+            pad_packed_sequence(undone_by_nothing(x), batch_first=True)[0].sum(1)
+        ),
+        "the order not undone, of lengths": lambda m, x: m(x) * pad_packed_sequence(undone_by_nothing(x))[1][:, None],
+        "the order swapped with what undoes it": lambda m, x: m(
+            all_steps(with_indices(p := packed(x), p.unsorted_indices, p.sorted_indices)).sum(1)
+        ),
+        "the order lost, and undone": lambda m, x: m(
+            all_steps(with_indices(p := packed(x), None, p.sorted_indices)).sum(1)
+        ),
         "times the number of steps of the longest": lambda m, x: m(x) * len(packed(x).batch_sizes),
         "as many ones as the longest has steps": lambda m, x: m(x + torch.ones(len(packed(x).batch_sizes)).sum()),
         "times the number of all steps": lambda m, x: m(packed(x).data).sum() * packed(x).batch_sizes.sum(),

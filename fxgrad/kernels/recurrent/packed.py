@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from fxgrad.errors import OptionError
 from fxgrad.host.rnn import pack_rows, pad_rows
 from fxgrad.kernels.operators import operator
 
@@ -38,7 +39,14 @@ def _rows(data: Tensor, order: Tensor, length: Any) -> Tensor:
 def _fake_pack(x: Tensor, lengths: Tensor, enforce_sorted: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, steps = _dynamic_size(), _dynamic_size()
     order = torch.empty(x.shape[1], dtype=torch.int64, device=x.device)
-    return x.new_empty(rows, *x.shape[2:]), torch.empty(steps, dtype=torch.int64, device="cpu"), order
+    sizes = torch.empty(steps, dtype=torch.int64, device="cpu")
+    sizes._fxgrad_samples = x.shape[1]  # type: ignore[attr-defined]  # for `sorted_order`, while Dynamo traces
+    return x.new_empty(rows, *x.shape[2:]), sizes, order
+
+
+def _fake_order(data: Tensor, batch_sizes: Tensor) -> Tensor:
+    size = getattr(batch_sizes, "_fxgrad_samples", None)
+    return torch.empty(_dynamic_size() if size is None else size, dtype=torch.int64, device=data.device)
 
 
 def _keep_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -71,26 +79,58 @@ def pack(x: Tensor, lengths: Tensor, enforce_sorted: bool) -> tuple[Tensor, Tens
     return data.clone(), sizes, order.to(x.device)
 
 
+@operator(_fake_order)
+def sorted_order(data: Tensor, batch_sizes: Tensor) -> Tensor:
+    """Return the sorted_indices of a PackedSequence without any: ``0 .. B - 1``, as its samples were sorted."""
+    raise NotImplementedError("a pass of fxgrad replaces this op by the indices with which the samples were packed")
+
+
+NOT_UNDONE = "the unsorted_indices of a PackedSequence do not undo its sorted_indices, so samples come out as others"
+
+
+def _undone(order: Tensor, unsorted: Tensor | None) -> Tensor:
+    """Return the indices that undo an order; check a PackedSequence's own without waiting for a GPU."""
+    if unsorted is None:
+        return order.argsort()
+    right = (order[unsorted] == torch.arange(len(order), device=order.device)).all()
+    if right.is_cuda:
+        torch._assert_async(right, NOT_UNDONE)
+    elif not right:
+        raise OptionError(NOT_UNDONE, advice="Pass sorted_indices.argsort(), or leave unsorted_indices out.")
+    return unsorted
+
+
 @operator(
-    lambda data, sizes, order, length, value: _rows(data, order, length), keep=_keep, backward=_backward_by_packing
+    lambda data, sizes, order, length, value, unsorted=None: _rows(data, order, length),
+    keep=_keep,
+    backward=_backward_by_packing,
 )
-def pad_packed(data: Tensor, batch_sizes: Tensor, order: Tensor, length: int, value: float) -> Tensor:
-    """Packed data ``[rows, *]`` -> ``[length, B, *]``, ``value`` behind the end of each sample."""
+def pad_packed(
+    data: Tensor, batch_sizes: Tensor, order: Tensor, length: int, value: float, unsorted: Tensor | None = None
+) -> Tensor:
+    """Packed data ``[rows, *]`` -> ``[length, B, *]``, ``value`` behind the end of each sample.
+
+    ``unsorted`` are the PackedSequence's own unsorted_indices.
+    """
     if length < len(batch_sizes):
         raise ValueError(
             "Expected total_length to be at least the length of the longest sequence in input, but got "
             f"total_length={length} and max sequence length being {len(batch_sizes)}"
         )
     padded = pad_rows(data, batch_sizes, False, value, length)[0]
-    return padded.index_select(1, order.argsort())
+    return padded.index_select(1, _undone(order, unsorted))
 
 
 @operator(
-    lambda data, sizes, order, value: _rows(data, order, _dynamic_size()), keep=_keep, backward=_backward_by_packing
+    lambda data, sizes, order, value, unsorted=None: _rows(data, order, _dynamic_size()),
+    keep=_keep,
+    backward=_backward_by_packing,
 )
-def pad_packed_to_longest(data: Tensor, batch_sizes: Tensor, order: Tensor, value: float) -> Tensor:
+def pad_packed_to_longest(
+    data: Tensor, batch_sizes: Tensor, order: Tensor, value: float, unsorted: Tensor | None = None
+) -> Tensor:
     """`pad_packed` to the length of the longest sample, as `pad_packed_sequence` does it."""
-    return pad_packed(data, batch_sizes, order, len(batch_sizes), value)
+    return pad_packed(data, batch_sizes, order, len(batch_sizes), value, unsorted)
 
 
 @operator(lambda x, sizes, order, rows: x.new_empty(rows, *x.shape[2:]), keep=_keep, backward=_backward_by_padding)
@@ -100,10 +140,10 @@ def repack(x: Tensor, batch_sizes: Tensor, order: Tensor, rows: int) -> Tensor:
     return data.clone()
 
 
-@operator(lambda x, sizes, order: torch.empty(order.shape[0], dtype=torch.int64, device="cpu"))
-def packed_lengths(x: Tensor, batch_sizes: Tensor, order: Tensor) -> Tensor:
+@operator(lambda x, sizes, order, unsorted=None: torch.empty(order.shape[0], dtype=torch.int64, device="cpu"))
+def packed_lengths(x: Tensor, batch_sizes: Tensor, order: Tensor, unsorted: Tensor | None = None) -> Tensor:
     """How many steps each sample of x, packed or padded, has: ``[B]``."""
-    return _lengths(batch_sizes)[order.argsort().cpu()]
+    return _lengths(batch_sizes)[_undone(order, unsorted).cpu()]
 
 
 @operator(lambda data, sizes, order, gradient: _rows(data, order, sizes.shape[0]))
@@ -135,9 +175,11 @@ def with_indices(value: Any, made: dict[int, Tensor]) -> Any:
     def with_order(packed: PackedSequence) -> PackedSequence:
         if packed.sorted_indices is not None:
             return packed
-        order = torch.arange(int(packed.batch_sizes[0]), device=packed.data.device)
-        made[id(order)] = order
-        return PackedSequence(packed.data, packed.batch_sizes, order, order.clone())
+        data, batch_sizes, _, unsorted = packed
+        order = torch.arange(int(batch_sizes[0]), device=data.device)
+        new = [order] if unsorted is not None else [order, order.clone()]
+        made.update({id(indices): indices for indices in new})
+        return PackedSequence(data, batch_sizes, order, new[-1] if unsorted is None else unsorted)
 
     return _in_nest(value, with_order)
 
@@ -146,8 +188,7 @@ def as_pytorch_packs(value: Any, made: dict[int, Tensor]) -> Any:
     """A nest of outputs with every PackedSequence as PyTorch has it: without the indices that were made."""
 
     def without_made(packed: PackedSequence) -> PackedSequence:
-        data, batch_sizes, order, back = packed
-        indices = (None, None) if id(order) in made else (order, back)
-        return PackedSequence(data, batch_sizes, *indices)
+        data, batch_sizes, *indices = packed
+        return PackedSequence(data, batch_sizes, *(None if id(one) in made else one for one in indices))
 
     return _in_nest(value, without_made)

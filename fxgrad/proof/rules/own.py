@@ -32,14 +32,14 @@ def grouped_rows(call: Call) -> Tensor:
     return joined(rows, call.ids("ids").reshape(-1, 1), table)
 
 
-@follows("fxgrad::pad_packed fxgrad::pad_packed_to_longest", unread="batch_sizes order")
+@follows("fxgrad::pad_packed fxgrad::pad_packed_to_longest", unread="batch_sizes order unsorted")
 def pad_packed(call: Call) -> Tensor:
     """Unpack rows, in the order of their indices, into ``[T, B, *]``."""
     _check_rows(call, call.ids("data"))
     return _samples(call, 1)
 
 
-@follows("fxgrad::packed_lengths", unread="x batch_sizes order")
+@follows("fxgrad::packed_lengths", unread="x batch_sizes order unsorted")
 def packed_lengths(call: Call) -> Tensor:
     return _samples(call, 0)
 
