@@ -93,6 +93,32 @@ def grouped(m: Any, x: Tensor) -> Tensor:
     return m(x) * torch.ops.aten.native_group_norm(x[:, :, None], None, None, 1, 3, size, 1, 1e-5)[0][:, :, 0]
 
 
+def counts(x: Tensor) -> Tensor:
+    return x.argmax(1) + 1
+
+
+def sorted_by_count(m: Any, x: Tensor) -> Tensor:
+    _, order = counts(x).sort(descending=True)
+    _, back = order.sort()
+    return m(x[order])[back]
+
+
+def sorted_by_argsort(m: Any, x: Tensor) -> Tensor:
+    order = counts(x).argsort(descending=True)
+    return (m(x[order]) * counts(x)[order][:, None])[order.argsort()]
+
+
+def sorted_twice(m: Any, x: Tensor) -> Tensor:
+    """Put rows back by an order that has the larger numbers first, which is the inverse of nothing."""
+    order = counts(x).argsort(descending=True)
+    return m(x[order])[order.argsort(descending=True)]
+
+
+def sorted_by_the_places(m: Any, x: Tensor) -> Tensor:
+    places, _ = counts(x).argsort().sort()
+    return m(x[counts(x).argsort()])[places]
+
+
 ATTACKS = attacks(
     "lookups",
     right={
@@ -116,6 +142,8 @@ ATTACKS = attacks(
         "take_along_dim of a parameter": lambda m, x: torch.take_along_dim(m.weight[None], x.argsort(1)[..., None], 1),
         "buckets": lambda m, x: m(x) * torch.bucketize(x, torch.arange(3.0)),
         "places in a sequence": lambda m, x: m(x) * torch.searchsorted(torch.arange(3.0), x),
+        "sorted by a count, and back": sorted_by_count,
+        "sorted by an argsort, and back": sorted_by_argsort,
         "places in one's own sequence": lambda m, x: m(x) * torch.searchsorted(x.sort(1).values, x.sin()),
         "places in one's own sequence, by a sorter": lambda m, x: (
             m(x) * torch.searchsorted(x, x.sin(), sorter=x.argsort(1), side="right")
@@ -156,6 +184,8 @@ ATTACKS = attacks(
         "prototypes": memory,
         "capacity": routed,
         "sorted by a feature": sorted_by_length,
+        "sorted by a count, and on": sorted_twice,
+        "sorted by a count, and numbered": sorted_by_the_places,
         "sorted by a feature, and back": sorted_and_back,
         "a teacher on other samples": teacher,
         "mixup": mixup,
