@@ -12,7 +12,7 @@ from fxgrad.samples.layouts import Kind, Layout, kind_of
 from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
 
 _FOREIGN = Mixes("it writes one sample's values into another's places")
-_BY_OFFSETS = Mixes(
+BY_OFFSETS = Mixes(
     "its bags are given by offsets, so a row is not a sample",
     advice="Give it ids of two dimensions, one row for each sample, and no offsets.",
 )
@@ -65,22 +65,24 @@ def index_put(op: Op, output: Tensor) -> Answer:
 def bags(op: Op, output: Tensor) -> Answer:
     """Follow ``embedding_bag(ids.flatten(), w, arange(B) * T)``: the ids of each sample are one bag."""
     offsets, batches = op.operand("offsets"), op.replay.thresholds.batches(op.node)
-    (source, layout), *others = op.batched
+    source, layout = next(op.batched)
     if offsets is None or kind_of(offsets.node) is not Kind.CONSTANT or batches is None:
-        return _BY_OFFSETS
-    if any(operand.name == "weight" or other != layout for operand, other in others):
-        return _BY_OFFSETS
+        return BY_OFFSETS
+    if any(operand.name == "weight" or other != layout for operand, other in op.batched):
+        return BY_OFFSETS
+    if any(kind_of(operand.node) is Kind.CONSTANT for operand, _ in op.batched):  # one number for each row of the batch
+        return BY_OFFSETS
     for batch in batches:
         try:
             starts = op.replay.constant(offsets.node, batch).long()
         except (RuntimeError, IndexError):  # an index is out of range at two or three samples
-            return _BY_OFFSETS
+            return BY_OFFSETS
         ids = op.replay.ids(layout, source.node, batch)
         ends = ids.long().bincount(minlength=batch + 1)[1:].cumsum(0)
         borders = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
         expected = borders if op.call.get("include_last_offset") else borders[:-1]
         if not torch.equal(ids, ids.sort().values) or not torch.equal(starts, expected):
-            return _BY_OFFSETS
+            return BY_OFFSETS
     return by_shape(op, output)
 
 

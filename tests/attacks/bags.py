@@ -112,6 +112,9 @@ ATTACKS = attacks(
         "bags by offsets, of half a sample": lambda m, x: F.embedding_bag(
             ids(x).flatten(), m.weight, torch.arange(x.shape[0] * 2) * 2
         ).view(-1, 2, 3),
+        "bags by offsets, weighed by constants": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, every(x) * 4, mode="sum", per_sample_weights=torch.ones(x.shape[0] * 4)
+        ),
         "bags by offsets of the data": lambda m, x: F.embedding_bag(
             ids(x).flatten(), m.weight, every(x) * 4 + (x[:, 0] > 0) * (every(x) > 0)
         ),
