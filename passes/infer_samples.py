@@ -22,6 +22,7 @@ from fxgrad.samples.layouts import SAMPLES, WITH_SAMPLES, Kind, Layout, Samples,
 from fxgrad.samples.mixed import check_mixed, divided
 from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Answer, Crossed, Op, Operand, by_shape
+from fxgrad.samples.places import BY_OFFSETS
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.tracking import counts_tokens, track
 from fxgrad.samples.writes import after_write, written
@@ -202,6 +203,10 @@ class _Inference:
         return Samples(Kind.MIXED, traced=flow)
 
     def _allowed(self, op: Op, output: Tensor, flow: bool) -> Samples:
+        if (
+            flow and op.call.op == "embedding_bag" and op.call.get("offsets") is not None
+        ):  # its rule counts on one bag each
+            raise Crossed(BY_OFFSETS.reason, BY_OFFSETS.advice)
         answer = by_shape(op, output)
         if isinstance(answer, Layout) and op.call.op not in MOVEMENT:
             return Samples(Kind.BATCHED, answer, flow, met=family_of(op.call.op) is not Family.ELEMENTWISE)

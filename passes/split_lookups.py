@@ -20,21 +20,25 @@ from fxgrad.samples.thresholds import BATCHES
 # What an index may be made by; anything else stands for data.
 _FOLLOWED = frozenset(
     """arange add sub mul neg rsub to long int view reshape unsqueeze squeeze expand flatten unflatten repeat
-    contiguous detach clone getitem""".split()
+    contiguous detach clone getitem repeat_interleave""".split()
 )
+
+_LOOKUPS = frozenset({"getitem", "index_select", "index"})
+_SUMS = {"index_add": "source", "scatter_add": "src"}  # the name of what they add
 
 
 def split_lookups(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: calls in normal form. After: rows of a merged dimension that an index picks for each sample stand apart.
 
     ``flat[arange(B) * T + i]`` -> ``flat.unflatten(0, (B, T))[arange(B), i]``, and an assertion when it runs that
-    0 <= i < T: with any other i a sample would read another's row. See Note [Own rows].
+    0 <= i < T: with any other i a sample would read another's row. See Note [Own rows]. Sums at such places
+    (``flat.index_add(0, arange(B) * T + i, rows)``) become a ``scatter_add`` to each sample's own rows.
     """
     if ctx.mixing == "error":
         for node in list(gm.graph.nodes):
             index = _index(node, ctx)
             if index is not None and _starts_at_own_rows(index, node, ctx):
-                _split(gm.graph, node, index, ctx)
+                _Split(node, index, ctx).rewrite()
     return gm
 
 
@@ -47,11 +51,13 @@ def split_lookups(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _index(node: fx.Node, ctx: Context) -> fx.Node | None:
-    """The index tensor of ``flat[index]`` along dimension 0, which both hold merged samples."""
+    """The index tensor of ``flat[index]``, or of a sum at it, along dimension 0, which both hold merged samples."""
     call = CALL.get(node)
-    if call is None or call.op not in ("getitem", "index_select", "index"):
+    if call is None or call.op not in _LOOKUPS | _SUMS.keys():
         return None
-    if call.op == "index_select" and call.get("dim") not in (0, -FAKE.of(node.args[0]).dim()):
+    if "dim" in call.arguments and call.get("dim") not in (0, -FAKE.of(node.args[0]).dim()):
+        return None
+    if call.get("out") is not None or call.get("alpha", 1) != 1 or (call.inplace and call.op not in _SUMS):
         return None
     given = call.get("index", call.get("indices"))
     index = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
@@ -62,7 +68,13 @@ def _index(node: fx.Node, ctx: Context) -> fx.Node | None:
     integers = all(isinstance(fake, Tensor) for fake in fakes) and fakes[1].dtype in (torch.int32, torch.int64)
     if not integers or _rows(source, ctx) in (None, 1) or _rows(index, ctx) is None:
         return None
+    if call.op == "scatter_add" and not _same_shape(fakes[1], FAKE.of(call.get("src"))):  # it may name fewer places
+        return None
     return index
+
+
+def _same_shape(a: Tensor, b: Tensor) -> bool:
+    return [*map(expression, a.shape)] == [*map(expression, b.shape)]
 
 
 def _rows(node: fx.Node, ctx: Context) -> sympy.Expr | None:
@@ -79,6 +91,8 @@ def _starts_at_own_rows(index: fx.Node, node: fx.Node, ctx: Context) -> bool:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     try:
+        if CALL.of(node).op in _SUMS and torch.equal(_value(index, ctx, 2, 0), _value(index, ctx, 2, 1)):
+            return False  # made of sizes alone, it needs no assertion
         return all(_fits(index, source, ctx, batch, data) for batch in BATCHES for data in (0, 1))
     except Exception:  # what an op makes of such stand-ins is no news to the user
         return False
@@ -116,41 +130,63 @@ def _integers(node: fx.Node) -> bool:
     )
 
 
-def _split(graph: fx.Graph, node: fx.Node, index: fx.Node, ctx: Context) -> None:
-    """Write the lookup with the rows of each sample apart."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    device = FAKE.of(index).device
+class _Split:
+    """The rewrite of one call, with the rows of each sample apart."""
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return make(graph, ctx, target, args, kwargs, beside=node)
+    def __init__(self, node: fx.Node, index: fx.Node, ctx: Context) -> None:
+        self.node, self.index, self.ctx = node, index, ctx
+        self.op = CALL.of(node)
 
-    with graph.inserting_before(node):
-        several = _rows(index, ctx) != 1
-        n = _size(graph, ctx, node)
-        places = call("unflatten", index, 0, (n, -1)) if several else index
-        rows = call("unflatten", source, 0, (n, -1))
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        inplace = isinstance(target, str) and target.endswith("_")
+        return make(self.node.graph, self.ctx, target, args, kwargs, beside=self.node, inplace=inplace)
+
+    def rewrite(self) -> None:
+        node, graph = self.node, self.node.graph
+        with graph.inserting_before(node):
+            result = self._added() if self.op.op in _SUMS else self._looked_up()
+        TRACED.put(result, TRACED.of(node))
+        node.replace_all_uses_with(result)
+        bind_again(result.users)
+        graph.erase_node(node)
+
+    def _looked_up(self) -> fx.Node:
+        several = _rows(self.index, self.ctx) != 1
+        rows, samples, row = self._apart(several)
+        result = self.call(operator.getitem, rows, (samples, row))
+        return self.call(torch.flatten, result, 0, 1) if several else result
+
+    def _added(self) -> fx.Node:
+        """Write ``base.unflatten(0, (B, S)).scatter_add(1, own rows, source.unflatten(0, (B, T)))``."""
+        rows, _, row = self._apart(several=True)
+        source = self.call("unflatten", self.op.get(_SUMS[self.op.op]), 0, (_size(self.ctx, self.node), -1))
+        for _ in range(FAKE.of(source).dim() - FAKE.of(row).dim()):
+            row = self.call(torch.unsqueeze, row, -1)
+        places = self.call("expand_as", self.call("long", row), source)
+        result = self.call("scatter_add_" if self.op.inplace else "scatter_add", rows, 1, places, source)
+        TRACED.put(result, TRACED.of(self.node))
+        return self.call(torch.flatten, result, 0, 1)
+
+    def _apart(self, several: bool) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Return the rows of each sample, the samples' numbers, and the places in a sample's own rows; assert these."""
+        call, n = self.call, _size(self.ctx, self.node)
+        places = call("unflatten", self.index, 0, (n, -1)) if several else self.index
+        rows = call("unflatten", self.op.get("input"), 0, (n, -1))
         length = FAKE.of(rows).shape[1]
         if isinstance(length, torch.SymInt):
             length = call(torch.ops.aten.sym_size.int, rows, 1)
-        samples = call(torch.arange, n, device=device)
+        samples = call(torch.arange, n, device=FAKE.of(self.index).device)
         for _ in range(FAKE.of(places).dim() - 1):
             samples = call(torch.unsqueeze, samples, -1)
         row = call(torch.sub, places, call(torch.mul, samples, length))
         inside = call(torch.logical_and, call(torch.ge, row, 0), call(torch.lt, row, length))
-        message = f"an index leaves the rows of its own sample, for those of another: {source_line(node)}"
+        message = f"an index leaves the rows of its own sample, for those of another: {source_line(self.node)}"
         call(torch.ops.aten._assert_async.msg, call(torch.all, inside), message)
-        result = call(operator.getitem, rows, (samples, row))
-        if several:
-            result = call(torch.flatten, result, 0, 1)
-    TRACED.put(result, TRACED.of(node))
-    node.replace_all_uses_with(result)
-    bind_again(result.users)
-    graph.erase_node(node)
+        return rows, samples, row
 
 
-def _size(graph: fx.Graph, ctx: Context, node: fx.Node) -> fx.Node:
+def _size(ctx: Context, node: fx.Node) -> fx.Node:
     """The number of samples, of an input that holds them."""
     name, dim = next(iter(ctx.sample_dims.items()))
-    values = {one.name: one for one in graph.find_nodes(op="placeholder")}
-    return make(graph, ctx, torch.ops.aten.sym_size.int, (values[name], dim), beside=node)
+    values = {one.name: one for one in node.graph.find_nodes(op="placeholder")}
+    return make(node.graph, ctx, torch.ops.aten.sym_size.int, (values[name], dim), beside=node)

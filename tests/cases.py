@@ -295,6 +295,15 @@ LOOKUPS = [
              w(7, 3))
         for mode in ("sum", "mean", "max")
     ],
+    *[
+        case(f"embedding_bag with offsets, {mode}", lambda i, v, mode=mode: F.embedding_bag(
+            i.flatten(), v, torch.arange(i.shape[0], device=i.device) * 5, mode=mode, padding_idx=2),
+            ids(7, 5), w(7, 3))
+        for mode in ("sum", "mean", "max")
+    ],
+    case("embedding_bag with offsets and weights", lambda i, s, v: F.embedding_bag(
+        i.flatten(), v, torch.arange(i.shape[0] + 1, device=i.device) * 5, mode="sum", include_last_offset=True,
+        per_sample_weights=s.flatten()), ids(7, 5), x(5), w(7, 3)),
     case("embedding_bag with weights", lambda i, s, v: F.embedding_bag(i, v, mode="sum", per_sample_weights=s),
          ids(7, 5), x(5), w(7, 3)),
     case("embedding_bag with weights of its own", lambda i, v, s: F.embedding_bag(

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fxgrad.ops.families import _TABLE
 from fxgrad.proof.calls import Origins
 from fxgrad.proof.following import Follow
 from fxgrad.proof.origins import MANY, SUM
 from fxgrad.proof.rules import RULES
+from fxgrad.proof.rules import of as rule_of
 from fxgrad.proof.trials import Trial
 from tests.databases import CRASHES, op_db
 
@@ -197,6 +199,12 @@ CALLS: dict[str, tuple[Any, Sequence[tuple[int, ...]]]] = {
         lambda w, p: aten._embedding_bag(w, torch.tensor([0, 2, 1, 1, 3]), torch.tensor([0, 2, 2]), False, 0, False, p),
         [A, (5,)],
     ),
+    "_embedding_bag, with their end": (
+        lambda w, p: aten._embedding_bag(
+            w, torch.tensor([0, 2, 1, 1, 3]), torch.tensor([0, 2, 2, 5]), False, 0, False, p, True
+        ),
+        [A, (5,)],
+    ),
     "embedding_renorm": (lambda w: aten.embedding_renorm(w, torch.tensor([1, 2]), 0.5, 2.0), [A]),
     "histc": (lambda x: aten.histc(x, 4, 0, 1), [A]),
     "nonzero_static": (lambda x: aten.nonzero_static(x > 0.5, size=5), [A]),
@@ -213,6 +221,9 @@ CALLS: dict[str, tuple[Any, Sequence[tuple[int, ...]]]] = {
     "reflection_pad2d": (lambda x: aten.reflection_pad2d(x, [1, 1, 1, 1]), [I4]),
     "reflection_pad3d": (lambda x: aten.reflection_pad3d(x, [1] * 6), [(2, 3, 2, 2, 2)]),
     "replication_pad3d": (lambda x: aten.replication_pad3d(x, [1] * 6), [(2, 3, 2, 2, 2)]),
+    "affine_grid_generator": (lambda x: aten.affine_grid_generator(x, [4, 1, 2, 3], True), [(4, 2, 3)]),
+    "affine_grid_generator, of two": (lambda x: aten.affine_grid_generator(x, [2, 5, 3, 1], False), [(2, 2, 3)]),
+    "affine_grid_generator, in space": (lambda x: aten.affine_grid_generator(x, [3, 1, 2, 3, 2], True), [(3, 3, 4)]),
     "col2im": (lambda x: aten.col2im(x, [4, 4], [2, 2], [1, 1], [0, 0], [2, 2]), [(2, 12, 4)]),
     "im2col": (lambda x: aten.im2col(x, [2, 2], [1, 1], [0, 0], [2, 2]), [I4]),
     "convolution": (
@@ -283,6 +294,26 @@ def test_a_call_by_changing_one_sample(name: str) -> None:
     cases = [(place, dim) for place, shape in enumerate(shapes) for dim in range(len(shape))]
     for place, dim in cases:
         check(lambda given: function(*given), inputs, place, dim)
+
+
+FAMILIES = [op for names, _ in _TABLE for op in names if hasattr(aten, op)]
+SHAPE_BY_DATA = {"linalg_lstsq"}  # Dynamo breaks the graph there
+
+
+@pytest.mark.parametrize("op", sorted(set(FAMILIES) - SHAPE_BY_DATA))
+def test_an_op_with_a_family_has_a_rule(op: str) -> None:
+    """`infer_samples` knows it, so the proof has to know the ATen ops that it is made of."""
+    packet = getattr(aten, op)
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        tensors = any(isinstance(argument.type, torch.TensorType) for argument in overload._schema.arguments)
+        if tensors and not overload._schema.is_mutable and not _is_composite(overload.name()):
+            assert rule_of(overload) is not None, overload
+
+
+def _is_composite(name: str) -> bool:
+    """Decide whether an op never reaches the proof, which sees what it is made of; an op of TorchScript neither."""
+    listed = torch._C._dispatch_has_kernel(name)
+    return not listed or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def followed(function: Any, *shapes: Sequence[int]) -> Origins:

@@ -642,6 +642,17 @@ def test_a_row_of_another_sample_is_an_error_when_it_is_read(wrong: list[int], b
         view(x, torch.tensor(wrong))
 
 
+def test_a_sum_in_a_row_of_another_sample_is_an_error() -> None:
+    def in_its_segment(m: Any, x: Tensor, places: Tensor) -> Tensor:
+        flat = torch.zeros(x.shape[0] * 6, 3, dtype=x.dtype)
+        return flat.index_add(0, torch.arange(x.shape[0]) * 6 + places, m(x[:, 0])).view(-1, 6, 3).sin()
+
+    model, x, places = with_lengths(in_its_segment)
+    assert_per_sample_grads(model, x, places, backend="eager")
+    with pytest.raises(RuntimeError, match="an index leaves the rows of its own sample"):
+        fxgrad.transform(model, backend="eager")(x, torch.tensor([1, 3, 6, 2]))
+
+
 def any_row(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return m(x).view(-1, 3)[lengths].sin()
 

@@ -384,6 +384,22 @@ def test_tolist_is_refused() -> None:
         gs(torch.randn(3, 4, IN), torch.tensor([4, 3, 2]))
 
 
+def test_sorted_samples_are_refused_where_they_are_sorted() -> None:
+    def sort_and_back(rnn: nn.GRU, x: Tensor, lengths: Tensor) -> Tensor:
+        lengths, order = lengths.sort(descending=True)
+        last = rnn(pack_padded_sequence(x[order], lengths, batch_first=True))[1][0]
+        return last[order.argsort()]
+
+    gs = fxgrad.transform(Body(sort_and_back), backend="eager")
+    with pytest.raises(FxgradError) as refusal:
+        gs(torch.randn(3, 4, IN), torch.tensor([2, 4, 3]))
+    said = str(refusal.value)
+    assert (
+        "getitem lets samples influence each other: it puts the samples into an order that all of them decide" in said
+    )
+    assert "pack_padded_sequence(x[order], lengths, batch_first=True)" in said and "enforce_sorted=False" in said
+
+
 def test_the_data_alone_says_nothing_of_samples() -> None:
     gs = fxgrad.transform(nn.Sequential(OnData()), backend="eager")
     with pytest.raises(LostLayout, match=r"which sample a row of \S*data belongs to is lost"):

@@ -187,6 +187,13 @@ def next_to_each_other(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor)
     return out[order.argsort()].view(tokens.shape[0], m.top, -1).sum(1)
 
 
+def largest_group_first(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The groups stand in another order than their sizes."""
+    sorted_ids, order = torch.sort(ids, descending=True)
+    out = m.work(tokens[order // m.top], sorted_ids, sizes_of(sorted_ids))
+    return out[order.argsort()].view(tokens.shape[0], m.top, -1).sum(1)
+
+
 def never_put_back(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     sorted_ids, order = torch.sort(ids)
     out = m.work(tokens[order // m.top], sorted_ids, sizes_of(sorted_ids))
@@ -219,7 +226,7 @@ def assigned_twice(m: Experts, tokens: Tensor, ids: Tensor, weights: Tensor) -> 
 
 @pytest.mark.parametrize(
     "body",
-    [only_the_first, other_sizes, sizes_of_truncated_ids, next_to_each_other, never_put_back,
+    [only_the_first, other_sizes, sizes_of_truncated_ids, next_to_each_other, largest_group_first, never_put_back,
      added_at_the_next_token, added_by_expert, unsorted_rows_added, assigned_twice],
     ids=lambda body: body.__name__,
 )  # fmt: skip

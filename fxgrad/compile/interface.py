@@ -15,7 +15,7 @@ from fxgrad.errors import UniformOutput
 from fxgrad.graph.context import source_line
 from fxgrad.graph.tensors import memory, written
 from fxgrad.kernels.precision import TOLERANCE
-from fxgrad.ops.calls import CALL
+from fxgrad.ops.calls import CALL, op_name
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.ops.written import written_to

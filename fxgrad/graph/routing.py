@@ -75,7 +75,7 @@ def sorts(node: fx.Node, ctx: Context) -> bool:
         return False
     fake = FAKE.of(call.get("input"))
     rows = fake.dim() == 1 and not fake.is_floating_point() and bool(ctx.symbols.batch_dims(fake.shape))
-    return rows and not call.get("descending", False) and call.get("dim", -1) in (0, -1) and call.get("out") is None
+    return rows and call.get("dim", -1) in (0, -1) and call.get("out") is None
 
 
 class Routing:
@@ -138,7 +138,8 @@ class Routing:
             counts = call.get("weights") is None
         else:
             counts = call.get("min") == 0 and call.get("max") == call.get("bins", 100) - 1
-        return Order.SIZES if step.only(Order.IDS) and counts else Order.UNKNOWN
+        ascending = not CALL.of(self.node).get("descending", False)  # as the groups stand in what is counted
+        return Order.SIZES if step.only(Order.IDS) and counts and ascending else Order.UNKNOWN
 
     def _summed(self, step: _Step) -> Order:
         return Order.SIZES if step.only(Order.SIZES) and step.exact else Order.UNKNOWN
@@ -160,7 +161,8 @@ class Routing:
         if source is self.node and source not in self.kinds:  # (values, indices) of sort
             return Order.ORDER if index == 1 else Order.IDS
         if isinstance(source, fx.Node) and not isinstance(FAKE.of(source), Tensor):  # rows that were cut into pieces
-            return self.kinds.get(source, Order.UNKNOWN)
+            kind = self.kinds.get(source, Order.UNKNOWN)
+            return Order.UNKNOWN if kind is Order.INVERSE and index != 1 else kind  # (values, indices) of the order
         if step.call.op == "index_select" and step.call.get("dim") != 0:
             return Order.UNKNOWN
         items = list(index) if isinstance(index, tuple | list) else [index]
@@ -238,7 +240,7 @@ _TRANSITIONS: dict[str, Callable[[Routing, _Step], Order]] = {
     **dict.fromkeys(("floor_divide", "div"), Routing._divided),
     **dict.fromkeys(("histc", "bincount"), Routing._counted),
     **dict.fromkeys(GROUPED, Routing._grouped),
-    "argsort": Routing._sorted_again,
+    **dict.fromkeys(("argsort", "sort"), Routing._sorted_again),
     "cumsum": Routing._summed,
 }
 """What becomes of the order in each op; every other op has to work row by row."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from fxgrad.kernels.precision import computable
 from fxgrad.rules.registry import rule
 from fxgrad.rules.uses import Slot, slots_of
+from fxgrad.samples.layouts import Layout
 from fxgrad.terms import OneHot, Term, is_one
 
 OVER_THE_BATCH = {
@@ -33,23 +34,26 @@ def embedding(g, input, weight, padding_idx=None):
 
 
 def _has_rows_of_ids(use, shapes):
-    """Bags are rows of ids, and their weights, where there are any, are the samples' own."""
+    """Bags are rows of ids, or all ids of a sample, and their weights, where there are any, are the samples' own."""
     weights = use.arguments.get("per_sample_weights") is None or use.has_samples("per_sample_weights")
-    return weights and use.arguments.get("offsets") is None
+    return weights and (use.arguments.get("offsets") is None or use.output == Layout(0))
 
 
 @rule(
     F.embedding_bag,
     of=("weight",), batched=("input",), refuse=OVER_THE_BATCH, applies=_has_rows_of_ids,
-    ignore=WITHOUT_INFLUENCE | {"include_last_offset": "it is the offsets', with which the rule does not apply"},
+    ignore=WITHOUT_INFLUENCE | {"include_last_offset": "it is the offsets': all ids of a sample are one bag"},
 )  # fmt: skip
-def embedding_bag(g, input, weight, mode="mean", per_sample_weights=None, padding_idx=None):
+def embedding_bag(g, input, weight, offsets=None, mode="mean", per_sample_weights=None, padding_idx=None):
     """y = Σ_l s_l W[ids_l]        dW_n[v] = Σ_{k, l: ids_nkl = v} s_nkl g_nk,   s = 1 / L for a mean
 
     Of a largest value each feature takes its own row: s is 1 there.
     """
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
+    if offsets is not None:
+        input = input.unsqueeze(1)
+        per_sample_weights = None if per_sample_weights is None else per_sample_weights.unsqueeze(1)
     counted = torch.ones_like(input, dtype=torch.bool) if padding_idx is None else input != padding_idx
     if mode == "max":
         rows = weight[input].masked_fill(~counted[..., None], -torch.inf)

@@ -10,7 +10,7 @@ from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import MOVEMENT
 from fxgrad.ops.values import upstream
-from fxgrad.samples.layouts import Kind, kind_of
+from fxgrad.samples.layouts import SAMPLES, Kind, kind_of
 from fxgrad.samples.operands import Crossed, Op, Operand
 from fxgrad.samples.replay import Replay
 
@@ -51,6 +51,7 @@ def check_mixed(op: Op, clips: bool) -> None:
     if meets_others or divides or op.call.op not in _LINEAR or (op.call.op == "mul" and len(traced) > 1):
         _check_cut(op.operands)
         _check_picked(op)
+        _check_sorted(op.operands)
         raise Crossed("a value that depends on several samples may only be summed, scaled and returned")
     _check_factors(op, clips)
 
@@ -75,14 +76,33 @@ def _check_picked(op: Op) -> None:
         raise Crossed(f"{CALL.of(node).op} {PICKS}", PICK_ADVICE, node)
 
 
+def _check_sorted(operands: Sequence[Operand]) -> None:
+    """Name the line that sorts samples by their lengths for `pack_padded_sequence`, and not the layer behind it."""
+    node = _first_cut(operands, ("getitem", "index", "index_select"))
+    if node is None or not any(kind_of(arg) is Kind.MIXED for arg in node.all_input_nodes[1:]):
+        return
+    made_of = upstream(*(operand.node for operand in operands))
+    if any(CALL.on(one) and CALL.of(one).op == "fxgrad::pack" for one in made_of):
+        raise Crossed(
+            "it puts the samples into an order that all of them decide",
+            "Leave them in their own order: pack_padded_sequence(.., enforce_sorted=False) sorts and unsorts them.",
+            node,
+        )
+
+
 def _first_cut(operands: Sequence[Operand], ops: tuple[str, ...]) -> fx.Node | None:
     """Return the call of one of these ops in which a batched value became mixed."""
     mixed = [operand.node for operand in operands if operand.samples.kind is Kind.MIXED]
-    for node in upstream(*mixed, through=lambda n: [arg for arg in n.all_input_nodes if kind_of(arg) is Kind.MIXED]):
+    for node in upstream(*mixed, through=_mixed_operands):
         call, source = CALL.get(node), node.args[0] if node.args else None
         if call is not None and call.op in ops and isinstance(source, fx.Node) and kind_of(source) is Kind.BATCHED:
             return node
     return None
+
+
+def _mixed_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that are mixed, and calls with several outputs."""
+    return [arg for arg in node.all_input_nodes if kind_of(arg) is Kind.MIXED or isinstance(SAMPLES.get(arg), list)]
 
 
 def _check_factors(op: Op, clips: bool) -> None:

@@ -12,6 +12,10 @@ from fxgrad.samples.layouts import Kind, Layout, kind_of
 from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
 
 _FOREIGN = Mixes("it writes one sample's values into another's places")
+BY_OFFSETS = Mixes(
+    "its bags are given by offsets, so a row is not a sample",
+    advice="Give it ids of two dimensions, one row for each sample, and no offsets.",
+)
 _ADDED = frozenset({"index_add", "index_copy", "scatter_add"})
 _VALUES = ("source", "src", "values")  # the ops' argument names of the written values
 
@@ -56,6 +60,30 @@ def index_put(op: Op, output: Tensor) -> Answer:
         same = values.layout.dim - values.fake.dim() == layout.dim - rank and values.layout.at(0) == layout.at(0)
         return answer if same else _FOREIGN
     return answer
+
+
+def bags(op: Op, output: Tensor) -> Answer:
+    """Follow ``embedding_bag(ids.flatten(), w, arange(B) * T)``: the ids of each sample are one bag."""
+    offsets, batches = op.operand("offsets"), op.replay.thresholds.batches(op.node)
+    source, layout = next(op.batched)
+    if offsets is None or kind_of(offsets.node) is not Kind.CONSTANT or batches is None:
+        return BY_OFFSETS
+    if any(operand.name == "weight" or other != layout for operand, other in op.batched):
+        return BY_OFFSETS
+    if any(kind_of(operand.node) is Kind.CONSTANT for operand, _ in op.batched):  # one number for each row of the batch
+        return BY_OFFSETS
+    for batch in batches:
+        try:
+            starts = op.replay.constant(offsets.node, batch).long()
+        except (RuntimeError, IndexError):  # an index is out of range at two or three samples
+            return BY_OFFSETS
+        ids = op.replay.ids(layout, source.node, batch)
+        ends = ids.long().bincount(minlength=batch + 1)[1:].cumsum(0)
+        borders = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        expected = borders if op.call.get("include_last_offset") else borders[:-1]
+        if not torch.equal(ids, ids.sort().values) or not torch.equal(starts, expected):
+            return BY_OFFSETS
+    return by_shape(op, output)
 
 
 def _by_places(op: Op, output: Tensor, values: Operand) -> Answer:

@@ -31,7 +31,7 @@ Batches = tuple[int, int]
 BATCHES: Batches = (2, 3)
 LARGEST = 64
 
-_INDEXED = frozenset("getitem index_select index index_put index_add index_copy scatter_add".split())
+_INDEXED = frozenset("getitem index_select index index_put index_add index_copy scatter_add embedding_bag".split())
 _ROOM = 2**20  # more rows than any batch has; an overflow beyond is ignored
 
 

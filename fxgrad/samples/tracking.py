@@ -22,7 +22,7 @@ from fxgrad.samples.layouts import Kind, Layout, kind_of
 from fxgrad.samples.mixed import PICK_ADVICE, PICKS
 from fxgrad.samples.operands import Answer, Handler, Mixes, Op, Operand, by_shape
 from fxgrad.samples.over_dims import over_dims, worked_dims
-from fxgrad.samples.places import index_put, per_index
+from fxgrad.samples.places import bags, index_put, per_index
 from fxgrad.samples.symbols import expression
 
 
@@ -38,9 +38,9 @@ def elementwise(op: Op, output: Tensor) -> Answer:
 
 
 def sought(op: Op, output: Tensor) -> Answer:
-    """Follow bucketize and searchsorted, elementwise in the values; the boundaries must be shared by all samples."""
-    for operand in op.operands:
-        if operand.name in ("boundaries", "sorted_sequence", "sorter") and (operand.layout or operand.fake.dim() != 1):
+    """Follow bucketize and searchsorted, elementwise in the values; each row of values has its row of boundaries."""
+    for operand, layout in op.batched:
+        if operand.name in ("boundaries", "sorted_sequence", "sorter") and layout.dim in operand.last_dims(1):
             return Mixes("its boundaries are not the same for all samples")
     return elementwise(op, output)
 
@@ -99,7 +99,7 @@ def per_row(op: Op, output: Tensor) -> Answer:
         if layout.dim != 0 or (rank is not None and operand.fake.dim() != rank):
             return Mixes("it gets its samples on another dimension than 0")
         if name == "embedding_bag" and operand.fake.dim() == 1:
-            return Mixes("its bags are given by offsets, so a row is not a sample")
+            return bags(op, output)
     layouts = {layout for _, layout in op.batched}
     return layouts.pop() if len(layouts) == 1 else by_shape(op, output)
 

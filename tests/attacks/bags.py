@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.attacks.model import attacks, ids
+from tests.attacks.model import attacks, ids, steps
 
 
 def every(x: Tensor) -> Tensor:
@@ -62,6 +62,20 @@ ATTACKS = attacks(
     right={
         "bags of one's own ids": lambda m, x: F.embedding_bag(ids(x), m.weight),
         "the largest of a bag": lambda m, x: m(x + F.embedding_bag(ids(x), table(), mode="max")),
+        "bags by offsets": lambda m, x: F.embedding_bag(ids(x).flatten(), m.weight, every(x) * 4),
+        "bags by offsets, summed": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, torch.arange(0, x.shape[0] * 4, 4), mode="sum", padding_idx=1
+        ),
+        "bags by offsets, the largest": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, every(x) * 4, mode="max"
+        ),
+        "bags by offsets and their end": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, torch.arange(x.shape[0] + 1) * 4, include_last_offset=True
+        ),
+        "bags by offsets, weighed": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, every(x) * 4, mode="sum", per_sample_weights=steps(x)[:, :, 0].flatten()
+        ),
+        "bags by offsets, of a table": lambda m, x: m(x + F.embedding_bag(ids(x).flatten(), table(), every(x) * 4)),
         "rows of a norm": own_norm,
         "rows of one's own norm": lambda m, x: m(torch.renorm(x, 2, 0, 1.0)),
     },
@@ -81,7 +95,29 @@ ATTACKS = attacks(
         "bags that bend": lambda m, x: m(
             x + F.embedding_bag(ids(x).flatten(), table(), every(x) * 4 - (every(x) >> 8), mode="max")
         ),
-        "bags by offsets, though right": lambda m, x: F.embedding_bag(ids(x).flatten(), m.weight, every(x) * 4),
+        "bags by offsets, the last of fewer ids": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, every(x) * 4 - (every(x) > x.shape[0] - 2).long()
+        ),
+        "bags by offsets that leave ids out": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, torch.arange(x.shape[0] + 1) * 3, include_last_offset=True
+        ),
+        "bags by offsets, of steps": lambda m, x: F.embedding_bag(ids(x).t().flatten(), m.weight, every(x) * 4),
+        "bags by offsets, weighed by others": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, every(x) * 4, mode="sum", per_sample_weights=steps(x.flip(0))[:, :, 0].flatten()
+        ),
+        "bags by offsets, of each other's table": lambda m, x: F.embedding_bag(ids(x)[:, 0], m(x), every(x)),
+        "bags by offsets, of a table of all": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m(steps(x)).flatten(0, 1), every(x) * 4
+        ),
+        "bags by offsets, of half a sample": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, torch.arange(x.shape[0] * 2) * 2
+        ).view(-1, 2, 3),
+        "bags by offsets, weighed by constants": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, every(x) * 4, mode="sum", per_sample_weights=torch.ones(x.shape[0] * 4)
+        ),
+        "bags by offsets of the data": lambda m, x: F.embedding_bag(
+            ids(x).flatten(), m.weight, every(x) * 4 + (x[:, 0] > 0) * (every(x) > 0)
+        ),
         "a sorter of the batch": lambda m, x: m(
             x + torch.searchsorted(torch.arange(3.0), x, sorter=x.mean(0).argsort())
         ),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.attacks.model import attacks
+from tests.attacks.model import attacks, steps
 
 
 def ids(x: Tensor) -> Tensor:
@@ -93,6 +93,32 @@ def grouped(m: Any, x: Tensor) -> Tensor:
     return m(x) * torch.ops.aten.native_group_norm(x[:, :, None], None, None, 1, 3, size, 1, 1e-5)[0][:, :, 0]
 
 
+def counts(x: Tensor) -> Tensor:
+    return x.argmax(1) + 1
+
+
+def sorted_by_count(m: Any, x: Tensor) -> Tensor:
+    _, order = counts(x).sort(descending=True)
+    _, back = order.sort()
+    return m(x[order])[back]
+
+
+def sorted_by_argsort(m: Any, x: Tensor) -> Tensor:
+    order = counts(x).argsort(descending=True)
+    return (m(x[order]) * counts(x)[order][:, None])[order.argsort()]
+
+
+def sorted_twice(m: Any, x: Tensor) -> Tensor:
+    """Put rows back by an order that has the larger numbers first, which is the inverse of nothing."""
+    order = counts(x).argsort(descending=True)
+    return m(x[order])[order.argsort(descending=True)]
+
+
+def sorted_by_the_places(m: Any, x: Tensor) -> Tensor:
+    places, _ = counts(x).argsort().sort()
+    return m(x[counts(x).argsort()])[places]
+
+
 ATTACKS = attacks(
     "lookups",
     right={
@@ -116,6 +142,27 @@ ATTACKS = attacks(
         "take_along_dim of a parameter": lambda m, x: torch.take_along_dim(m.weight[None], x.argsort(1)[..., None], 1),
         "buckets": lambda m, x: m(x) * torch.bucketize(x, torch.arange(3.0)),
         "places in a sequence": lambda m, x: m(x) * torch.searchsorted(torch.arange(3.0), x),
+        "sorted by a count, and back": sorted_by_count,
+        "sorted by an argsort, and back": sorted_by_argsort,
+        "places in one's own sequence": lambda m, x: m(x) * torch.searchsorted(x.sort(1).values, x.sin()),
+        "places in one's own sequence, by a sorter": lambda m, x: (
+            m(x) * torch.searchsorted(x, x.sin(), sorter=x.argsort(1), side="right")
+        ),
+        "constants' places in one's own sequence": lambda m, x: (
+            m(x) * torch.searchsorted(x.cumsum(1).contiguous(), torch.zeros(x.shape[0], 3))
+        ),
+        "places in each step's own sequence": lambda m, x: (
+            m(steps(x)) * torch.searchsorted(steps(x).sort(2)[0], steps(x))
+        ),
+        "a grid of one's own": lambda m, x: F.affine_grid(
+            m(steps(x)[:, :2]), [x.shape[0], 1, 2, 3], align_corners=True
+        ),
+        "an image by a grid of one's own": lambda m, x: F.grid_sample(
+            steps(x)[:, None], F.affine_grid(m(steps(x)[:, :2]), [x.shape[0], 1, 2, 3]), align_corners=False
+        ),
+        "a grid of one's own in space": lambda m, x: F.affine_grid(
+            torch.cat([m(steps(x)[:, :3]), x[:, :, None]], 2), [x.shape[0], 1, 2, 3, 2], align_corners=False
+        ),
         "smoothed labels": lambda m, x: F.cross_entropy(m(x), ids(x), reduction="sum", label_smoothing=0.1),
     },
     refused={
@@ -137,6 +184,8 @@ ATTACKS = attacks(
         "prototypes": memory,
         "capacity": routed,
         "sorted by a feature": sorted_by_length,
+        "sorted by a count, and on": sorted_twice,
+        "sorted by a count, and numbered": sorted_by_the_places,
         "sorted by a feature, and back": sorted_and_back,
         "a teacher on other samples": teacher,
         "mixup": mixup,
@@ -158,6 +207,19 @@ ATTACKS = attacks(
         "buckets of unsorted samples": lambda m, x: m(x) * torch.bucketize(x[:, 0], x[:, 1])[:, None],
         "places among the means": lambda m, x: m(x) * torch.searchsorted(x.mean(0).sort().values, x),
         "places in each other": lambda m, x: m(x) * torch.searchsorted(x.sort(1).values, x.flip(0)),
+        "places of samples in a sequence of all": lambda m, x: (
+            m(x) * torch.searchsorted(x.t().sort(1)[0].contiguous(), x.t().contiguous()).t()
+        ),
+        "places by others' sorter": lambda m, x: m(x) * torch.searchsorted(x, x, sorter=x.flip(0).argsort(1)),
+        "constants' places in another's sequence": lambda m, x: (
+            m(x) * torch.searchsorted(x.sort(1)[0].flip(0), torch.zeros(x.shape[0], 3))
+        ),
+        "a grid of all": lambda m, x: F.affine_grid(
+            m(steps(x)[:, :2]).mean(0, keepdim=True).expand(x.shape[0], 2, 3).sin(), [x.shape[0], 1, 2, 3]
+        ),
+        "another's grid": lambda m, x: (
+            F.affine_grid(m(steps(x)[:, :2]).flip(0), [x.shape[0], 1, 2, 3]) * x[:, :2, None, None][:, :1]
+        ),
         "the largest id": lambda m, x: m(x) * (ids(x) == ids(x).max())[:, None],
         "an id's rank": lambda m, x: m(x) * ids(x).argsort()[:, None],
         "weights of classes in the batch": lambda m, x: F.cross_entropy(

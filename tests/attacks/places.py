@@ -8,12 +8,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.attacks.model import attacks
+from tests.attacks.model import attacks, ids, steps
 
 
 def n(x: Tensor) -> Tensor:
     """Number the samples from 0."""
     return torch.arange(x.shape[0])
+
+
+def own(x: Tensor, ids: Tensor) -> Tensor:
+    """Place each step in one of its sample's own three rows of [B * 3, ..]."""
+    return (ids + n(x)[:, None] * 3).flatten()
+
+
+def flat(h: Tensor) -> Tensor:
+    return h.flatten(0, 1)
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0] * 3, 3)
+
+
+def means_of_segments(m: Any, x: Tensor) -> Tensor:
+    """Average the steps of each segment, by their counts."""
+    places = own(x, ids(x))
+    counts = torch.zeros(x.shape[0] * 3).index_add(0, places, torch.ones(x.shape[0] * 4))
+    return (zeros(x).index_add(0, places, flat(m(steps(x)))) / counts.clamp(min=1)[:, None]).view(-1, 3, 3)
+
+
+def segments_in_place(m: Any, x: Tensor) -> Tensor:
+    base = flat(m(steps(x)[:, :3]))
+    double = base * 2
+    base.index_add_(0, own(x, ids(x)), flat(m(steps(x))))
+    return (base.sin() + double).view(-1, 3, 3)
+
+
+def scattered_segments(m: Any, x: Tensor) -> Tensor:
+    places = own(x, ids(x))[:, None].expand(-1, 3)
+    return zeros(x).scatter_add(0, places, flat(m(steps(x)))).view(-1, 3, 3).tanh()
 
 
 def last_from(x: Tensor, bound: Tensor) -> Tensor:
@@ -79,9 +111,30 @@ ATTACKS = attacks(
     right={
         "in their own order": lambda m, x: m(x)[n(x).argsort(stable=True)],
         "index_add to their own places": lambda m, x: m(x + torch.zeros_like(x).index_add(0, n(x), x)),
+        "segments": lambda m, x: zeros(x).index_add(0, own(x, ids(x)), flat(m(steps(x)))).view(-1, 3, 3).sin(),
+        "segments of numbers": lambda m, x: m(
+            torch.zeros(x.shape[0] * 3).index_add(-1, own(x, ids(x)).int(), flat(steps(x))[:, 0]).view(-1, 3)
+        ),
+        "segments by repeated numbers": lambda m, x: (
+            zeros(x).index_add(0, ids(x).flatten() + n(x).repeat_interleave(4) * 3, flat(m(steps(x)))).view(-1, 3, 3)
+        ),
+        "segments, one for each": lambda m, x: zeros(x).index_add(0, x.argmax(1) + n(x) * 3, m(x)).view(-1, 3, 3),
+        "segments onto others": lambda m, x: (
+            flat(m(steps(x)[:, :3])).index_add(0, own(x, ids(x)), flat(m(steps(x)))).view(-1, 3, 3)
+        ),
+        "means of segments": means_of_segments,
+        "segments in place": segments_in_place,
+        "segments, scattered": scattered_segments,
         "index_copy to their own places": lambda m, x: m(x + torch.zeros_like(x).index_copy(0, n(x), x)),
     },
     refused={
+        "segments of others": lambda m, x: zeros(x).index_add(0, own(x.flip(0), ids(x)).flip(0), flat(m(steps(x)))),
+        "segments by others' data": lambda m, x: zeros(x).index_add(0, own(x, ids(x).flip(0)), flat(m(steps(x)))),
+        "segments of others' steps": lambda m, x: zeros(x).index_add(0, own(x, ids(x)), flat(m(steps(x)).flip(0))),
+        "segments of steps": lambda m, x: zeros(x).index_add(0, own(x, ids(x)), flat(m(steps(x)).transpose(0, 1))),
+        "segments of another size": lambda m, x: zeros(x).index_add(
+            0, (ids(x) + n(x)[:, None] * 2).flatten(), flat(m(steps(x)))
+        ),
         # dtypes that end early
         "in uint8": lambda m, x: m(x)[n(x).to(torch.uint8).long()],
         "in uint8, by byte": lambda m, x: m(x)[n(x).byte().int()],

@@ -114,10 +114,16 @@ def images(call: Call) -> list[Tensor]:
     return [result] * len(call.outputs)
 
 
-@follows("grid_sampler_2d grid_sampler_3d")
+@follows("affine_grid_generator")
+def affine_grid(call: Call) -> Tensor:
+    """Map fixed positions by ``[N, 2, 3]`` or ``[N, 3, 4]`` to ``[N, .., 2 or 3]``."""
+    return along_dim(folded(call.ids("theta"), [1, 2]), 0, call.out_rank())
+
+
+@follows("grid_sampler_2d grid_sampler_3d cudnn_grid_sampler")
 def grid_sampler(call: Call) -> Tensor:
     """Sample ``[N, C, ..]`` at positions ``[N, .., 2 or 3]``."""
-    source, grid = call.ids("input"), call.ids("grid")
+    source, grid = call.ids("input" if call.has("input") else "self"), call.ids("grid")
     return joined(folded(source, range(2, source.dim())), folded(grid, [-1]).movedim(-1, 1))
 
 
