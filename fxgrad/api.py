@@ -143,7 +143,7 @@ def transform(
 
 
 def _entrances(model: nn.Module, methods: Sequence[str]) -> list[str]:
-    """The methods that a call may enter by, forward first."""
+    """Return the methods that a call may enter by, forward first."""
     names = [methods] if isinstance(methods, str) else list(methods)
     for name in names:
         if not isinstance(name, str) or not callable(inspect.getattr_static(type(model), str(name), None)):
@@ -162,7 +162,7 @@ def _by_method(in_dims: Any, entrances: Sequence[str]) -> dict[str, Any]:
 
 
 def _first_batch(model: nn.Module, options: Options) -> FirstBatch:
-    """The check of the first batch, where the other options leave something to check."""
+    """Return the check of the first batch, where the other options leave something to check."""
     if options.mixing != "error":
         raise OptionError("check_first_batch looks for what mixing='allow' allows", advice="Leave out one of them.")
     if not options.fullgraph:
@@ -195,19 +195,19 @@ def _check_model(model: Any) -> None:
 
 
 def _parameter_names(model: nn.Module) -> dict[str, str]:
-    """Every name of each parameter, and the first, which it goes by."""
+    """Return every name of each parameter, and the first, which it goes by."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _positional(method: Callable[..., Any]) -> list[str]:
-    """The names of a method's positional arguments: an input has one role, by position or by keyword."""
+    """Return the names of a method's positional arguments: an input has one role, by position or by keyword."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, p in inspect.signature(method).parameters.items() if p.kind in kinds]
 
 
 def engine_of(model: Any) -> Engine | None:
-    """The engine of a transformed model; None for any other."""
+    """Return the engine of a transformed model; None for any other."""
     return getattr(type(model), "_fxgrad_engine", None)
 
 
@@ -242,7 +242,7 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
 
 
 def _entrance(engine: Engine, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose calls run through the engine."""
+    """Return a method whose calls run through the engine."""
 
     @functools.wraps(original, updated=())  # not what decorators left on it: Dynamo reads its own marks there
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

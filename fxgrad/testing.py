@@ -130,7 +130,7 @@ def _run(
     loss_fn: LossFn,
     seed: int | None,
 ) -> dict[str, Any]:
-    """One forward and backward; with `parameters` their gradients are returned instead of stored."""
+    """Return one forward and backward; with `parameters` their gradients are returned instead of stored."""
     if seed is not None:
         torch.manual_seed(seed)
     args, kwargs = pytree.tree_unflatten(inputs, spec)

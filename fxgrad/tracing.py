@@ -75,11 +75,11 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     inputs:
       weight: f32[2, 3]                                               trainable
       input: f32[B, 3]                                                batched(0)
-    ghosts:
-      ghost(weight)
+    gradient placeholders:
+      grad_placeholder(weight)
     graph:
       tape = new_tape[GradSample]()
-      handle = collect(tape, B, ghost(weight))
+      handle = collect(tape, B, grad_placeholder(weight))
       linear = linear(input, weight.detach(), None)                   f32[B, 2] batched(0)
       linear' = tap_linear(tape, B, linear, handle, input, weight.detach())  rule
     return (linear',)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fxgrad.errors import UncoveredParameter, UnsupportedOp
 from fxgrad.graph.context import Context, path_to, place_beside, source_line
-from fxgrad.graph.edit import add_ghosts, bind_again, make, open_tape
+from fxgrad.graph.edit import add_placeholders, bind_again, make, open_tape
 from fxgrad.graph.recording import Recorder
 from fxgrad.ops.calls import CALL, Call, map_nodes
 from fxgrad.ops.facts import FAKE, TRACED, put_facts
@@ -34,7 +34,7 @@ def attach_taps(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """Before: every value has ``samples``. After: no gradient reaches a parameter but through a tap.
 
     ``y = linear(x, w)`` -> ``y = linear(x, w.detach()); y = tap_linear(tape, n, y, handle, x)``, with
-    ``handle = collect(tape, n, *ghosts)`` in front, the ghosts being new inputs ``[B, *w.shape]``.
+    ``handle = collect(tape, n, *placeholders)`` in front, the gradient placeholders being new inputs ``[B, *w.shape]``.
     """
     if ctx.parameters:
         nodes = list(gm.graph.nodes)
@@ -54,9 +54,9 @@ class _Attachment:
         self._open()
 
     def _open(self) -> None:
-        """ghosts, n, tape, handle and the native values of the parameters."""
-        ghosts, given = add_ghosts(self.graph, self.ctx)
-        cursor = (ghosts + given)[-1]
+        """gradient placeholders, n, tape, handle and the native values of the parameters."""
+        placeholders, given = add_placeholders(self.graph, self.ctx)
+        cursor = (placeholders + given)[-1]
         for key, node in enumerate(self.ctx.trainable(self.graph)):
             with self.graph.inserting_after(cursor):
                 cursor = self.graph.call_method("detach", (node,))
@@ -71,7 +71,7 @@ class _Attachment:
             size = (self.recorder.values[batched], dim)
             with self.graph.inserting_after(cursor):
                 self.n = cursor = self.graph.call_function(torch.ops.aten.sym_size.int, size)
-        self.tape, handle = open_tape(self.graph, self.ctx, cursor, self.n, ghosts, given)
+        self.tape, handle = open_tape(self.graph, self.ctx, cursor, self.n, placeholders, given)
         self.handles = dict.fromkeys(self.keys.values(), handle)
 
     def visit(self, node: fx.Node) -> None:
@@ -108,7 +108,7 @@ class _Attachment:
         )
 
     def _producer(self, node: fx.Node, call: Call) -> tuple[fx.Node, int | None]:
-        """The op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
+        """Return the op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
         source = node.args[0] if node.args else None
         if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(SAMPLES.get(source), list):
             assert isinstance(node.args[1], int)
@@ -298,7 +298,7 @@ def _flat(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _as_slot(node: fx.Node) -> Any:
-    """A tensor in an index; another value is none that a rule takes."""
+    """Return a tensor in an index; another value is none that a rule takes."""
     fake = FAKE.of(node)
     integers = isinstance(fake, Tensor) and not fake.dtype.is_floating_point and fake.dtype != torch.bool
     return Slot(0) if integers else ...

@@ -39,7 +39,7 @@ def count_one_sample(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
-    """The kind of every node's value, as far as it is known what is written to each memory."""
+    """Return the kind of every node's value, as far as it is known what is written to each memory."""
     kinds_of_nodes: Kinds = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -73,7 +73,7 @@ def _memories(node: fx.Node) -> list[int | None]:
 
 
 def _samples(node: fx.Node, kind: Kind) -> Any:
-    """A value's kind with the whole of it as the sample's; of parameters alone, only what has a gradient."""
+    """Return a value's kind with the whole of it as the sample's; of parameters alone, only what has a gradient."""
     fake, traced = FAKE.of(node), TRACED.get(node)
 
     def one(value: Any, flows: bool) -> Samples | None:

@@ -60,7 +60,7 @@ _WEIGHTED = frozenset({"cross_entropy", "nll_loss"})  # their mean is one of the
 
 
 def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
-    """Whether a loss reduces what it compares a parameter to: ``mse_loss(w, x)``, a sum over samples already."""
+    """Return whether a loss reduces what it compares a parameter to: ``mse_loss(w, x)``, a sum over samples already."""
     call: Call | None = CALL.get(node)
     if call is None or family_of(call.op) is not Family.LOSS or call.op in _WEIGHTED or isinstance(node.target, str):
         return False
@@ -72,7 +72,7 @@ def _averages_parameter(node: fx.Node, ctx: Context) -> bool:
 
 
 def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
-    """The loss of each element, and its sum or mean: a tap can stand between the two."""
+    """Return the loss of each element, and its sum or mean: a tap can stand between the two."""
 
     def loss(arguments: dict[str, Any]) -> Any:
         each = node.target(**{**arguments, "reduction": "none"})  # type: ignore[operator]
@@ -82,7 +82,7 @@ def _loss_of_elements(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
 
 
 def _decomposition(node: fx.Node, ctx: Context) -> fx.GraphModule | None:
-    """The op's graph in ATen ops; None where it has none in classified ones."""
+    """Return the op's graph in ATen ops; None where it has none in classified ones."""
 
     def call(arguments: Any) -> Any:
         args, kwargs = arguments
@@ -110,7 +110,7 @@ def _in_parts(arguments: Any, node: fx.Node, ctx: Context) -> Any:
 def _body(
     call: Callable[[Any], Any], arguments: Any, tables: Sequence[Any], ctx: Context, *, derives: bool
 ) -> fx.GraphModule | None:
-    """A function of a nest of arguments as a graph of classified ops, by the first table that gives one."""
+    """Return a function of a nest of arguments as a graph of classified ops, by the first table that gives one."""
     flat, spec = pytree.tree_flatten(arguments)
     operands = [arg for arg in flat if isinstance(arg, fx.Node)]
 
@@ -153,7 +153,7 @@ def _foreign(node: fx.Node) -> bool:
 
 
 def _lost(body: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a value of the op's became a constant: tracing did not see where it came from."""
+    """Return whether a value of the op's became a constant: tracing did not see where it came from."""
     return node.op == "get_attr" and isinstance(getattr(body, str(node.target)), FakeTensor)
 
 

@@ -79,7 +79,7 @@ class _Layers:
 
 
 def _layers(node: fx.Node) -> _Layers | None:
-    """The recurrent layers that a node runs, if any."""
+    """Return the recurrent layers that a node runs, if any."""
     args: Any = node.args
     if op_name(node.target) == "fxgrad::recurrent_layers":
         return _Layers(*args)
@@ -142,7 +142,7 @@ class _Writer:
         weights: Sequence[fx.Node],
         reverse: bool,
     ) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """One layer in one direction: its outputs at all steps, its last state, its last cell state."""
+        """Return one layer in one direction: its outputs at all steps, its last state, its last cell state."""
         mode, biases = self.layers.mode, 2 if self.layers.has_biases else 0
         w_ih, w_hh, *rest = weights
         b_ih, b_hh = rest[:2] if biases else (None, None)

@@ -347,7 +347,7 @@ def _constant(output: Any) -> Samples | None:
 
 
 def _as_lists(output: Any) -> Any:
-    """A nest of results with a pair, of no value and no samples, in the place of everything that is no value."""
+    """Return a nest of results with a pair, of no value and no samples, in the place of everything that is no value."""
     if isinstance(output, tuple | list):
         return [_as_lists(item) for item in output]
     return output if isinstance(output, fx.Node) else (None, None)

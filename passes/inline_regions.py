@@ -48,7 +48,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _of_a_checkpoint(body: Any) -> dict[str, Any]:
-    """The tags of a checkpoint's nodes. A later id is an inner checkpoint's."""
+    """Return the tags of a checkpoint's nodes. A later id is an inner checkpoint's."""
     graph_id = next(_IDS)
     policy = policy_of(body, graph_id)
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": graph_id, "policy": policy}

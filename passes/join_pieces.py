@@ -70,7 +70,7 @@ def _join(graph: fx.Graph, cat: fx.Node) -> None:
 
 
 def _cut(result: fx.Node) -> fx.Node | None:
-    """The op that cut the value of which this is a piece, or made of one."""
+    """Return the op that cut the value of which this is a piece, or made of one."""
     for node in (result, *made_of(result)):
         source = node.args[0] if op_name(node.target) == "getitem" and node.args else None
         if isinstance(source, fx.Node) and source.op != "placeholder" and op_name(source.target) in _CUTS:
@@ -88,7 +88,7 @@ def _pieces(cut: fx.Node) -> list[fx.Node] | None:
 
 
 def _parts(cut: fx.Node) -> bool:
-    """Whether a cut gives each row to one piece, in order: ``tensor_split((4, 2))`` gives some to two pieces."""
+    """Return whether a cut gives each row to one piece, in order: ``tensor_split((4, 2))`` gives some to two pieces."""
     places = cut.args[1] if len(cut.args) > 1 else next((cut.kwargs[key] for key in _PLACES & cut.kwargs.keys()), None)
     if op_name(cut.target) != "tensor_split" or isinstance(places, int):
         return True
@@ -125,7 +125,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_own_copy(result: fx.Node, piece: fx.Node) -> bool:
-    """Whether a result has memory of its own, in the order of its dimensions, as what ``cat`` gives has."""
+    """Return whether a result has memory of its own, in the order of its dimensions, as what ``cat`` gives has."""
     value, size = EXAMPLE.of(result), sympy.Integer(1)
     for length, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if expression(stride) != size:
@@ -150,12 +150,12 @@ class _Region:
                 stack.extend(node.users)
 
     def closed(self, cat: fx.Node) -> bool:
-        """Whether nothing of it is read elsewhere."""
+        """Return whether nothing of it is read elsewhere."""
         region = {self.piece, *self.nodes, cat}
         return all(region.issuperset(node.users) for node in (self.piece, *self.nodes))
 
     def rowwise(self, node: fx.Node) -> bool:
-        """Whether an op makes each row of what it gives of the same row of what it gets, and of no other."""
+        """Return whether an op makes each row of what it gives of the same row of what it gets, and of no other."""
         name, rank = op_name(node.target), _rank(node)
         rows = [arg for arg in node.all_input_nodes if arg in (self.piece, *self.nodes)]
         others = [arg for arg in node.all_input_nodes if arg not in rows]
@@ -187,7 +187,7 @@ class _Region:
         return once and rows == [first] and fits.get(name, False)
 
     def _own_memory(self, node: fx.Node) -> bool:
-        """Whether a value lies in memory that was made here."""
+        """Return whether a value lies in memory that was made here."""
         memory = memory_of(EXAMPLE.get(node))
         given = [arg for one in self.nodes for arg in one.all_input_nodes if arg not in self.nodes]
         return memory is not None and memory not in [memory_of(EXAMPLE.get(arg)) for arg in given]
@@ -199,7 +199,7 @@ def _rank(node: fx.Node) -> int:
 
 
 def _same(one: Any, other: Any, first: _Region, region: _Region) -> bool:
-    """Whether the second is of its piece what the first is of the first, by the same calls in the same order."""
+    """Return whether the second is of its piece what the first is of the first, by the same calls in the same order."""
     twins: dict[fx.Node, fx.Node] = {}
 
     def same(one: Any, other: Any) -> bool:

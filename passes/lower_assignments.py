@@ -114,7 +114,7 @@ class _Assignment:
         bind_again([self.node])
 
     def _spread(self, view: Any, indices: list[Any], value: fx.Node) -> fx.Node:
-        """A parameter's value goes to every sample first: alone, a sample has other places than in the batch."""
+        """Give a parameter's value to every sample first: alone, a sample has other places than in the batch."""
         return self._call("expand_as", value, self._call(torch.ops.aten.index.Tensor, view, indices))
 
     def _write(self, view: fx.Node) -> None:
@@ -159,7 +159,7 @@ class _Assignment:
         self._inplace(torch.ops.aten.index_put_.default, view, indices, value)
 
     def _without_ones(self, value: fx.Node, rank: int) -> fx.Node:
-        """An assignment drops leading dimensions of size 1."""
+        """Drop leading dimensions of size 1, as an assignment does."""
         shape = FAKE.of(value).shape
         extra = 0
         while len(shape) - extra > rank and isinstance(shape[extra], int) and shape[extra] == 1:
@@ -173,7 +173,7 @@ class _Assignment:
         return written
 
     def _call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node; a gradient arrives through written memory as well."""
+        """Return a new node; a gradient arrives through written memory as well."""
         made = make(self.graph, self.ctx, target, args, kwargs, beside=self.node, inplace=target in _INPLACE)
         fake = FAKE.of(made)
         carries = isinstance(fake, Tensor) and fake.is_floating_point() and not self.stopped
@@ -185,7 +185,7 @@ class _Assignment:
 
 
 def _detached(view: fx.Node) -> bool:
-    """Whether a view's memory was reached through ``detach``: what is written there, autograd does not see."""
+    """Return whether a view's memory was reached through ``detach``: what is written there, autograd does not see."""
     memory = memory_of(FAKE.of(view))
     while CALL.on(view) and CALL.of(view).op != "detach":
         source = view.args[0] if view.args else None
@@ -228,7 +228,7 @@ def _parts(index: Any, rank: int) -> tuple[tuple[Any, ...], dict[int, Any]] | No
 
 
 def _rank_of(item: Any) -> int:
-    """How many dimensions an item of an index takes."""
+    """Return how many dimensions an item of an index takes."""
     if item is None or item is Ellipsis:
         return 0
     return int(FAKE.of(item).dim()) if _is_mask(item) else 1

@@ -78,7 +78,7 @@ class _Propagate(fx.Interpreter):
         )
 
     def _divides_batch(self, n: fx.Node) -> bool:
-        """Whether a reshape divides the number of samples by a number: ``x.reshape(8, -1)``."""
+        """Return whether a reshape divides the number of samples by a number: ``x.reshape(8, -1)``."""
         if op_name(n.target) not in ("view", "reshape"):
             return False
         return any(_is_quotient(size, self.ctx.symbols.symbol) for size in FAKE.of(n).shape)
@@ -127,7 +127,7 @@ def _is_quotient(size: Any, batch: sympy.Symbol) -> bool:
 
 
 def traced(value: Any) -> Any:
-    """Whether a gradient reaches a trainable parameter through here (a list for several outputs)."""
+    """Return whether a gradient reaches a trainable parameter through here (a list for several outputs)."""
     if isinstance(value, Tensor):
         return value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, tuple | list):

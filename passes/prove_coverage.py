@@ -93,7 +93,7 @@ class _Coverage:
                 self._refuse(output, node)
 
     def _keys_behind(self, node: fx.Node, source: fx.Node, select: int | None) -> set[int] | None:
-        """The keys by which readers may name a value; None where no tap and no derive describes it."""
+        """Return the keys by which readers may name a value; None where no tap and no derive describes it."""
         taps = [user for user in node.users if node in _behind(user).values()]
         if taps:
             return set() if all(self._taps(tap, node, source, select) for tap in taps) else None
@@ -102,7 +102,7 @@ class _Coverage:
         return keys or self._keys_of_copies(node) or None
 
     def _taps(self, tap: fx.Node, node: fx.Node, source: fx.Node, select: int | None) -> bool:
-        """Whether a tap describes the call behind whose value, or behind whose several outputs, it stands."""
+        """Return whether a tap describes the call behind whose value, or behind whose several outputs, it stands."""
         values = _behind(tap)
         call, place = (source, select) if isinstance(tap.target, TapSeveralTarget) else (node, None)
         return values.get(place) is node and self._describes(tap, call, 2 + len(values))
@@ -177,7 +177,7 @@ def _native(parameter: fx.Node) -> fx.Node:
 
 
 def _read_by_taps_alone(node: fx.Node) -> bool:
-    """Whether a value is there for backwards to read, such as a copy of what is written to later."""
+    """Return whether a value is there for backwards to read, such as a copy of what is written to later."""
     saved = all(isinstance(user.target, _READERS) and node not in _behind(user).values() for user in node.users)
     return saved and bool(node.users) and not is_inplace(node)
 
@@ -186,7 +186,7 @@ _READERS = (TapTarget, TapSeveralTarget, DeriveTarget)
 
 
 def _behind(tap: fx.Node) -> dict[int | None, Any]:
-    """The outputs of an op, by their places, behind which a tap stands; the place of an only output is None."""
+    """Return the outputs of an op, by their places, behind which a tap stands; the place of an only output is None."""
     if isinstance(tap.target, TapTarget):
         return {None: tap.args[2]}
     if isinstance(tap.target, TapSeveralTarget):
@@ -195,7 +195,7 @@ def _behind(tap: fx.Node) -> dict[int | None, Any]:
 
 
 def _producer(node: fx.Node) -> tuple[fx.Node, int | None]:
-    """The op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
+    """Return the op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
     if op_name(node.target) == "getitem":
         source, index = node.args
         if isinstance(source, fx.Node) and isinstance(FAKE.get(source), tuple | list) and isinstance(index, int):
@@ -209,7 +209,7 @@ def _copied(operand: Any, before: fx.Node) -> list[fx.Node]:
 
 
 def _fresh(value: Any, needs_gradient: bool) -> Any:
-    """A value like another one, which the op may write to."""
+    """Return a value like another one, which the op may write to."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(needs_gradient and _differentiable(value)).clone()

@@ -72,7 +72,7 @@ class _Memory:
         self.seen[node] = sum(write < made for write in self.writes)
 
     def now(self, view: fx.Node, before: fx.Node) -> fx.Node:
-        """What a view shows at this place in the graph."""
+        """Return what a view shows at this place in the graph."""
         if self.seen[view] == len(self.writes):
             return view
         if view is self.root:
@@ -120,14 +120,14 @@ class _Memory:
         return batched or bool(self.ctx.symbols.batch_dims(FAKE.of(node).shape))
 
     def _alone(self, view: fx.Node, node: fx.Node) -> bool:
-        """Whether nothing reads this memory again but through the op's own result."""
+        """Return whether nothing reads this memory again but through the op's own result."""
         return all(user is node for seen in self.seen if seen is not node for user in _later(seen, node))
 
     def _make(self, target: Any, beside: fx.Node, *args: Any) -> fx.Node:
         return make(self.graph, self.ctx, target, args, beside=beside)
 
     def _places(self, view: fx.Node, like: fx.Node) -> fx.Node:
-        """A constant: where the elements of a view are in the value that shows all of the memory."""
+        """Return a constant: where the elements of a view are in the value that shows all of the memory."""
         if _kind(view) != _kind(self.root):
             raise UnsupportedOp(
                 "a function of parameters is written over in place and seen through a view of other numbers",
@@ -160,17 +160,17 @@ def _sizes(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _kind(view: fx.Node) -> tuple[Any, ...]:
-    """What a view takes the bits of its memory for."""
+    """Return what a view takes the bits of its memory for."""
     fake = FAKE.of(view)
     return fake.dtype, fake.is_conj(), fake.is_neg()
 
 
 def _place(view: fx.Node) -> tuple[Any, Any, Any]:
-    """Where a view is in its memory."""
+    """Return where a view is in its memory."""
     fake = FAKE.of(view)
     return tuple(fake.shape), tuple(fake.stride()), fake.storage_offset()
 
 
 def _later(seen: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """The readers of a value from a node on."""
+    """Return the readers of a value from a node on."""
     return [user for user in seen.users if not user < node]

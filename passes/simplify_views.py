@@ -52,7 +52,7 @@ def _source(node: fx.Node) -> fx.Node | None:
 
 
 def _is_link(source: fx.Node, view: fx.Node, sources: dict[fx.Node, fx.Node], stopped: set[fx.Node]) -> bool:
-    """Whether a view alone reads another one, and gradients flow through both or neither."""
+    """Return whether a view alone reads another one, and gradients flow through both or neither."""
     alone = sources.get(view) is source and len(source.users) == 1
     return alone and source in sources and (source in stopped) == (view in stopped)
 
@@ -103,7 +103,7 @@ def _simplify(graph: fx.Graph, chain: list[fx.Node], ctx: Context) -> None:
 def _sizes(
     graph: fx.Graph, source: fx.Node, pieces: Sequence[list[int]], atoms: _Atoms, before: fx.Node, ctx: Context
 ) -> list[Any]:
-    """The arguments of the view that splits the source: numbers, sizes of the source, and at most one -1."""
+    """Return the arguments of the view that splits the source: numbers, sizes of the source, and at most one -1."""
     sizes: list[Any] = []
     for dim, factors in enumerate(pieces):
         for piece in factors:
@@ -131,14 +131,14 @@ class _Atoms:
         self.source = [[dim] for dim in range(len(shape))]
 
     def pieces(self, atom: int) -> list[int]:
-        """An atom, or what it was split into."""
+        """Return an atom, or what it was split into."""
         if atom not in self.children:
             return [atom]
         first, second = self.children[atom]
         return [*self.pieces(first), *self.pieces(second)]
 
     def after(self, node: fx.Node, dims: list[list[int]]) -> list[list[int]]:
-        """The atoms of each dimension behind one view."""
+        """Return the atoms of each dimension behind one view."""
         call = CALL.of(node)
         rank = len(dims)
         if call.op in _REGROUPS:
@@ -181,7 +181,7 @@ class _Atoms:
 
 
 def _divides(divisor: sympy.Expr, size: sympy.Expr) -> bool:
-    """Whether ``size / divisor`` is whole whatever the symbols are."""
+    """Return whether ``size / divisor`` is whole whatever the symbols are."""
     quotient = sympy.cancel(size / divisor)
     if not quotient.free_symbols:
         return bool(quotient.is_Integer)

@@ -51,13 +51,13 @@ def _splits(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """The arguments that a single op takes by place."""
+    """Return the arguments that a single op takes by place."""
     named = sorted((name for name in node.kwargs if name in _ORDER), key=_ORDER.index)
     return [*node.args, *(node.kwargs[name] for name in named)]
 
 
 def _value(node: fx.Node) -> Any:
-    """What ``addcmul`` and ``addcdiv`` scale the product by: one number, or one for each tensor."""
+    """Return what ``addcmul`` and ``addcdiv`` scale the product by: one number, or one for each tensor."""
     by_place = node.args[3] if len(node.args) > 3 else 1
     return node.kwargs.get("value", node.kwargs.get("scalars", by_place))
 
@@ -75,7 +75,7 @@ def _write(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _calls(node: fx.Node, name: str) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """The arguments of each single op: of a list its own element, and whatever else all share."""
+    """Yield the arguments of each single op: of a list its own element, and whatever else all share."""
     args, kwargs = _arguments(node), {key: value for key, value in node.kwargs.items() if key not in _ORDER}
     if name.startswith("addc"):
         args, kwargs = args[:3], {"value": _value(node)}

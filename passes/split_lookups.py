@@ -78,7 +78,7 @@ def _same_shape(a: Tensor, b: Tensor) -> bool:
 
 
 def _rows(node: fx.Node, ctx: Context) -> sympy.Expr | None:
-    """How many rows of dimension 0 a sample has: T of ``[B * T, ..]``; None where B is in no such place."""
+    """Return how many rows of dimension 0 a sample has: T of ``[B * T, ..]``; None where B is in no such place."""
     fake = FAKE.of(node)
     if fake.dim() == 0 or ctx.symbols.batch_dims(fake.shape) != [0]:
         return None
@@ -87,7 +87,7 @@ def _rows(node: fx.Node, ctx: Context) -> sympy.Expr | None:
 
 
 def _starts_at_own_rows(index: fx.Node, node: fx.Node, ctx: Context) -> bool:
-    """Whether an index is ``arange(B) * T`` and the data of each sample."""
+    """Return whether an index is ``arange(B) * T`` and the data of each sample."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     try:
@@ -109,7 +109,7 @@ def _fits(index: fx.Node, source: fx.Node, ctx: Context, batch: int, data: int) 
 
 
 def _value(node: fx.Node, ctx: Context, batch: int, data: int) -> Any:
-    """The value of an index at a number of samples, one number being in the place of all data."""
+    """Return the value of an index at a number of samples, one number being in the place of all data."""
     fake, call = FAKE.of(node), CALL.get(node)
     if not isinstance(fake, Tensor):
         return tree_map(lambda size: ctx.symbols.evaluate(size, batch), fake)
@@ -122,7 +122,7 @@ def _value(node: fx.Node, ctx: Context, batch: int, data: int) -> Any:
 
 
 def _integers(node: fx.Node) -> bool:
-    """Whether integers are made of integers, tensors and sizes, and of no list of tensors."""
+    """Return whether integers are made of integers, tensors and sizes, and of no list of tensors."""
     fakes = [FAKE.of(one) for one in (node, *node.all_input_nodes)]
     return all(
         fake.dtype in (torch.int32, torch.int64) if isinstance(fake, Tensor) else isinstance(fake, int | torch.SymInt)
@@ -186,7 +186,7 @@ class _Split:
 
 
 def _size(ctx: Context, node: fx.Node) -> fx.Node:
-    """The number of samples, of an input that holds them."""
+    """Return the number of samples, of an input that holds them."""
     name, dim = next(iter(ctx.sample_dims.items()))
     values = {one.name: one for one in node.graph.find_nodes(op="placeholder")}
     return make(node.graph, ctx, torch.ops.aten.sym_size.int, (values[name], dim), beside=node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxgrad.graph.context import Context, without_gradients
-from fxgrad.graph.edit import add_ghosts, open_tape
+from fxgrad.graph.edit import add_placeholders, open_tape
 from fxgrad.graph.tensors import memory, writes_of
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.runtime.targets import SingleTarget
@@ -17,8 +17,8 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     ``f(w)`` -> ``f(single(tape, handle, w))``, whose backward writes w's gradient on the tape as the one sample's.
     """
     graph = gm.graph
-    ghosts, given = add_ghosts(graph, ctx)
-    tape, cursor = open_tape(graph, ctx, (ghosts + given)[-1], 1, ghosts, given)
+    placeholders, given = add_placeholders(graph, ctx)
+    tape, cursor = open_tape(graph, ctx, (placeholders + given)[-1], 1, placeholders, given)
     handle = cursor
     stopped = without_gradients(graph)
     writes = writes_of(graph)
@@ -55,7 +55,7 @@ class _Versions:
                     user.replace_input_with(view, self._raw(view))
 
     def _raw(self, view: fx.Node) -> fx.Node:
-        """A view of the parameter itself, for what has no gradients."""
+        """Return a view of the parameter itself, for what has no gradients."""
         singles = {now for (of, _), now in self.made.items() if of is self.parameter}
         if view is self.parameter or view in singles:
             return self.parameter
@@ -63,11 +63,11 @@ class _Versions:
         return self.graph.node_copy(view, lambda arg: self._raw(arg) if arg in views else arg)
 
     def _behind(self, node: fx.Node) -> int:
-        """How many writes stand before a node."""
+        """Return how many writes stand before a node."""
         return sum(write < node for write in self.writes)
 
     def _now(self, view: fx.Node, writes: int) -> fx.Node:
-        """What shows a view's memory behind a number of writes."""
+        """Return what shows a view's memory behind a number of writes."""
         if (view, writes) not in self.made:
             sources = {source: self._now(source, writes) for source in view.all_input_nodes if source in self.views}
             with self.graph.inserting_before(self.first[writes]):
@@ -81,7 +81,7 @@ class _Versions:
 
 
 def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:
-    """A parameter, and the views of it that gradients flow through, each behind what it is a view of."""
+    """Return a parameter, and the views of it that gradients flow through, each behind what it is a view of."""
     place, views = memory(parameter), [parameter]
     for node in parameter.graph.nodes:
         view = node not in stopped and not set(views).isdisjoint(node.all_input_nodes)

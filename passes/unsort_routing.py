@@ -38,7 +38,7 @@ def _rewrite(graph: fx.Graph, routing: Routing, ctx: Context) -> None:
         order = make(graph, ctx, torch.arange, (count,), {"device": FAKE.of(ids).device}, beside=sort)
 
     def reads(user: fx.Node) -> bool:
-        """Whether a value of the order is an operand there, and not what is being made of it."""
+        """Return whether a value of the order is an operand there, and not what is being made of it."""
         return kinds.get(user) not in (Order.ORDER, Order.INVERSE)
 
     for node, kind in list(kinds.items()):

@@ -113,7 +113,7 @@ class _Hooked:
             )
 
     def _bypassed(self) -> bool:
-        """Whether a view from before the hook shows a write: the hook's place is not the only way there."""
+        """Return whether a view from before the hook shows a write: the hook's place is not the only way there."""
         if self.start is self.names[0] and not self.later:
             return False
         views = [node for node in self.node.graph.nodes if memory(node) == self.memory and node < self.first]

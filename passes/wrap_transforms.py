@@ -58,7 +58,7 @@ def wrap_transforms(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 def _reads(derivative: fx.Node, inside: Sequence[fx.Node]) -> bool:
-    """Whether a derivative, which torch.func.vjp takes behind its level, is one of what is inside."""
+    """Return whether a derivative, which torch.func.vjp takes behind its level, is one of what is inside."""
     return not set(inside).isdisjoint(derivative.all_input_nodes)
 
 

@@ -301,11 +301,11 @@ def test_an_input_that_all_samples_share(device: torch.device) -> None:
 
 
 def test_frozen_layers_cost_nothing(device: torch.device) -> None:
-    """Low rank on frozen layers: no tap, no ghost and nothing saved for the base."""
+    """Low rank on frozen layers: no tap, no gradient placeholder and nothing saved for the base."""
     first, second = LowRank(nn.Linear(64, 64), 2), LowRank(nn.Linear(64, 64), 2)
     model = nn.Sequential(first, second).to(device)
     text = str(fxgrad.trace(model, torch.randn(8, 64, device=device)))
-    assert text.count("tap_") == 4 and "ghost(0.base" not in text
+    assert text.count("tap_") == 4 and "grad_placeholder(0.base" not in text
     out = fxgrad.transform(model, backend="aot_eager")(torch.randn(8, 64, device=device))
     saved = getattr(out.grad_fn, "saved_tensors", ())
     weights = [tensor for tensor in saved if tensor.shape == (64, 64)]

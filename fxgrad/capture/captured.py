@@ -43,12 +43,12 @@ class Captured:
 
     @cached_property
     def values(self) -> list[Any]:
-        """The inputs as Dynamo traced them."""
+        """Return the inputs as Dynamo traced them."""
         return [EXAMPLE.of(node) for node in self.placeholders]
 
     @cached_property
     def names(self) -> list[str]:
-        """The user's names for the inputs: ``encoder.weight``, ``x``, ``batch['ids']``."""
+        """Return the user's names for the inputs: ``encoder.weight``, ``x``, ``batch['ids']``."""
         known = [self.parameter_names.get(id(example)) for example in self.examples]
         pairs = zip(known, self.placeholders, strict=True)
         return [input_name(node, self.positional) if name is None else name for name, node in pairs]
@@ -67,24 +67,24 @@ class Captured:
 
     @cached_property
     def frozen(self) -> dict[int, str]:
-        """The names of the other parameters, where a graph break may let one become trainable unseen."""
+        """Return the names of the other parameters, where a graph break may let one become trainable unseen."""
         trainable = self.trainable.values()
         return {} if self.fullgraph else {i: self.names[i] for i in self.parameters if i not in trainable}
 
     @cached_property
     def inputs(self) -> list[int]:
-        """The positions of tensors that are neither parameters nor buffers."""
+        """Return the positions of tensors that are neither parameters nor buffers."""
         tensors = [i for i, example in enumerate(self.examples) if isinstance(example, Tensor)]
         return [i for i in tensors if i not in self.parameters and id(self.examples[i]) not in self.buffers]
 
     @cached_property
     def roles(self) -> dict[int, int]:
-        """The inputs' sample dimensions, or the constants in place of one."""
+        """Return the inputs' sample dimensions, or the constants in place of one."""
         return {i: self._role(i) for i in self.inputs}
 
     @cached_property
     def dims(self) -> dict[int, int]:
-        """The sample dimensions of the inputs that have one; none of a batch of one."""
+        """Return the sample dimensions of the inputs that have one; none of a batch of one."""
         return {} if self.single else self.sample_dims()
 
     @cached_property
@@ -143,14 +143,14 @@ class Captured:
         return {i: dim for i, role in self.roles.items() if (dim := counting_dim(role)) is not None}
 
     def held(self) -> dict[int, int]:
-        """The inputs that hold the sample of a batch of one: all of each is the sample's."""
+        """Return the inputs that hold the sample of a batch of one: all of each is the sample's."""
         dims = {i: 0 for i, role in self.roles.items() if role != SHARED}
         if not dims:
             raise no_samples()
         return dims
 
     def counts(self, i: int) -> bool:
-        """Whether an input is the number of samples in a tensor that the graph takes nothing else of."""
+        """Return whether an input is the number of samples in a tensor that the graph takes nothing else of."""
         source: Any = source_of(self.placeholders[i])
         if not isinstance(self.values[i], torch.SymInt) or not hasattr(source, "base"):
             return False
@@ -158,11 +158,11 @@ class Captured:
         return role is not None and role != LOST and counting_dim(role) == getattr(source, "idx", None) is not None
 
     def traced(self, i: int) -> bool:
-        """Whether a parameter's gradient flows into an input: an earlier graph's output may carry it."""
+        """Return whether a parameter's gradient flows into an input: an earlier graph's output may carry it."""
         return not self.fullgraph and bool(self.values[i].requires_grad)
 
     def _role(self, i: int) -> int:
-        """The mark of a user's input or of an earlier graph's output; else the input's size decides."""
+        """Return the mark of a user's input or of an earlier graph's output; else the input's size decides."""
         example = self.examples[i]
         role = getattr(example, SAMPLE_DIM, None)
         if role is not None or self.fullgraph:
@@ -176,7 +176,7 @@ class Captured:
         return LOST if multiple else SHARED
 
     def _fields_beside(self, i: int) -> tuple[int, int]:
-        """The positions of batch_sizes and sorted_indices of the PackedSequence whose data an input is."""
+        """Return the positions of batch_sizes and sorted_indices of the PackedSequence whose data an input is."""
         base = self.names[i].removesuffix(".data").removesuffix("[0]")
         places = {self.names[k].removeprefix(base): k for k in self.inputs if self.names[k].startswith(base)}
         sizes = places.get(".batch_sizes", places.get("[1]"))  # as Dynamo names them
@@ -191,7 +191,7 @@ class Captured:
         return sizes, order
 
     def _argument(self, path: str) -> Any:
-        """The value that Dynamo calls ``L['args'][1]['y']``; None where it is reached in another way."""
+        """Return the value that Dynamo calls ``L['args'][1]['y']``; None where it is reached in another way."""
         match = re.fullmatch(r"L\['(args|kwargs)'\]((?:\[(?:\d+|'[^']*')\])*)", path)
         value: Any = self.arguments.get(match[1]) if match else None
         for number, key in re.findall(r"\[(?:(\d+)|'([^']*)')\]", match[2] if match else ""):
@@ -203,7 +203,7 @@ class Captured:
 
 
 def _first_use(node: fx.Node) -> str:
-    """The user's line that first reads an input."""
+    """Return the user's line that first reads an input."""
     return source_line(next(iter(node.users), node))
 
 
@@ -214,7 +214,7 @@ def _path(source: Any) -> str:
 
 
 def input_name(node: fx.Node, positional: Sequence[str]) -> str:
-    """The name of a graph input in terms of forward's arguments: ``L['args'][1]['y']`` is ``y['y']``."""
+    """Return the name of a graph input in terms of forward's arguments: ``L['args'][1]['y']`` is ``y['y']``."""
     path = _path(source_of(node))
     if match := re.fullmatch(r"L\['args'\]\[(\d+)\](.*)", path):
         i = int(match[1])
@@ -234,7 +234,7 @@ def is_argument(node: fx.Node) -> bool:
 
 
 def attribute_name(node: fx.Node) -> str:
-    """The name of an attribute in the user's terms: ``L['original'].head.t`` is ``head.t``."""
+    """Return the name of an attribute in the user's terms: ``L['original'].head.t`` is ``head.t``."""
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", _path(source_of(node)) or node.name)
     text = re.sub(r"^[LG]\['(?:original|self)'\]\.(?:__self__\.)?|^[LG]\['(\w+)'\]", r"\1", text)
     text = re.sub(r"^__import_\w+\.", "", text)  # a global of a module
@@ -242,7 +242,7 @@ def attribute_name(node: fx.Node) -> str:
 
 
 def _attribute(node: fx.Node) -> str:
-    """A parameter's name in its module: ``L['self']._modules['0']._parameters['weight']`` is ``0.weight``."""
+    """Return a parameter's name in its module: ``L['self']._modules['0']._parameters['weight']`` is ``0.weight``."""
     return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", _path(source_of(node))))
 
 

@@ -21,7 +21,7 @@ from fxgrad.runtime.slot import Slot
 
 
 def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
-    """Whether `check_call` has nothing to refuse: in every call, so each tensor is met once."""
+    """Return whether `check_call` has nothing to refuse: in every call, so each tensor is met once."""
     if innermost_transform() is not None or forward_level() >= 0:
         return False
     for name, parameter in parameters.items():

@@ -56,7 +56,7 @@ def check_whole(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Iter
 
 
 def group_around() -> Any:
-    """The processes of the DistributedDataParallel whose forward is running; None outside of one."""
+    """Return the processes of the DistributedDataParallel whose forward is running; None outside of one."""
     around: Any = wrapped_by_ddp()  # Dynamo asks for it, too
     return None if around is None else around.process_group
 

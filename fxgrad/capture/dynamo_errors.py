@@ -25,14 +25,14 @@ from fxgrad.host.modules import has_backward_hooks
 
 
 def fails_without_dynamo(error: Exception) -> bool:
-    """Whether it looks like the model's own exception: wrong shapes, wrong arguments, an assert."""
+    """Return whether it looks like the model's own exception: wrong shapes, wrong arguments, an assert."""
     raised = "failed to bind arguments|Observed exception|Assertion failed on symbolic shapes"
     own = isinstance(error, Unsupported) and re.search(raised, str(error))
     return bool(own) or isinstance(error, TorchRuntimeError)
 
 
 def fixes_the_batch(error: Exception) -> bool:
-    """Whether Dynamo found that its graph holds for one batch size only."""
+    """Return whether Dynamo found that its graph holds for one batch size only."""
     user = isinstance(error, UserError) or "ConstraintViolation" in type(error).__name__
     return user and ("mark_dynamic" in str(error) or "Constraints violated" in str(error))
 
@@ -74,7 +74,7 @@ def _in_our_words(error: Exception, text: str, options: Options) -> tuple[str, s
 
 
 def _with_backward_hooks(model: nn.Module) -> str:
-    """The modules that have backward hooks, in words."""
+    """Return the modules that have backward hooks, in words."""
     hooked = [name for name, module in model.named_modules() if has_backward_hooks(module)]
     return "on " + ", ".join(f"'{name}'" if name else "the model itself" for name in hooked)
 
@@ -136,7 +136,7 @@ def _changing(reasons: Sequence[str], positional: Sequence[str]) -> str:
 
 
 def _in_words(reason: str, positional: Sequence[str]) -> str:
-    """A guard in the user's names: ``self.k`` for ``original.k``, ``x`` for ``args[0]``."""
+    """Return a guard in the user's names: ``self.k`` for ``original.k``, ``x`` for ``args[0]``."""
 
     def named(found: re.Match[str]) -> str:
         i = int(found[1])
@@ -149,7 +149,7 @@ def _in_words(reason: str, positional: Sequence[str]) -> str:
 
 
 def _guarded_line(reason: str) -> str:
-    """The user's line that reads what changed: ``model.py:19   return self.layer(x) * self.k``."""
+    """Return the user's line that reads what changed: ``model.py:19   return self.layer(x) * self.k``."""
     found = re.search(r"  # (?P<code>.+?)\s+# (?P<file>\S+):(?P<line>\d+) in ", reason)
     return f"{PurePath(found['file']).name}:{found['line']}   {found['code']}" if found else ""
 

@@ -32,7 +32,7 @@ class NamedParameters:
         self.last = _walked(model)
 
     def now(self) -> Mapping[str, nn.Parameter]:
-        """The same mapping as long as the same modules have the same parameters by the same names."""
+        """Return the same mapping as long as the same modules have the same parameters by the same names."""
         content = _content(self.last.modules)
         if len(content) != len(self.last.content) or not all(map(is_, content, self.last.content)):
             self.last = _walked(self.model)
@@ -40,7 +40,7 @@ class NamedParameters:
 
 
 def _content(modules: Iterable[nn.Module]) -> list[Any]:
-    """The names, the parameters and the inner modules of these modules."""
+    """Return the names, the parameters and the inner modules of these modules."""
     content: list[Any] = []
     for module in modules:
         for members in held_by(module):

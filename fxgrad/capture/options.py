@@ -35,7 +35,7 @@ class Options:
     settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
 
     def takes(self, **changes: Any) -> bool:
-        """Whether other values of these options would pass: no error may advise what the next one refuses."""
+        """Return whether other values of these options would pass: no error may advise what the next one refuses."""
         other = dataclasses.replace(self, **changes)
         try:
             other.check(one_graph=self.fullgraph or "fullgraph" in changes)

@@ -55,7 +55,7 @@ recurrent_layers.register_fake(_shapes)
 
 
 def _forward_packed(self: nn.RNNBase, input: PackedSequence, hx: Any) -> Any:
-    """What they compute of packed data; states are in the user's own order."""
+    """Return what they compute of packed data; states are in the user's own order."""
     data, batch_sizes, *indices = input
     if data.dim() != 2:
         raise RuntimeError(f"input must have 2 dimensions, got {data.dim()}")
@@ -72,7 +72,7 @@ def _indices(data: Tensor, batch_sizes: Tensor, order: Any, unsorted: Any) -> tu
 
 
 def _forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
-    """What nn.RNN, nn.LSTM and nn.GRU compute of padded input."""
+    """Return what nn.RNN, nn.LSTM and nn.GRU compute of padded input."""
     if input.dim() not in (2, 3):
         raise ValueError(f"{type(self).__name__}: Expected input to be 2D or 3D, got {input.dim()}D instead")
     unbatched = input.dim() == 2
@@ -110,7 +110,7 @@ def _check_input(self: nn.RNNBase, input: Tensor, weight: Tensor) -> None:
 
 
 def _states(self: nn.RNNBase, sequence: Tensor, hx: Any, unbatched: bool) -> list[Tensor]:
-    """The given states or zeros, ``[layers * directions, B, out]``, checked as PyTorch checks them."""
+    """Return the given states or zeros, ``[layers * directions, B, out]``, checked as PyTorch checks them."""
     rows, batch = self.num_layers * (2 if self.bidirectional else 1), sequence.shape[1]
     sizes = [(rows, batch, self.proj_size or self.hidden_size)]
     if self.mode == "LSTM":

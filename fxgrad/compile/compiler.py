@@ -1,4 +1,4 @@
-"""From one captured graph to one callable: the passes, the inner compiler, and the ghosts around it."""
+"""From one captured graph to one callable: the passes, the inner compiler, and the gradient placeholders around it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.quantities import Delivery
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.placeholders import Ghosts, watch
+from fxgrad.runtime.placeholders import Placeholders, watch
 from fxgrad.runtime.store import Store
 from fxgrad.runtime.targets import TAPS
 from fxgrad.terms.work import Way
@@ -110,17 +110,17 @@ def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
 
 
 def _memories(node: fx.Node) -> list[int | None]:
-    """The memory of a node's tensors."""
+    """Return the memory of a node's tensors."""
     return [memory_of(tensor) for tensor in tensors_of(FAKE.get(node))]
 
 
 def _own_saved_tensors() -> Any:
-    """The passes run ops on fake tensors, which the hooks of a checkpoint around the model may not see."""
+    """Keep fake tensors, which the passes run ops on, from the hooks of a checkpoint around the model."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
-    """A graph without trainable parameters runs as it is; a later one has to find the samples in its outputs."""
+    """Run a graph without trainable parameters as it is; a later one has to find the samples in its outputs."""
     dims = {} if captured.fullgraph else captured.dims
     defined = run_passes(captured.gm, make_context(captured, options, None), (*DEFINITIONS, *LAST))
     compiled = inner(defined, captured.values)
@@ -150,27 +150,29 @@ def check_frozen(frozen: Mapping[int, str], args: Sequence[Any], now_frozen: Seq
 
 
 def _with_roles(outputs: Any, roles: Mapping[int, int]) -> Any:
-    """A graph's outputs, marked for the graph behind a graph break."""
+    """Return a graph's outputs, marked for the graph behind a graph break."""
     for i, role in roles.items():
         setattr(outputs[i], SAMPLE_DIM, role)
     return outputs
 
 
 def _inner_inputs(captured: Captured, options: Options) -> list[Any]:
-    """What the inner compiler sees: parameters that need no gradient, a ghost for each delivery, what is given."""
+    """List what the inner compiler sees: detached parameters, gradient placeholders, what the quantities are given."""
     values = list(captured.values)
     n: Any = next((values[i].shape[dim] for i, dim in captured.dims.items()), captured.batch_size)
     parameters = {name: values[i] for name, i in captured.trainable.items()}
     with next(iter(parameters.values())).fake_mode:
-        ghosts = [_empty(d).requires_grad_() for q in options.quantities for d in q.deliveries(q.units(n), parameters)]
+        placeholders = [
+            _empty(d).requires_grad_() for q in options.quantities for d in q.deliveries(q.units(n), parameters)
+        ]
         given = [_full(d) for q in options.quantities for d in q.inputs(q.units(n), parameters)]
         for i in captured.trainable.values():
             values[i] = values[i].detach()
-    return values + ghosts + given
+    return values + placeholders + given
 
 
 def _empty(delivery: Delivery) -> Tensor:
-    """A ghost: the shape of what will be delivered, and one element of memory."""
+    """Return a gradient placeholder: the shape of what will be delivered, and one element of memory."""
     return torch.empty((), dtype=delivery.dtype, device=delivery.device).expand(delivery.shape)
 
 
@@ -180,7 +182,7 @@ def _full(delivery: Delivery) -> Tensor:
 
 @dataclass
 class Transformed:
-    """A compiled graph with its ghosts."""
+    """A compiled graph with its gradient placeholders."""
 
     compiled: Callable[..., Any]
     interface: Interface
@@ -198,7 +200,7 @@ class Transformed:
         names = tuple(parameters)
         if interface.frozen or names != forward.names:
             check_frozen(interface.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
-        ghosts = Ghosts.apply(self.store, forward, names, *parameters.values())  # type: ignore[no-untyped-call]
+        placeholders = Placeholders.apply(self.store, forward, names, *parameters.values())  # type: ignore[no-untyped-call]
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
         if interface.writes is not None:
             interface.writes.check((*args, *given))
@@ -207,12 +209,12 @@ class Transformed:
         inputs = list(args)
         for i in interface.trainable.values():
             inputs[i] = args[i].detach()
-        outputs = list(self.compiled(*inputs, *ghosts, *given))
+        outputs = list(self.compiled(*inputs, *placeholders, *given))
         for i in interface.uniform:
-            outputs[i] = Uniform.apply(outputs[i], ghosts[0])  # type: ignore[no-untyped-call]
+            outputs[i] = Uniform.apply(outputs[i], placeholders[0])  # type: ignore[no-untyped-call]
         _with_roles(outputs, interface.roles)
         if torch.is_grad_enabled():
-            self.store.began(forward, ghosts[0].grad_fn)
+            self.store.began(forward, placeholders[0].grad_fn)
             watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
         return outputs
 
@@ -234,7 +236,7 @@ class Transformed:
             )
 
     def size_of(self, args: Sequence[Any]) -> int:
-        """The number of samples in the graph's inputs."""
+        """Return the number of samples in the graph's inputs."""
         if self.batch_size == 1:
             return 1
         sizes = {args[i].shape[dim] for i, dim in self.interface.dims.items()}

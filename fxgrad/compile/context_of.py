@@ -17,7 +17,7 @@ UNLIKELY = 7  # the length that a size is taken to have of which nothing is know
 
 
 def make_context(captured: Captured, options: Options, dims: dict[int, int] | None) -> Context:
-    """The passes' context: their own symbols, and the inputs as fake values in them; none where dims is None."""
+    """Return the passes' context: their own symbols, and the inputs as fake values in them; none where dims is None."""
     symbols = Symbols()
     nodes = [node.name for node in captured.placeholders]
     parameters = [

@@ -95,7 +95,7 @@ def _flops(counter: FlopCounterMode) -> sympy.Expr:
 
 
 def _inputs(gm: fx.GraphModule, ctx: Context, size: int | None) -> list[Any]:
-    """Fake values for the placeholders, a ghost for each parameter among them; B as a number if ``size`` is one."""
+    """Make fake values for all inputs, gradient placeholders among them; B is a number if ``size`` is one."""
     batch: Any = ctx.symbols.b if size is None else size
     device = next(value.device for value in ctx.inputs.values() if isinstance(value, Tensor))
     with ctx.symbols.mode:
@@ -105,14 +105,14 @@ def _inputs(gm: fx.GraphModule, ctx: Context, size: int | None) -> list[Any]:
             if node.name in ctx.inputs:
                 values.append(_fresh(ctx.inputs[node.name], ctx, size))
             else:
-                delivery, ghost = next(added)
+                delivery, placeholder = next(added)
                 empty = torch.empty((), dtype=delivery.dtype, device=device).expand(delivery.shape)
-                values.append(empty.requires_grad_(ghost))
+                values.append(empty.requires_grad_(placeholder))
     return values
 
 
 def _fresh(value: Any, ctx: Context, size: int | None) -> Any:
-    """An input's value as a leaf of its own, with B as a number if ``size`` is one."""
+    """Return an input's value as a leaf of its own, with B as a number if ``size`` is one."""
     if not isinstance(value, Tensor):
         return value if size is None else ctx.symbols.evaluate(value, size)
     if size is None:
@@ -199,7 +199,7 @@ class _RememberingTape(Tape):
                 self.rehearsal.backward += flops
 
     def _choice(self, key: int, moved: bool) -> Choice | None:
-        """How what was just written down is kept to the end; None where gradients are all that is asked for."""
+        """Return how what was just written down is kept to the end; None where gradients are all that is asked for."""
         return None
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
@@ -220,7 +220,7 @@ class _RememberingTape(Tape):
             raise OptionError(error.sentence, where=where, path=path, advice=error.advice) from None
 
     def _node(self, use: Use | None, error: OptionError) -> fx.Node | None:
-        """The op of a use; of no use in particular, the last one of the parameter that the error names."""
+        """Return the op of a use; of no use in particular, the last one of the parameter that the error names."""
         for node in reversed(self.nodes):
             if isinstance(node.target, TAPS):
                 own: Use = node.target.strategy.use

@@ -51,7 +51,7 @@ def _keep_renames() -> None:
 
 
 def inner_compiler(backend: str | Inner) -> Inner:
-    """The compiler behind: Inductor, AOTAutograd alone, nothing, or the user's own."""
+    """Return the compiler behind: Inductor, AOTAutograd alone, nothing, or the user's own."""
     if callable(backend):
         return backend
     if backend == "inductor":

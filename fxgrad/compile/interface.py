@@ -64,7 +64,7 @@ def outputs_of(gm: fx.GraphModule) -> Sequence[Any]:
 
 
 def _samples(gm: fx.GraphModule) -> dict[int, Samples]:
-    """What each output is to the samples, where the passes know."""
+    """Return what each output is to the samples, where the passes know."""
     known = {i: SAMPLES.get(node) for i, node in enumerate(outputs_of(gm)) if isinstance(node, fx.Node)}
     return {i: samples for i, samples in known.items() if isinstance(samples, Samples)}
 
@@ -99,7 +99,7 @@ def writes_of(captured: Captured, gm: fx.GraphModule) -> Writes | None:
 
 
 def _reached_by_parameters_alone(captured: Captured) -> list[int]:
-    """The uniform outputs for a batch of one, whose graph says nothing about samples."""
+    """Return the uniform outputs for a batch of one, whose graph says nothing about samples."""
     examples, nodes = captured.examples, captured.placeholders
     held = {nodes[i] for i in captured.inputs if getattr(examples[i], SAMPLE_DIM, None) != SHARED}
     traced = {nodes[i] for i in captured.trainable.values()}
@@ -111,7 +111,7 @@ def _reached_by_parameters_alone(captured: Captured) -> list[int]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The values whose memory a node writes to."""
+    """Return the values whose memory a node writes to."""
     memories = set(map(memory, written(node))) - {None}
     return [other for other in node.graph.nodes if memory(other) in memories] if memories else []
 

@@ -34,7 +34,7 @@ class Room:
     largest: int = 0  # the batch that was seen to fit
 
     def is_tight(self, n: int) -> bool:
-        """Whether holding all gradients would take a part of the room that is worth a look."""
+        """Return whether holding all gradients would take a part of the room that is worth a look."""
         every = sum(n * p.numel() * p.element_size() for p in self.parameters.values())
         return self.limit is not None and every > WORTH_A_LOOK * min(map(self._room, self._devices()))
 

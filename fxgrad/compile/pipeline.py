@@ -110,7 +110,7 @@ ONE: tuple[Pass, ...] = (
 
 
 def passes_of(n: int, quantities: Sequence[Quantity]) -> tuple[Pass, ...]:
-    """The passes for n samples."""
+    """Return the passes for n samples."""
     bounded = not all(quantity.dense for quantity in quantities)
     return PASSES if n != 1 else ONE if bounded else SINGLE
 
@@ -150,12 +150,12 @@ def _undecided(error: GuardOnDataDependentSymNode) -> LostLayout:
 
 
 def _analyse(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """The body of an op, up to where its samples are known."""
+    """Return the body of an op, up to where its samples are known."""
     return run_passes(gm, ctx, ANALYSIS)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A new graph with the same nodes, names and facts.
+    """Return a new graph with the same nodes, names and facts.
 
     Its Python code is written when it first runs; graphs between passes never run.
     """

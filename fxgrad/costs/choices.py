@@ -40,7 +40,7 @@ class Choice:
     costs: Mapping[Way, Cost] = field(default_factory=dict)  # of every way it can have
 
     def work(self, sums: bool, way: Way | None = None) -> Work:
-        """What its way, or another one, takes, as its table has it; ``sums``: with a weighted sum."""
+        """Return what its way, or another one, takes, as its table has it; ``sums``: with a weighted sum."""
         assert self.found is not None
         cost = self.found.table.costs[way or self.way]
         return cost.norms + cost.sums if sums else cost.norms
@@ -64,7 +64,7 @@ class Planner:
         return choice.way
 
     def choice(self, name: str, found: Contraction, *, deferred: bool = False) -> Choice:
-        """The same with its reasons."""
+        """Return the same with its reasons."""
         prices = costs(found, self.machine, self.batch, sums=self.sums)
         lean: dict[Way, Cost] = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
         prices = lean if deferred else prices
@@ -93,12 +93,12 @@ class Planner:
             self.log.append((name, Choice(Way.MATERIALISE, reason)))
 
     def grouped(self, size: int) -> Planner:
-        """The same where ``size`` rows are one sample."""
+        """Return the same where ``size`` rows are one sample."""
         return self if size == 1 else replace(self, batch=max(1, self.batch // size))
 
 
 def cannot(name: str, way: Way, has: Iterable[Way], reason: str = "") -> OptionError:
-    """The error of a use that cannot be contracted as the user said."""
+    """Return the error of a use that cannot be contracted as the user said."""
     ways = ", ".join(f"'{one.value}'" for one in has)
     return OptionError(
         f"strategy={way.value!r} does not fit parameter '{name}'" + (f": {reason}" if reason else ""),
@@ -107,7 +107,7 @@ def cannot(name: str, way: Way, has: Iterable[Way], reason: str = "") -> OptionE
 
 
 def overrides_of(strategy: Strategy | None, names: Mapping[str, str], *, whole: bool = True) -> dict[str, Override]:
-    """What a strategy says about each parameter; ``names`` has every name of each, and the one it goes by.
+    """Return what a strategy says about each parameter; ``names`` has every name of each, and the one it goes by.
 
     A name counts before a pattern, and a pattern before one that stands behind it. ``whole``: all names are known.
     """

@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
 
 def costs(contraction: Contraction, machine: Machine, batch: int, *, sums: bool = True) -> dict[Way, Cost]:
-    """What each way that a term can have takes for a batch; ``sums``: also for a weighted sum."""
+    """Return what each way that a term can have takes for a batch; ``sums``: also for a weighted sum."""
     numbers = tuple(map(hint, contraction.sizes))
     return _costs(contraction.table, contraction.ways, numbers, contraction.itemsize, machine, batch, sums)
 
@@ -63,7 +63,7 @@ def _costs(
 
 @lru_cache
 def _function(table: CostTable) -> Callable[..., list[tuple[list[float], list[float]]]]:
-    """A table as a function of numbers: (n, e, sizes..) -> for each way (for the norms, for the sum)."""
+    """Return a table as a function of numbers: (n, e, sizes..) -> for each way (for the norms, for the sum)."""
     rows = [[list(cost.norms.parts()), list(cost.sums.parts())] for cost in table.costs.values()]
     compiled: Callable[..., list[tuple[list[float], list[float]]]]
     compiled = sympy.lambdify((n, e, *table.symbols), rows, modules="math")
@@ -71,6 +71,6 @@ def _function(table: CostTable) -> Callable[..., list[tuple[list[float], list[fl
 
 
 def cheapest(prices: Mapping[Way, Cost]) -> Way:
-    """The way of least time; of those that noise does not tell apart, the first in the order of `Way`."""
+    """Return the way of least time; of those that noise does not tell apart, the first in the order of `Way`."""
     least = min(price.seconds for price in prices.values())
     return next(way for way in Way if way in prices and prices[way].seconds <= NOISE * least)

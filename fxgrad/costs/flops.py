@@ -12,12 +12,12 @@ from fxgrad.samples.symbols import Symbols
 
 
 def at(cost: sympy.Expr, symbols: Symbols, batch: int) -> int | None:
-    """The number a cost is at this many samples; None where only the data decides."""
+    """Return the number a cost is at this many samples; None where only the data decides."""
     value = sympy.sympify(cost).subs(symbols.symbol, batch).subs(symbols.hints())
     return int(value) if value.is_number else None
 
 
 def formula(cost: sympy.Expr, symbols: Symbols) -> str:
-    """A cost as text in the symbols' names: ``24*B``."""
+    """Return a cost as text in the symbols' names: ``24*B``."""
     names = {symbol: sympy.Symbol(name) for symbol, name in symbols.names.items()}
     return str(sympy.sympify(cost).subs(names))

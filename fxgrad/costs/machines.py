@@ -71,7 +71,7 @@ _pinned: list[Machine] = []
 
 @contextlib.contextmanager
 def pinned(machine: Machine) -> Iterator[None]:
-    """What is compiled in here is compiled for this machine."""
+    """Compile for this machine what is compiled in here."""
     _pinned.append(machine)
     try:
         yield
@@ -80,7 +80,7 @@ def pinned(machine: Machine) -> Iterator[None]:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The machine that a device is part of: pinned, remembered, read, or measured and written."""
+    """Return the machine that a device is part of: pinned, remembered, read, or measured and written."""
     if _pinned:
         return _pinned[-1]
     if os.environ.get(VARIABLE) == "reference" or device.type not in ("cpu", "cuda"):
@@ -93,7 +93,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def file() -> Path:
-    """Where machines are kept."""
+    """Return where machines are kept."""
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
     folder = os.environ.get("XDG_CACHE_HOME")
@@ -101,7 +101,7 @@ def file() -> Path:
 
 
 def entry_of(device: torch.device) -> str:
-    """What the numbers depend on: ``cpu x86_64, 2 threads, torch 2.13.0``."""
+    """Return what the numbers depend on: ``cpu x86_64, 2 threads, torch 2.13.0``."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"cpu {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -118,12 +118,12 @@ class Entry(NamedTuple):
     measured: Sequence[float]  # when, in seconds since 1970; none where the user wrote the numbers
 
     def may_be_slow(self) -> bool:
-        """Whether it is worth measuring again."""
+        """Return whether it is worth measuring again."""
         return 0 < len(self.measured) < TIMES and time.time() - self.measured[-1] > APART
 
 
 def _kept(path: Path, entry: str, device: torch.device) -> Machine:
-    """The machine of the file, after another measurement where one is due."""
+    """Return the machine of the file, after another measurement where one is due."""
     known = _read(path).get(entry)
     if known is not None and not known.may_be_slow():
         return known.machine
@@ -137,12 +137,12 @@ def _kept(path: Path, entry: str, device: torch.device) -> Machine:
 
 
 def _faster(one: Machine, other: Machine) -> Machine:
-    """The better of each speed."""
+    """Return the better of each speed."""
     return replace(one, **{rate: max(getattr(one, rate), getattr(other, rate)) for rate in RATES})
 
 
 def _read(path: Path) -> dict[str, Entry]:
-    """What the file holds; nothing where it cannot be read or is not ours."""
+    """Return what the file holds; nothing where it cannot be read or is not ours."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -182,7 +182,7 @@ ENOUGH = 0.3  # seconds, on a machine too busy for that many rounds
 
 
 def measure(device: torch.device, name: str = "") -> Machine:
-    """A machine's speeds; see Note [Measuring]. `REFERENCE`'s where it cannot be measured."""
+    """Return a machine's speeds; see Note [Measuring]. `REFERENCE`'s where it cannot be measured."""
     try:
         with disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             return Machine(**{what: float(f"{rate:.2g}") for what, rate in _rates(device).items()}, name=name)
@@ -194,7 +194,7 @@ Probe = tuple[Callable[[], object], int, float]  # what to run, how often, and w
 
 
 def _probes(device: torch.device) -> dict[str, Probe]:
-    """What is run for each of a machine's speeds."""
+    """Return what is run for each of a machine's speeds."""
 
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=torch.float32, device=device)

@@ -33,14 +33,14 @@ class Statistic:
     """What is computed from the rows ``[n, elements]``; an operator takes its name, and its fields as settings."""
 
     def of_factors(self, part: Part, dtype: torch.dtype) -> Tensor | None:
-        """The result where the factors of a single part give it at once."""
+        """Return the result where the factors of a single part give it at once."""
         return None
 
     def shape(self, n: int, elements: int) -> tuple[int, ...]:
         return (elements,)
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """The result from whole rows, or from some columns of them."""
+        """Return the result from whole rows, or from some columns of them."""
         raise NotImplementedError
 
     def add(self, total: Tensor, rows: Tensor, lines: tuple[int, int], chosen: Chosen) -> None:
@@ -99,7 +99,7 @@ STATISTICS: dict[str, type[Statistic]] = {kind.__name__: kind for kind in (Squar
 
 
 def by_columns(parts: Sequence[Part | Tensor], statistic: Statistic, dtype: torch.dtype) -> Tensor:
-    """A statistic of the sum of some parts."""
+    """Return a statistic of the sum of some parts."""
     whole = [part_of(part) for part in parts]
     from_factors = statistic.of_factors(whole[0], dtype) if len(whole) == 1 else None
     if from_factors is not None:
@@ -145,7 +145,7 @@ def columns(
 
 
 def _touched(parts: Sequence[Readable]) -> Tensor | None:
-    """The lines that some sample's gradient has, in order; None where each may have all."""
+    """Return the lines that some sample's gradient has, in order; None where each may have all."""
     lines = [ids.flatten() for ids in (part.touched() for part in parts) if ids is not None]
     return torch.cat(lines).unique() if len(lines) == len(parts) else None
 

@@ -36,7 +36,7 @@ class SampleGrads:
 
     @property
     def accumulating(self) -> torch.dtype:
-        """The dtype that norms and sums are taken in."""
+        """Return the dtype that norms and sums are taken in."""
         return accumulating(self.dtype)
 
     def dense(self) -> Tensor:
@@ -46,7 +46,7 @@ class SampleGrads:
         return self._scaled(summed(self.parts).reshape(self.n, *self.shape))
 
     def grouped(self, size: int) -> SampleGrads:
-        """The same with ``size`` consecutive samples as one."""
+        """Return the same with ``size`` consecutive samples as one."""
         if size == 1:
             return self
         parts = [part.grouped(size) for part in self.parts]
@@ -108,7 +108,7 @@ class SampleGrads:
         return self._scaled(self._by_columns(Squares()).reshape(self.shape), 2)
 
     def variance(self) -> Tensor:
-        """The unbiased variance over samples, element by element, ``[*shape]``."""
+        """Return the unbiased variance over samples, element by element, ``[*shape]``."""
         return self._scaled(self._by_columns(Variance()).reshape(self.shape), 2)
 
     def gram(self) -> Tensor:
@@ -116,7 +116,7 @@ class SampleGrads:
         return self._scaled(self._by_columns(Gram()), 2)
 
     def projected(self, dim: int, seed: int, key: int) -> Tensor:
-        """The product with a matrix of signs that (seed, key) names, ``[n, dim]``."""
+        """Return the product with a matrix of signs that (seed, key) names, ``[n, dim]``."""
         return self._scaled(self._by_columns(Projection(dim, seed, key)))
 
     def _by_columns(self, statistic: Statistic) -> Tensor:
@@ -125,7 +125,7 @@ class SampleGrads:
 
 
 def deferred(part: Part, name: str, planner: Planner) -> Part:
-    """A part of one parameter as it is kept to the end of the backward: as factors, or multiplied out."""
+    """Return a part of one parameter as it is kept to the end of the backward: as factors, or multiplied out."""
     if isinstance(part, Term) and planner.of(name, part) is Way.MATERIALISE:
         return part.materialised()
     return part

@@ -65,22 +65,22 @@ class Context:
 
     @property
     def keep_apart(self) -> str:
-        """What to do where samples meet."""
+        """Return what to do where samples meet."""
         allow = ', or pass mixing="allow"' if self.may_mix else ""
         return f"Keep the op within one sample{',' if allow else ', or'} leave it out of the model{allow}."
 
     def deliveries(self, n: Any) -> list[Delivery]:
-        """What the backward of a batch of n delivers, all quantities in turn."""
+        """Return what the backward of a batch of n delivers, all quantities in turn."""
         metas = self._metas()
         return [one for quantity in self.quantities for one in quantity.deliveries(quantity.units(n), metas)]
 
     def given(self, n: Any) -> list[Delivery]:
-        """What the quantities are given at each call."""
+        """Return what the quantities are given at each call."""
         metas = self._metas()
         return [one for quantity in self.quantities for one in quantity.inputs(quantity.units(n), metas)]
 
     def counts_given(self) -> list[int]:
-        """How many tensors each quantity is given."""
+        """Return how many tensors each quantity is given."""
         return [len(quantity.inputs(1, self._metas())) for quantity in self.quantities]
 
     def _metas(self) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ class Context:
         return {parameter.node: parameter for parameter in self.parameters}
 
     def trainable(self, graph: fx.Graph) -> list[fx.Node]:
-        """The parameters' nodes, in the parameters' order, which is the model's and not the graph's."""
+        """Return the parameters' nodes, in the parameters' order, which is the model's and not the graph's."""
         by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
         return [by_name[parameter.node] for parameter in self.parameters]
 
@@ -102,12 +102,12 @@ _HOSTS = ("torch/nn/", "torch/_", "torch/utils/", "torch/functional.py", f"{Pure
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's own line that made a node: ``model.py:41   x = self.bn(x)``."""
+    """Return the user's own line that made a node: ``model.py:41   x = self.bn(x)``."""
     return last_own_line(node.stack_trace or "") or _module(node)
 
 
 def last_own_line(trace: str) -> str:
-    """The last line of a stack trace that is neither PyTorch's nor fxgrad's."""
+    """Return the last line of a stack trace that is neither PyTorch's nor fxgrad's."""
     frames = [f for f in _FRAME.finditer(trace) if not any(host in f["file"] for host in _HOSTS)]
     if not frames:
         return ""
@@ -116,7 +116,7 @@ def last_own_line(trace: str) -> str:
 
 
 def _module(node: fx.Node) -> str:
-    """The module a node comes from, where no line of the user's own made it: ``BatchNorm1d '1'``."""
+    """Return the module a node comes from, where no line of the user's own made it: ``BatchNorm1d '1'``."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
@@ -127,7 +127,7 @@ def _module(node: fx.Node) -> str:
 
 
 def path_to(node: fx.Node, ctx: Context) -> str:
-    """The way samples took to a node: ``x -> conv2d -> batch_norm``."""
+    """Return the path of samples to a node: ``x -> conv2d -> batch_norm``."""
     steps: list[str] = []
     current: fx.Node | None = node
     while current is not None and len(steps) < 12:
@@ -139,13 +139,13 @@ def path_to(node: fx.Node, ctx: Context) -> str:
 
 
 def spoken(node: fx.Node, op: str) -> str:
-    """An op's name as the user wrote it: ``register_hook`` for the function that a hook became."""
+    """Return an op's name as the user wrote it: ``register_hook`` for the function that a hook became."""
     what = getattr(node.target, "what", None)  # of a UserFunction
     return op if what is None else {FUNCTION: "autograd.Function", HOOK: "register_hook"}[what]
 
 
 def _carriers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that hold samples, those first in which samples already met."""
+    """Yield the operands that hold samples, those first in which samples already met."""
     for wanted in ("mixed", "batched"):
         for operand in node.all_input_nodes:
             samples = SAMPLES.get(operand)
@@ -164,7 +164,7 @@ _OF_A_PLACE = ("stack_trace", "nn_module_stack", *OF_A_CHECKPOINT)
 
 
 def without_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The calls of a graph that run under ``torch.no_grad`` or ``torch.inference_mode``."""
+    """Return the calls of a graph that run under ``torch.no_grad`` or ``torch.inference_mode``."""
     stopped: set[fx.Node] = set()
     enabled, inference = True, False
     before: dict[Any, tuple[bool, bool]] = {}

@@ -1,4 +1,4 @@
-"""Additions to a graph: calls with the facts that earlier passes would have left on them, ghosts, the tape, Collect."""
+"""Additions to a graph: calls with the facts of earlier passes, gradient placeholders, the tape and Collect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(
     beside: fx.Node,
     inplace: bool = False,
 ) -> fx.Node:
-    """A call of a function, or of the method of that name, where the graph inserts; part of the node ``beside``.
+    """Return a call of a function, or of the method of that name, where the graph inserts; part of the node ``beside``.
 
     What an op in place returns is its first argument.
     """
@@ -55,7 +55,7 @@ def put_facts_beside(node: fx.Node, new: fx.Node, fake: Any, *, stops: bool = Fa
 
 
 def flows_through(node: fx.Node) -> bool:
-    """Whether a gradient flows through a value, or through one of an op's several."""
+    """Return whether a gradient flows through a value, or through one of an op's several."""
     return any(tree_leaves(TRACED.of(node)))
 
 
@@ -66,7 +66,7 @@ def _flow(fake: Any, arrives: bool) -> bool | list[Any]:
 
 
 def is_inplace(node: fx.Node) -> bool:
-    """Whether a node calls an op by the name of its form in place: ``mul_``."""
+    """Return whether a node calls an op by the name of its form in place: ``mul_``."""
     name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
     return name.endswith("_") and not name.endswith("__")
 
@@ -81,12 +81,12 @@ def replace_outputs(node: fx.Node, values: Sequence[fx.Node]) -> None:
 
 
 def function_of(node: fx.Node) -> str:
-    """The name of the function that a node calls; "" for any other node."""
+    """Return the name of the function that a node calls; "" for any other node."""
     return op_name(node.target) if node.op == "call_function" else ""
 
 
 def made_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that a value is made of, the nearest first."""
+    """Yield the nodes that a value is made of, the nearest first."""
     queue = deque([node])
     seen = {node}
     while queue:
@@ -103,13 +103,13 @@ def bind_again(nodes: Iterable[fx.Node]) -> None:
             CALL.put(node, bind(node))
 
 
-def add_ghosts(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list[fx.Node]]:
-    """New inputs behind the others: a ghost for each tensor that is delivered, and what the quantities are given."""
+def add_placeholders(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Add inputs behind the others: a gradient placeholder for each delivery, and what the quantities are given."""
     nodes = {parameter.name: parameter.node for parameter in ctx.parameters}
     cursor = graph.find_nodes(op="placeholder")[-1]
     made: list[list[fx.Node]] = [[], []]
-    ghosts, given = ctx.deliveries(1), ctx.given(1)
-    for kind, (group, word) in enumerate(((ghosts, "ghost"), (given, "given"))):
+    placeholders, given = ctx.deliveries(1), ctx.given(1)
+    for kind, (group, word) in enumerate(((placeholders, "grad_placeholder"), (given, "given"))):
         for i, delivery in enumerate(group):
             whose = f"model_{i}" if delivery.parameter is None else nodes[delivery.parameter]
             name = f"{word}_{whose}" if delivery.place == "grad_sample" else f"{word}_{delivery.place}_{whose}"
@@ -125,12 +125,12 @@ def add_ghosts(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list[fx.No
 
 
 def open_tape(
-    graph: fx.Graph, ctx: Context, before: fx.Node, n: Any, ghosts: Sequence[fx.Node], given: Sequence[fx.Node]
+    graph: fx.Graph, ctx: Context, before: fx.Node, n: Any, placeholders: Sequence[fx.Node], given: Sequence[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """``tape = new_tape(); handle = collect(tape, n, ghosts.., given..)`` behind a node."""
+    """``tape = new_tape(); handle = collect(tape, n, placeholders.., given..)`` behind a node."""
     likes = [Like(parameter.name, parameter.shape, parameter.dtype) for parameter in ctx.parameters]
     with graph.inserting_after(before):
         tape = graph.call_function(NewTape(ctx.quantities, ctx.loss_scale, likes, ctx.counts_given(), ctx.planner))
     with graph.inserting_after(tape):
-        handle = graph.call_function(CollectTarget(len(ghosts)), (tape, n, *ghosts, *given))
+        handle = graph.call_function(CollectTarget(len(placeholders)), (tape, n, *placeholders, *given))
     return tape, handle

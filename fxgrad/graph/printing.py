@@ -3,11 +3,11 @@
 inputs:
   x: f32[B, 3]                                    batched(0)
   weight: f32[2, 3]                               trainable
-ghosts:
-  ghost(weight): f32[B, 2, 3]
+gradient placeholders:
+  grad_placeholder(weight): f32[B, 2, 3]
 graph:
   tape = new_tape[GradSample]()
-  handle = collect(tape, B, ghost(weight))
+  handle = collect(tape, B, grad_placeholder(weight))
   linear = linear(x, weight.detach(), None)       f32[B, 2] batched(0)
   linear' = tap_linear(tape, B, linear, handle, x)    rule
 return linear'
@@ -38,7 +38,7 @@ _COLUMN = 64
 
 
 def graph_text(gm: fx.GraphModule, ctx: Context) -> str:
-    """The text of a graph that the pipeline made."""
+    """Return the text of a graph that the pipeline made."""
     return _Printer(gm, ctx).text()
 
 
@@ -50,17 +50,17 @@ class _Printer:
 
     def text(self) -> str:
         inputs: list[str] = []
-        ghosts: list[str] = []
+        placeholders: list[str] = []
         body: list[str] = []
         result = ""
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, inputs, ghosts)
+                self._input(node, inputs, placeholders)
             elif node.op == "output":
                 result = f"return {self._value(node.args[0])}"
             else:
                 self._call(node, body)
-        sections = [("inputs:", inputs), ("ghosts:", ghosts), ("graph:", body)]
+        sections = [("inputs:", inputs), ("gradient placeholders:", placeholders), ("graph:", body)]
         lines = [line for title, content in sections if content for line in [title, *content]]
         return "\n".join([*lines, result]) + "\n"
 
@@ -73,10 +73,10 @@ class _Printer:
         self.names[node] = name
         return name
 
-    def _input(self, node: fx.Node, inputs: list[str], ghosts: list[str]) -> None:
+    def _input(self, node: fx.Node, inputs: list[str], placeholders: list[str]) -> None:
         label = self.ctx.labels.get(node.name)
         if label is not None:
-            ghosts.append(f"  {self._name(node, label)}")
+            placeholders.append(f"  {self._name(node, label)}")
             return
         fake = FAKE.get(node, EXAMPLE.get(node))
         if isinstance(fake, torch.SymInt):
@@ -106,7 +106,7 @@ class _Printer:
         body.append(_columns(f"  {self._name(node, wish)} = {line}", remark))
 
     def _form(self, node: fx.Node) -> tuple[str, str, str]:
-        """How a call is written: the function, the name of its result, a remark."""
+        """Return how a call is written: the function, the name of its result, a remark."""
         target = node.target
         if isinstance(target, NewTape):
             return f"new_tape[{', '.join(map(str, target.quantities))}]", "tape", ""
@@ -156,7 +156,7 @@ def _columns(left: str, right: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype in short: ``f32``."""
+    """Return a dtype in short: ``f32``."""
     return _DTYPES.get(str(dtype).removeprefix("torch."), str(dtype))
 
 

@@ -33,7 +33,7 @@ class Recorder:
         self.last_writes = _last_writes(graph)
 
     def use(self, node: fx.Node, layout: Layout | None, select: int | None = None) -> tuple[Use, list[Any]]:
-        """The record of a call, and its operands."""
+        """Return the record of a call, and its operands."""
         operands: list[Any] = []
 
         def slot(arg: fx.Node) -> Any:
@@ -69,7 +69,7 @@ class Recorder:
         return use, operands
 
     def saved(self, node: fx.Node, operands: Sequence[fx.Node], strategy: Strategy) -> list[fx.Node | None]:
-        """The operands the strategy looks at; of one that this op or a later one writes over, a copy."""
+        """Return the operands the strategy looks at; of one that this op or a later one writes over, a copy."""
         needed = strategy.needs.union(strategy.use.packed or ())
         return [self._unwritten(arg, node) if i in needed else None for i, arg in enumerate(operands)]
 
@@ -83,7 +83,7 @@ class Recorder:
         return copy
 
     def _value(self, name: str) -> fx.Node:
-        """The node that `Layout.rows` names: an input, or one of an op's outputs."""
+        """Return the node that `Layout.rows` names: an input, or one of an op's outputs."""
         source, _, index = name.removesuffix("]").partition("[")
         node = self.values[source]
         if not index:
@@ -95,7 +95,7 @@ class Recorder:
         return self.values[name]
 
     def _of_one_sample(self, size: Any) -> Any:
-        """A size that changes with B, as one sample's call has it; None for another symbolic size."""
+        """Return a size that changes with B, as one sample's call has it; None for another symbolic size."""
         if not isinstance(size, torch.SymInt | torch.SymFloat):
             return size
         if expression(size).free_symbols <= {self.ctx.symbols.symbol}:
@@ -109,7 +109,7 @@ class Recorder:
         return numbers
 
     def _layout(self, arg: fx.Node, output: Layout | None) -> Layout | None:
-        """Where an operand holds the samples; constants of B's size line up with the output."""
+        """Return where an operand holds the samples; constants of B's size line up with the output."""
         samples = SAMPLES.get(arg)
         if not isinstance(samples, Samples) or output is None:
             return None
@@ -120,14 +120,14 @@ class Recorder:
 
 
 def _place(operand: fx.Node, operands: list[Any]) -> int:
-    """The place of an operand, which it gets if it has none yet."""
+    """Return the place of an operand, which it gets if it has none yet."""
     if operand not in operands:
         operands.append(operand)
     return operands.index(operand)
 
 
 def _last_writes(graph: fx.Graph) -> dict[int | None, fx.Node]:
-    """The call that writes to each memory last."""
+    """Return the call that writes to each memory last."""
     calls = [node for node in graph.nodes if CALL.on(node)]
     written = {memory_of(FAKE.of(place)): node for node in calls for place in written_to(node, CALL.of(node))}
     return {memory: node for memory, node in written.items() if memory is not None}

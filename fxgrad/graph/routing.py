@@ -60,7 +60,7 @@ class _Step:
 
     @property
     def on_first(self) -> bool:
-        """Whether the order reaches the first operand, and no other."""
+        """Return whether the order reaches the first operand, and no other."""
         return self.kinds.keys() == {self.call.get("input")}
 
     @property
@@ -69,7 +69,7 @@ class _Step:
 
 
 def sorts(node: fx.Node, ctx: Context) -> bool:
-    """Whether a call sorts whole numbers, one for each row of a dimension that holds samples."""
+    """Return whether a call sorts whole numbers, one for each row of a dimension that holds samples."""
     call = CALL.get(node)
     if call is None or call.op not in ("sort", "argsort") or not isinstance(call.get("input"), fx.Node):
         return False
@@ -183,7 +183,7 @@ class Routing:
         return Order.SAMPLES if back else Order.UNKNOWN
 
     def _places(self, index: Any) -> bool:
-        """Whether it names a place for each row."""
+        """Return whether it names a place for each row."""
         return self.kinds.get(index) in _BY_ROW and FAKE.of(index).dtype in _INDEX
 
     def _put(self, step: _Step) -> Order:
@@ -270,7 +270,7 @@ def _normalises(step: _Step, out: Tensor) -> bool:
 
 
 def _lines_up(step: _Step, out: Tensor) -> bool:
-    """Each operand has its rows on the output's dimension 0, or is the same for all rows."""
+    """Return whether each operand has its rows on the output's dimension 0, or is the same for all rows."""
     operands = {arg: FAKE.of(arg) for arg in step.node.all_input_nodes if isinstance(FAKE.of(arg), Tensor)}
     return all(
         fake.dim() == out.dim()
@@ -290,7 +290,7 @@ _OF_FAMILY = {Family.ELEMENTWISE: _lines_up, Family.NORMALISED: _normalises}
 
 
 def grouped_operands(call: Call) -> list[fx.Node | None]:
-    """The rows, the weight and the offsets of a grouped product, however they are called."""
+    """Return the rows, the weight and the offsets of a grouped product, however they are called."""
     spellings = (("input", "mat_a", "self"), ("weight", "mat_b", "mat2"), ("offs",))
     return [
         next((call.get(name) for name in names if isinstance(call.get(name), fx.Node)), None) for names in spellings
@@ -298,13 +298,13 @@ def grouped_operands(call: Call) -> list[fx.Node | None]:
 
 
 def _leaves_rows(source: Any, index: Sequence[Any]) -> bool:
-    """Whether an index that begins with ... leaves dimension 0 alone."""
+    """Return whether an index that begins with ... leaves dimension 0 alone."""
     used = sum(item is not None and item is not Ellipsis for item in index)
     return Ellipsis not in index or used < FAKE.of(source).dim()
 
 
 def _way(node: fx.Node) -> list[fx.Node]:
-    """A value, and the first operands that it was made of."""
+    """Return a value, and the first operands that it was made of."""
     way = [node]
     while way[-1].op in ("call_function", "call_method") and way[-1].all_input_nodes:
         way.append(way[-1].all_input_nodes[0])
@@ -312,7 +312,7 @@ def _way(node: fx.Node) -> list[fx.Node]:
 
 
 def _names(view: fx.Node, until: fx.Node) -> list[fx.Node]:
-    """The values before a node that lie in the memory of one of them."""
+    """Return the values before a node that lie in the memory of one of them."""
     memory = memory_of(FAKE.of(view))
     return [node for node in view.graph.nodes if node < until and memory_of(FAKE.get(node)) == memory]
 

@@ -121,7 +121,7 @@ class Selections:
         return True
 
     def _keeps_names(self, node: fx.Node, call: Call, names: list[fx.Node]) -> bool:
-        """Whether the result of a call is one more name of a tensor, and not its conjugate or its real part.
+        """Return whether the result of a call is one more name of a tensor, and not its conjugate or its real part.
 
         What a write without gradients leaves, autograd takes for the value before it.
         """
@@ -175,7 +175,7 @@ def _one_value(one: Any, other: Any, pairs: set[tuple[fx.Node, fx.Node]]) -> boo
 
 
 def _checks_of(node: fx.Node, gone: Set[fx.Node]) -> set[fx.Node] | None:
-    """What reads a value for its size alone, to assert that there is one; None where something else reads it."""
+    """Return what reads a value for its size alone, to assert that there is one; None where something else reads it."""
     checks: set[fx.Node] = set()
     stack = [user for user in node.users if user not in gone]
     while stack:
@@ -209,7 +209,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def is_tensor(arg: Any) -> TypeGuard[fx.Node]:
-    """Whether an argument is a value that is one tensor."""
+    """Return whether an argument is a value that is one tensor."""
     return isinstance(arg, fx.Node) and isinstance(FAKE.get(arg), Tensor)
 
 
@@ -218,12 +218,12 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _one_by_one(call: Call) -> bool:
-    """Whether each element of the result is a function of the elements at its place: no draws, no dims."""
+    """Return whether each element of the result is a function of the elements at its place: no draws, no dims."""
     return family_of(call.op) is Family.ELEMENTWISE and call.op not in RANDOM and "out" not in call.given
 
 
 def _by_row(call: Call, after: int) -> bool:
-    """Whether an op treats each row under a mask alone, and has derivatives where a row is all ones."""
+    """Return whether an op treats each row under a mask alone, and has derivatives where a row is all ones."""
     shape = call.get("normalized_shape")
     rows = call.op in ("layer_norm", "rms_norm") and isinstance(shape, tuple | list) and len(shape) <= after
     return rows and call.get("eps") != 0

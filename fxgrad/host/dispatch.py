@@ -44,7 +44,7 @@ Without: fxgrad::recurrence calls itself without end under autocast.
 
 
 def autocast_keys(device_type: str) -> KeySet:
-    """The key of autocast for ``"cpu"`` or ``"cuda"``, as a set, to be passed over by `without_keys`.
+    """Return the key of autocast for ``"cpu"`` or ``"cuda"``, as a set, to be passed over by `without_keys`.
 
     Why, without: as `without_keys`.
     """

@@ -112,7 +112,7 @@ def source_of(node: fx.Node) -> Any:
 
 
 def checkpoint_contexts(body: fx.GraphModule) -> Any:
-    """What the user passed as ``context_fn`` to the checkpoint whose body this is; None without.
+    """Return what the user passed as ``context_fn`` to the checkpoint whose body this is; None without.
 
     Why: Dynamo leaves it there for AOTAutograd, which never sees a checkpoint that our passes have inlined.
     Without: selective checkpoints save everything or nothing.
@@ -170,7 +170,7 @@ def failed_guards(compiled: Callable[..., Any]) -> list[str]:
 
 
 def recompile_limit() -> int:
-    """How many graphs a function may have.
+    """Return how many graphs a function may have.
 
     Why: "too many graphs" says how many there are.
     Without: the error does not say the number.
@@ -200,7 +200,7 @@ def traced_in(mode: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def lazy_graph_module(root: Any, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """A GraphModule that writes its Python code when that is first asked for.
+    """Return a GraphModule that writes its Python code when that is first asked for.
 
     Why: each pass makes a graph of its own, of which the last alone is run.
     Without: `fx.GraphModule` writes code after each pass, which takes as long as the pass.

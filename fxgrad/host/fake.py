@@ -34,7 +34,7 @@ Without: models that write in place are not proved.
 
 
 def functional(plain: Any) -> Any:
-    """A functional tensor around another one.
+    """Return a functional tensor around another one.
 
     Why, without: as `FunctionalTensor`.
     """
@@ -42,7 +42,7 @@ def functional(plain: Any) -> Any:
 
 
 def settled(value: FunctionalTensor) -> Any:
-    """What a functional tensor stands for now, after all that was written into it.
+    """Return what a functional tensor stands for now, after all that was written into it.
 
     Why: the ids of samples are noted for the tensor inside.
     Without: what was written in place is overlooked.
@@ -52,7 +52,7 @@ def settled(value: FunctionalTensor) -> Any:
 
 
 def writes_into(value: FunctionalTensor) -> int:
-    """How often a functional tensor's storage was written to.
+    """Return how often a functional tensor's storage was written to.
 
     Why: values of equal kind are walked once, unless one was written to.
     Without: results of the proof cannot be shared, which makes it slower.

@@ -73,7 +73,7 @@ def compile_traced(*args: Any, **kwargs: Any) -> Any:
 
 
 def aot_eager() -> Callable[..., Any]:
-    """The backend that traces with AOTAutograd and runs the graph as it is.
+    """Return the backend that traces with AOTAutograd and runs the graph as it is.
 
     Why: ``backend="aot_eager"``, and every test that needs no generated code.
     Without: backend="aot_eager" does not work.

@@ -56,7 +56,7 @@ Without: such a model fails later, with an error of PyTorch's.
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of `register_full_backward_hook` or `register_full_backward_pre_hook`.
+    """Return whether a module has hooks of `register_full_backward_hook` or `register_full_backward_pre_hook`.
 
     Why: the refusal names the module that has them.
     Without: the refusal does not say which module it is.
@@ -78,7 +78,7 @@ def refuse_replicas(kind: type[nn.Module], error: Callable[[], Exception]) -> No
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called.
+    """Return whether ``module.compile()`` was called.
 
     Why: a compiled model is refused by `fxgrad.transform`, which compiles it itself.
     Without: a model that is compiled in place is compiled twice.
@@ -109,7 +109,7 @@ def own_step_hooks(optimizer: Any) -> None:
 
 
 def has_scaled(scaler: Any) -> bool:
-    """Whether a torch.amp.GradScaler has multiplied a loss.
+    """Return whether a torch.amp.GradScaler has multiplied a loss.
 
     Why: one that was made and never used is no reason for a refusal; ``get_scale()`` says the same of both.
     Without: norms of scaled gradients would be clipped, or models with an idle scaler refused.

@@ -35,7 +35,7 @@ Why, since, without: as `set_grad_enabled`.
 
 
 def schema(op: OpOverload) -> torch.FunctionSchema:
-    """What an overload is called, takes and writes to.
+    """Return what an overload is called, takes and writes to.
 
     Why: PyTorch has no public way to the names, defaults and aliases of an overload's arguments.
     Without: positional arguments have no names, and ops that write in place are not known.
@@ -44,7 +44,7 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
 
 
 def schemas(target: Any) -> list[torch.FunctionSchema]:
-    """The schema of an overload, those of all overloads of a packet, none of anything else.
+    """Return the schema of an overload, those of all overloads of a packet, none of anything else.
 
     Why, without: as `schema`.
     """
@@ -55,7 +55,7 @@ def schemas(target: Any) -> list[torch.FunctionSchema]:
 
 
 def schemas_of_name(name: str) -> list[torch.FunctionSchema]:
-    """The schemas of all overloads of ``aten::add``; none of a name that is no operator's.
+    """Return the schemas of all overloads of ``aten::add``; none of a name that is no operator's.
 
     Why: `torch.add` and `Tensor.add` have no Python signature.
     Without: arguments of builtin functions cannot be bound to names.
@@ -74,7 +74,7 @@ def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
 
 
 def overload_of(target: Any) -> Any:
-    """The overload that `torch.library.custom_op` made; any other target as it is.
+    """Return the overload that `torch.library.custom_op` made; any other target as it is.
 
     Why: a user's ``@custom_op`` function is an object that is no operator itself.
     Without: users' custom ops are unknown functions.

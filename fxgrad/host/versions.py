@@ -10,7 +10,7 @@ TORCH = TorchVersion(str(torch.__version__))
 
 
 def at_least(release: str) -> bool:
-    """Whether this PyTorch is a release or a later one; versions compare by their numbers: 2.9 is before 2.14.
+    """Return whether this PyTorch is a release or a later one; versions compare by their numbers: 2.9 is before 2.14.
 
     A prerelease counts as earlier than its release, as PEP 440 has it: ``2.14.0.dev20260301`` is not ``2.14`` yet.
     """

@@ -66,7 +66,7 @@ class Blocks:
         return sum(len(idle.block) for idle in list(self._idle.values()))
 
     def _fitting(self, nbytes: int) -> Tensor | None:
-        """The smallest idle block that fits, of several the last one used; it is idle no more."""
+        """Return the smallest idle block that fits, of several the last one used; it is idle no more."""
         self.release(before=monotonic() - _PATIENCE)
         for idle in sorted(self._idle.values(), key=lambda idle: (len(idle.block), -idle.since)):
             address, size = idle.block.data_ptr(), len(idle.block)
@@ -81,12 +81,12 @@ class Blocks:
 
 
 def keeps() -> bool:
-    """Whether blocks can be kept here."""
+    """Return whether blocks can be kept here."""
     return _madvise() is not None
 
 
 def on_huge_pages(block: Tensor) -> Tensor:
-    """The same tensor, not written yet: the system is asked for huge pages when it is. A hint, no more."""
+    """Return the same tensor, not written yet: the system is asked for huge pages when it is. A hint, no more."""
     _advise(block, _MADV_HUGEPAGE)
     return block
 
@@ -101,7 +101,7 @@ def _advise(block: Tensor, advice: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _madvise() -> Callable[..., int] | None:
-    """The C library's madvise, where there is one."""
+    """Return the C library's madvise, where there is one."""
     if not sys.platform.startswith("linux"):
         return None
     function = getattr(ctypes.CDLL(None), "madvise", None)

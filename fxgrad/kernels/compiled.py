@@ -53,7 +53,7 @@ class Library:
         getattr(self.functions, name)(*map(_in_c, arguments), torch.get_num_threads())
 
     def takes(self, *values: Tensor) -> bool:
-        """Whether the functions are made for such values."""
+        """Return whether the functions are made for such values."""
         dtypes = {value.dtype for value in values}
         return len(dtypes) == 1 and dtypes.issubset(self.dtypes) and values[0].device.type == "cpu"
 
@@ -108,7 +108,7 @@ def _type_of(argument: str) -> Any:
 
 
 def _in_c(argument: Any) -> Any:
-    """A tensor as its address, sizes as an array; numbers and None as they are."""
+    """Return a tensor as its address, sizes as an array; numbers and None as they are."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     return (ctypes.c_int64 * len(argument))(*argument) if isinstance(argument, tuple) else argument

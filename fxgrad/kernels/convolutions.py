@@ -28,7 +28,7 @@ FEW_COLUMNS = 64  # of a window, likewise
 
 
 def blocks(g: Tensor, input: Tensor, kernel: Sequence[int]) -> list[slice]:
-    """The samples, a few at a time on CPU and all at once elsewhere."""
+    """Return the samples, a few at a time on CPU and all at once elsewhere."""
     n = len(g)
     if g.device.type != "cpu" or n == 0:
         return [slice(0, n)] if n else []
@@ -48,7 +48,7 @@ def weight_grads(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Sett
 
 
 def lines_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> Tensor:
-    """Some output channels' lines of the gradients, ``[n, lines * width]``, from the g of those alone."""
+    """Return some output channels' lines of the gradients, ``[n, lines * width]``, from the g of those alone."""
     out = g.new_empty(len(g), g.shape[2], *kernel[1:])
     weight_grads(g, input, out.shape[1:], settings, out)
     return out.flatten(1)

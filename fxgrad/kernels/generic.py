@@ -38,11 +38,11 @@ class SampleProgram:
 
     @property
     def key(self) -> str:
-        """The whole computation: equal keys are one entry of the table, in this and in every other process."""
+        """Return the whole computation: equal keys are one entry of the table, in this and in every other process."""
         return f"{self.words} shared={list(self.shared)} numbers={list(self.numbers)}"
 
     def values(self, batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int]) -> Values:
-        """The operands in the call's order."""
+        """Return the operands in the call's order."""
         positions = (*self.batched, *self.shared, *self.numbers)
         at = dict(zip(positions, (*batched, *shared, *numbers), strict=True))
         return [at[i] for i in range(len(at))]
@@ -65,7 +65,7 @@ class SampleProgram:
         grads: Sequence[Tensor],
         differentiate: Callable[..., Sequence[Tensor]],
     ) -> Sequence[Tensor]:
-        """The vjp of one sample's call by ``shared[i], i in wrt``; ``differentiate`` is autograd's vjp."""
+        """Return the vjp of one sample's call by ``shared[i], i in wrt``; ``differentiate`` is autograd's vjp."""
         values = self.values(batched, shared, numbers)
         if self.own_vjp is not None:
             return self.own_vjp(values, grads)
@@ -88,7 +88,7 @@ _PROGRAMS: dict[str, SampleProgram] = {}
 def _plain_vjp(
     call: Callable[..., tuple[Tensor, ...]], weights: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """The vjp by plain autograd: not every custom op that has a backward has one for torch.func."""
+    """Return the vjp by plain autograd: not every custom op that has a backward has one for torch.func."""
     with with_autograd(), torch.enable_grad():
         leaves = [weight.detach().requires_grad_() for weight in weights]
         pairs = [pair for pair in zip(call(*leaves), grads, strict=True) if pair[0].requires_grad]
@@ -104,7 +104,7 @@ def _close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 def _random_states(value: Tensor) -> list[Tensor]:
-    """The states of the random generators that an op on this device may draw from."""
+    """Return the states of the random generators that an op on this device may draw from."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(value.device)] if value.is_cuda else states
 
@@ -112,7 +112,7 @@ def _random_states(value: Tensor) -> list[Tensor]:
 def _functional_vjp(
     call: Callable[..., tuple[Tensor, ...]], weights: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """The vjp that vmap can look into."""
+    """Return the vjp that vmap can look into."""
     by_weight: Sequence[Tensor] = vjp(call, *weights)[1](tuple(grads))
     return by_weight
 

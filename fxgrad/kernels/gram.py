@@ -68,7 +68,7 @@ def pixels_of(rows: Tensor) -> Tensor:
 
 
 def window_gram(input: Tensor, out: Sequence[int], kernel: Sequence[int], settings: Settings) -> Tensor:
-    """The products of all windows of ``[n, channels, *space]`` with each other: ``[n, windows, windows]``.
+    """Return the products of all windows of ``[n, channels, *space]`` with each other: ``[n, windows, windows]``.
 
     ``<patch_k, patch_l> = Σ_shift <pixel_(k + shift), pixel_(l + shift)>``: the pixels' Gram matrix, added up over
     the shifts inside the kernel. No patch is ever built (Rochette et al. 2019 build them).
@@ -89,7 +89,7 @@ def window_gram(input: Tensor, out: Sequence[int], kernel: Sequence[int], settin
 
 
 def _inside(start: int, step: int, size: int, out: int) -> tuple[slice, slice]:
-    """The windows whose entry at ``start + step * window`` lies inside of the input, and those entries."""
+    """Return the windows whose entry at ``start + step * window`` lies inside of the input, and those entries."""
     first = max(0, -(start // step))
     last = max(first, min(out, (size - 1 - start) // step + 1))
     return slice(first, last), slice(start + first * step, max(0, start + (last - 1) * step + 1), step)

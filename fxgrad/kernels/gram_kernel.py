@@ -21,7 +21,7 @@ KERNELS = Library("common.cpp", "gram.cpp", computes="norms of linear layers wit
 
 
 def applies(g: Tensor, x: Tensor) -> bool:
-    """Whether the kernel can: float32 on CPU, matrices that a thread may hold."""
+    """Return whether the kernel can: float32 on CPU, matrices that a thread may hold."""
     return KERNELS.applies(g, x, copied=2 * g.shape[1] ** 2 * g.element_size())
 
 

@@ -12,7 +12,7 @@ from fxgrad.kernels.operators import operator
 
 
 def _groups(ids: Tensor, groups: int) -> Iterator[tuple[int, Tensor]]:
-    """The rows of each group that has some; a row sent elsewhere is in none."""
+    """Yield the rows of each group that has some; a row sent elsewhere is in none."""
     order = torch.argsort(ids, stable=True)
     known = ids[(ids >= 0) & (ids < groups)]
     start = int((ids < 0).sum())
@@ -24,7 +24,7 @@ def _groups(ids: Tensor, groups: int) -> Iterator[tuple[int, Tensor]]:
 
 @operator(lambda input, g, ids, groups: input.new_empty(groups, input.shape[1], g.shape[1]))
 def grouped_rows_weight(input: Tensor, g: Tensor, ids: Tensor, groups: int) -> Tensor:
-    """The summed gradient of the weight: ``[E, I, O]``."""
+    """Return the summed gradient of the weight: ``[E, I, O]``."""
     out = input.new_zeros(groups, input.shape[1], g.shape[1])
     for group, rows in _groups(ids, groups):
         out[group] = input[rows].mT @ g[rows]

@@ -46,7 +46,7 @@ def fresh(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def stored(value: Tensor) -> Tensor:
-    """The same dense tensor, computed once: see Note [What is stored]."""
+    """Return the same dense tensor, computed once: see Note [What is stored]."""
     return value.as_strided(value.shape, value.stride())
 
 

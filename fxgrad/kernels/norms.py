@@ -52,7 +52,7 @@ def sum_squares(rows: Tensor) -> Tensor:
 
 
 def is_wide(value: Tensor | torch.dtype) -> bool:
-    """Whether squares of such numbers may be too large, or too small, for float64."""
+    """Return whether squares of such numbers may be too large, or too small, for float64."""
     return (value.dtype if isinstance(value, Tensor) else value) in (torch.float64, torch.complex128)
 
 

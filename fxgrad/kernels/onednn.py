@@ -21,7 +21,7 @@ MANY = 1 << 10  # rows from which copying them transposed costs more than it gai
 
 
 def applies(value: Tensor) -> bool:
-    """Whether oneDNN may compute with this value."""
+    """Return whether oneDNN may compute with this value."""
     onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     return bool(onednn and value.device.type == "cpu" and value.dtype is torch.float32 and value.numel())
 

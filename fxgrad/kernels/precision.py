@@ -16,12 +16,12 @@ WIDE = dict.fromkeys((*HALF, torch.float32), torch.float64) | {torch.complex64: 
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The unit roundoff: how far a rounded number may be off, relative to itself."""
+    """Return the unit roundoff: how far a rounded number may be off, relative to itself."""
     return torch.finfo(dtype).eps / 2
 
 
 def accumulating(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that norms and sums are taken in: float32 for half types, the dtype itself for others."""
+    """Return the dtype that norms and sums are taken in: float32 for half types, the dtype itself for others."""
     return torch.float32 if dtype in HALF else dtype
 
 
@@ -31,7 +31,7 @@ def computable(value: Tensor) -> Tensor:
 
 
 def cast(value: Tensor, dtypes: Mapping[torch.dtype, torch.dtype]) -> Tensor:
-    """A value of some dtypes in others."""
+    """Return a value of some dtypes in others."""
     return value.to(dtypes[value.dtype]) if value.dtype in dtypes else value
 
 

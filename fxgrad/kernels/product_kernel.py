@@ -17,7 +17,7 @@ KERNELS = Library("common.cpp", "products.cpp", computes="linear layers")
 
 
 def applies(g: Tensor, x: Tensor) -> bool:
-    """Whether the kernel can: float32 on CPU."""
+    """Return whether the kernel can: float32 on CPU."""
     return KERNELS.applies(g, x, copied=x.shape[1:].numel() * x.element_size())
 
 
@@ -27,7 +27,7 @@ def outer(g: Tensor, x: Tensor, out: Tensor) -> None:
 
 
 def pays(g: Tensor, x: Tensor) -> bool:
-    """Whether it is faster than a product for each sample, without norms."""
+    """Return whether it is faster than a product for each sample, without norms."""
     return g.shape[1] >= LONG and min(g.shape[2], x.shape[2]) >= WIDE
 
 

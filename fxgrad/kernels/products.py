@@ -38,7 +38,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius, dtype: torch.dtype | None = None) -> Tensor:
-    """How far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖.
+    """Return how far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖.
 
     Of sums in ``dtype``, or in g's own.
     """
@@ -88,7 +88,7 @@ def _norms_of_rows(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def _carefully(g: Tensor, x: Tensor) -> Tensor:
-    """One sample in float64; what is finite in g's dtype has a finite norm here.
+    """Return one sample in float64; what is finite in g's dtype has a finite norm here.
 
     The bound is for g's dtype all the same: that is what the weighted sum is multiplied out in.
     """

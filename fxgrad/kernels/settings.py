@@ -17,7 +17,7 @@ class Settings(NamedTuple):
     groups: int
 
     def numbers(self) -> list[int]:
-        """The settings as one argument of an operator, which takes lists and no tuples of lists."""
+        """Return the settings as one argument of an operator, which takes lists and no tuples of lists."""
         stride, padding, dilation, transposed, output_padding, groups = self
         return [*stride, *padding, *dilation, *output_padding, int(transposed), groups]
 

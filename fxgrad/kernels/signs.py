@@ -31,7 +31,7 @@ _MASK = (1 << 32) - 1
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 on 32 bits, held in int64: a product wraps, and its low half is right."""
+    """Apply the finaliser of MurmurHash3 on 32 bits, held in int64: a product wraps, and its low half is right."""
     state = state & _MASK
     state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _MASK
     state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _MASK

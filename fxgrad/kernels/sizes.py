@@ -6,7 +6,7 @@ from typing import Any
 
 
 def hint(size: Any) -> int:
-    """A size, or for one that changes from call to call what it was in the first."""
+    """Return a size, or for one that changes from call to call what it was in the first."""
     node = getattr(size, "node", None)
     if node is None:
         return int(size)

@@ -56,7 +56,7 @@ def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
 
 @operator(lambda g, input, c, kernel, numbers: g.new_empty(*kernel), ANY_LAYOUT)
 def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    """A convolution's weight gradient with every sample's part weighted."""
+    """Return a convolution's weight gradient with every sample's part weighted."""
     c = c.to(g.dtype)
     none = nothing(c)
     if g.numel() <= input.numel():

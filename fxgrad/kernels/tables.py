@@ -51,7 +51,7 @@ def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
 
 @operator(lambda *arguments: (_fake_grads(*arguments), _fake_norms(*arguments)), ANY_LAYOUT)
 def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[Tensor, Tensor]:
-    """The same, with norms and bounds."""
+    """Return the same, with norms and bounds."""
     if not _kernels_add_up(ids, g, classes):
         return table_grads(ids, g, classes, padding_idx), row_norms(ids, g, classes, padding_idx)
     out, sums = fresh(g, (len(g), classes, g.shape[2])), norms_like(g)
@@ -64,7 +64,7 @@ def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[
 
 
 def kernels_pay(g: Tensor) -> bool:
-    """Whether rows ``[n, k, d]`` are added up by a kernel rather than by the compiler's atomic instructions."""
+    """Return whether rows ``[n, k, d]`` are added up by a kernel rather than by the compiler's atomic instructions."""
     return math.prod(hint(size) for size in g.shape) > FEW_NUMBERS and KERNELS.takes(g)
 
 
@@ -96,7 +96,7 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
 
 
 def _kernels_add_up(ids: Tensor, g: Tensor, classes: int) -> bool:
-    """Whether kernels add up rows, which trust the ids; PyTorch's ops do not, and refuse wrong ones."""
+    """Return whether kernels add up rows, which trust the ids; PyTorch's ops do not, and refuse wrong ones."""
     if not g.numel() or not KERNELS.takes(g):
         return False
     least, most = ids.aminmax()
@@ -104,7 +104,7 @@ def _kernels_add_up(ids: Tensor, g: Tensor, classes: int) -> bool:
 
 
 def rounding_of_sums(counts: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far sums may be off of so many rows, added one after another, whose norms add up to ``lengths``."""
+    """Return how far sums may be off of so many rows, added one after another, whose norms add up to ``lengths``."""
     added = torch.where(counts > 1, counts, 0) * unit(dtype)  # one more than additions: rows may be off, too
     return added / (1 - added).clamp(min=0.5) * lengths
 
@@ -123,7 +123,7 @@ def without(padding_idx: int, ids: Tensor, g: Tensor) -> Tensor:
 
 
 def lines_of_table(ids: Tensor, g: Tensor, padding_idx: int, chosen: slice | Tensor) -> Tensor:
-    """Some lines of the gradients, in the order of their ids: ``[n, lines * d]``."""
+    """Return some lines of the gradients, in the order of their ids: ``[n, lines * d]``."""
     lines = chosen if isinstance(chosen, Tensor) else torch.arange(chosen.start, chosen.stop, device=ids.device)
     place = torch.searchsorted(lines, ids).clamp(max=len(lines) - 1)
     inside = (lines[place] == ids) & (ids != padding_idx)

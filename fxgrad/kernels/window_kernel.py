@@ -37,7 +37,7 @@ KERNELS = Library("common.cpp", "windows.cpp", "depthwise.cpp", computes="convol
 
 
 def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
-    """Whether a kernel can: float32 on CPU, one or two dimensions of space, large groups or many."""
+    """Return whether a kernel can: float32 on CPU, one or two dimensions of space, large groups or many."""
     plain = len(kernel) in (3, 4) and (_large_groups(kernel, settings) or 2 * settings.groups >= LANES)
     image = g if settings.transposed else input
     return plain and KERNELS.applies(g, input, copied=image.shape[1:].numel() * image.element_size())

@@ -35,7 +35,7 @@ from fxgrad.kernels.settings import Settings
 def window_rounding(
     of_g: Tensor, of_input: Tensor, positions: Sequence[int], copies: int, dtype: torch.dtype
 ) -> Tensor:
-    """How far a gradient's norm may be from the one in exact arithmetic: γ ‖g_n‖ ‖windows of input_n‖.
+    """Return how far a gradient's norm may be from the one in exact arithmetic: γ ‖g_n‖ ‖windows of input_n‖.
 
     From the norms ``[n]`` of g and of the input, whose entries are in ``copies`` windows at most, and the positions
     of a sample: its images, and their sizes in space. A kernel adds up some rows of an image, and then those sums.
@@ -58,7 +58,7 @@ def _fake_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequenc
 
 @operator(_fake_rows, ANY_LAYOUT)
 def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A convolution's per-sample weight gradients, with their norms and bounds."""
+    """Return a convolution's per-sample weight gradients, with their norms and bounds."""
     out = fresh(g, (len(g), *kernel))
     settings = Settings.of(numbers)
 
@@ -103,7 +103,7 @@ def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings:
 
 @operator(_fake_norms, ANY_LAYOUT)
 def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
-    """The norms of a convolution's per-sample weight gradients, and their bounds."""
+    """Return the norms of a convolution's per-sample weight gradients, and their bounds."""
     g, input = computable(g), computable(input)
     settings, delivered = Settings.of(numbers), g.dtype
 

@@ -52,7 +52,7 @@ class _OneBackward(CheckedStep):
 
     @property
     def accumulated_iterations(self) -> int:
-        """The number of backwards since the last step; the accountant's rate and the mean cover all of them."""
+        """Return the number of backwards since the last step; the accountant's rate and the mean cover all of them."""
         return self._iterations
 
     def accumulate(self) -> None:

@@ -45,7 +45,7 @@ class Call:
         return self.arguments.get(name, default)
 
     def moved(self, copies: Mapping[fx.Node, fx.Node]) -> Call:
-        """The same call in a copy of its graph."""
+        """Return the same call in a copy of its graph."""
         return replace(self, arguments=map_nodes(dict(self.arguments), copies.__getitem__))
 
 
@@ -53,7 +53,7 @@ CALL: Fact[Call] = Fact("call", "normalize_calls", Call)
 
 
 def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
-    """A nest of arguments in ordinary containers, with ``fn(leaf)`` in place of every leaf of this kind."""
+    """Return a nest of arguments in ordinary containers, with ``fn(leaf)`` in place of every leaf of this kind."""
     if isinstance(value, kind):
         return fn(value)
     if isinstance(value, slice):
@@ -68,12 +68,12 @@ def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
 
 
 def map_nodes(value: Any, fn: Callable[[fx.Node], Any]) -> Any:
-    """A nest of arguments with ``fn(node)`` in place of every node."""
+    """Return a nest of arguments with ``fn(node)`` in place of every node."""
     return map_leaves(value, fx.Node, fn)
 
 
 def alike(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
-    """Whether two nests of arguments have one form, and in each place the same of both."""
+    """Return whether two nests of arguments have one form, and in each place the same of both."""
     if isinstance(one, slice) and isinstance(other, slice):
         return alike((one.start, one.stop, one.step), (other.start, other.stop, other.step), same)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -84,7 +84,7 @@ def alike(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two arguments that are no values of the graph are one constant."""
+    """Return whether two arguments that are no values of the graph are one constant."""
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
@@ -159,7 +159,7 @@ _ARGUMENT_NAMES = {
 
 @cache
 def op_name(target: Any) -> str:
-    """The canonical name of an op; in-place spellings keep their trailing underscore.
+    """Return the canonical name of an op; in-place spellings keep their trailing underscore.
 
     >>> op_name(torch.nn.functional.linear), op_name(operator.iadd), op_name("view")
     ('linear', 'add_', 'view')
@@ -193,7 +193,7 @@ def _spelled(target: Any) -> str:
 
 
 def bind(node: fx.Node) -> Call:
-    """The call of a node, its arguments bound to the op's own names."""
+    """Return the call of a node, its arguments bound to the op's own names."""
     name = op_name(node.target)
     if node.target in _STRUCTURAL:
         return _bind_structural(name, node.args)
@@ -339,7 +339,7 @@ def _pack_varargs(positional: Sequence[_Argument], args: Sequence[Any]) -> Seque
 
 
 def _value(arg: Any) -> Any:
-    """A node's fake value, or the argument itself."""
+    """Return a node's fake value, or the argument itself."""
     return FAKE.get(arg) if isinstance(arg, fx.Node) else arg
 
 

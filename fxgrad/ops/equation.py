@@ -27,7 +27,7 @@ class Subscripts:
 
     @property
     def letters(self) -> str:
-        """The letters without the dots."""
+        """Return the letters without the dots."""
         return self.before + self.after
 
     def names(self, rank: int) -> list[str]:
@@ -67,7 +67,7 @@ class Equation:
 
     @cached_property
     def is_product(self) -> bool:
-        """Whether it is ``n...o,n...i->noi`` in any letters: a sum of outer products over positions."""
+        """Return whether it is ``n...o,n...i->noi`` in any letters: a sum of outer products over positions."""
         if len(self.inputs) != 2 or self.output is None:
             return False
         o, i = (operand.after for operand in self.inputs)
@@ -77,27 +77,27 @@ class Equation:
 
     @cached_property
     def is_entrywise(self) -> bool:
-        """Whether all operands have the same letters: their entries are multiplied one by one, then summed."""
+        """Return whether all operands have the same letters: their entries are multiplied one by one, then summed."""
         return len(set(self.inputs)) == 1
 
     @cached_property
     def has_shared_operand(self) -> bool:
-        """Whether some operand has no sample dimension in front."""
+        """Return whether some operand has no sample dimension in front."""
         return any(not operand.before.startswith(SAMPLE) for operand in self.inputs)
 
     @cached_property
     def parts(self) -> tuple[Subscripts, ...]:
-        """The letters of each operand, and of the output."""
+        """Return the letters of each operand, and of the output."""
         return self.inputs if self.output is None else (*self.inputs, self.output)
 
     @cached_property
     def has_dots(self) -> bool:
-        """Whether dots stand for dimensions of some operand, or of the output."""
+        """Return whether dots stand for dimensions of some operand, or of the output."""
         return any(part.dots for part in self.parts)
 
     @cached_property
     def repeats_a_letter(self) -> bool:
-        """Whether some operand, or the output, has a letter twice: a diagonal."""
+        """Return whether some operand, or the output, has a letter twice: a diagonal."""
         return any(len(set(part.letters)) < len(part.letters) for part in self.parts)
 
     def names(self, ranks: Sequence[int]) -> list[list[str]]:
@@ -114,7 +114,7 @@ class Equation:
         return self.output.names(max(behind_dots, default=0) * self.output.dots + len(self.output.letters))
 
     def sizes(self, shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """The size of each name. Where operands disagree, the size that is not one: the other is broadcast.
+        """Return the size of each name. Where operands disagree, the size that is not one: the other is broadcast.
 
         >>> Equation.of("n...,n...i->ni").sizes([(2, 5), (2, 1, 3)])
         {'n': 2, '.1': 5, 'i': 3}
@@ -127,13 +127,13 @@ class Equation:
         return sizes
 
     def summed(self, ranks: Sequence[int]) -> list[str]:
-        """The names that the result does not have."""
+        """Return the names that the result does not have."""
         kept = set(self.output_names(ranks))
         every = dict.fromkeys(name for names in self.names(ranks) for name in names)
         return [name for name in every if name not in kept]
 
     def in_groups(self) -> Equation:
-        """The same with one more summed letter behind the samples: the members of a group.
+        """Return the same with one more summed letter behind the samples: the members of a group.
 
         >>> str(Equation.of("n...o->no").in_groups())
         'na...o->no'
@@ -148,7 +148,7 @@ class Equation:
         return Equation(tuple(inputs), self.output)
 
     def without(self, letter: str) -> Equation:
-        """The same with another letter in its place, which makes this one free.
+        """Return the same with another letter in its place, which makes this one free.
 
         >>> str(Equation.of("bnd,de->bne").without("n"))
         'bad,de->bae'

@@ -141,7 +141,7 @@ _REGISTERED: dict[str, Family] = {}
 
 
 def draws(call: Call) -> bool:
-    """Whether a call draws random numbers: dropout in eval mode and attention without dropout do not."""
+    """Return whether a call draws random numbers: dropout in eval mode and attention without dropout do not."""
     if call.op not in RANDOM or call.get("training", call.get("train")) is False:
         return False
     return bool(call.get("dropout_p", call.get("p", 0.5)) != 0)
@@ -169,7 +169,7 @@ def register_family(op: Any, family: Family) -> None:
 
 
 def _tagged_pointwise(op: str) -> bool:
-    """Whether ATen itself tags every overload of the op on tensors as pointwise."""
+    """Return whether ATen itself tags every overload of the op on tensors as pointwise."""
     packet = getattr(torch.ops.aten, op, None)
     if packet is None or "::" in op:
         return False
@@ -182,5 +182,5 @@ def _tagged_pointwise(op: str) -> bool:
 
 
 def believed(op: str) -> bool:
-    """Whether all that is known of an op is a user's word."""
+    """Return whether all that is known of an op is a user's word."""
     return op in _REGISTERED

@@ -16,7 +16,7 @@ _OTHERS = {"type_as": "other", "to": "other"}
 
 
 def reads_form_alone(op: str, argument: str) -> bool:
-    """Whether an op looks at this argument's shape, dtype and device only.
+    """Return whether an op looks at this argument's shape, dtype and device only.
 
     >>> reads_form_alone("zeros_like", "input"), reads_form_alone("full_like", "fill_value")
     (True, False)

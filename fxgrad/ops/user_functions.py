@@ -56,7 +56,7 @@ class UserFunction:
 
     @cached_property
     def dirty(self) -> list[int]:
-        """The places of the arguments that the forward writes into and returns."""
+        """Return the places of the arguments that the forward writes into and returns."""
         inputs = [EXAMPLE.get(node) for node in self.fwd.graph.find_nodes(op="placeholder")]
         outputs: Any = self.fwd.graph.output_node().args[0]
         returned = [EXAMPLE.get(outputs[0][i]) for i in self.settings.get("dirty_idx", ())]
@@ -64,7 +64,7 @@ class UserFunction:
 
     @cached_property
     def linear(self) -> bool:
-        """Whether the user's backward is seen to be linear in the gradients that it gets."""
+        """Return whether the user's backward is seen to be linear in the gradients that it gets."""
         inputs = self.bwd.graph.find_nodes(op="placeholder")
         saved = self.fwd.graph.output_node().args[0][1]  # type: ignore[index]
         dependent = set(inputs[: len(inputs) - len(saved)])  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class UserFunction:
         return dependent.issuperset(results)
 
     def text(self) -> str:
-        """The computation in words, the same in every process."""
+        """Return the computation in words, the same in every process."""
         return f"{self.fwd.code}{self.bwd.code}{sorted(self.settings.items())}"
 
 
@@ -110,7 +110,7 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
 
 
 def fitted(grad: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient as autograd takes it for an input: summed where it is larger, expanded where it is smaller."""
+    """Return a gradient as autograd takes it for an input: summed where it is larger, expanded where it is smaller."""
     if grad is None:
         return torch.zeros_like(like)
     if grad.shape != like.shape:

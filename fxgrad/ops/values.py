@@ -12,7 +12,7 @@ from fxgrad.host.tensors import identity
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of an op's output, one or several."""
+    """Return the tensors of an op's output, one or several."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):

@@ -81,7 +81,7 @@ class Known:
 
     @cached_property
     def symbols(self) -> frozenset[sympy.Symbol]:
-        """The symbols in the arguments, and in the calls that made them."""
+        """Return the symbols in the arguments, and in the calls that made them."""
         leaves = tree_leaves((self.args, self.kwargs))
         return frozenset().union(*(arg.symbols if isinstance(arg, Known) else symbols_of(arg) for arg in leaves))
 

@@ -190,13 +190,13 @@ def _is_batched(slot, use):
 
 
 def reads_by_tensors(template: Any) -> bool:
-    """Whether an index is made of tensors, numbers and slices alone, of tensors at least one."""
+    """Return whether an index is made of tensors, numbers and slices alone, of tensors at least one."""
     items = template if isinstance(template, tuple | list) else (template,)
     allowed = all(item is None or isinstance(item, Slot | int | slice) for item in items)
     return allowed and any(isinstance(item, Slot) for item in items)
 
 
 def reads_by_lists(template: Any) -> bool:
-    """Whether an index names places in lists of numbers, and in no tensor."""
+    """Return whether an index names places in lists of numbers, and in no tensor."""
     items = template if isinstance(template, tuple) else (template,)
     return any(isinstance(item, list) for item in items) and not any(isinstance(item, Slot) for item in items)

@@ -20,14 +20,14 @@ def summed_to(grad: Tensor, shape: Sequence[int]) -> Term | Tensor:
 
 
 def sum_dims(grad: Tensor, dims: Sequence[int], shape: Sequence[int]) -> Term:
-    """The sum over some dims as a term, in a parameter's shape."""
+    """Return the sum over some dims as a term, in a parameter's shape."""
     letters = [letter for letter in string.ascii_lowercase if letter != "n"][: grad.dim() - 1]
     kept = (letter for dim, letter in enumerate(letters, 1) if dim not in dims)
     return Term(f"n{''.join(letters)}->n{''.join(kept)}", grad, shape=shape)
 
 
 def _repeated(grad: Tensor, shape: Sequence[int]) -> list[int]:
-    """The dims of ``[n, *broadcast]`` along which broadcasting repeated what has this shape."""
+    """Return the dims of ``[n, *broadcast]`` along which broadcasting repeated what has this shape."""
     extra = grad.dim() - 1 - len(shape)
     ones = (dim for dim, size in enumerate(shape, 1 + extra) if is_one(size) and not is_one(grad.shape[dim]))
     return [*range(1, 1 + extra), *ones]

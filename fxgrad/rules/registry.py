@@ -43,7 +43,7 @@ class Rule:
 
     @property
     def own(self) -> bool:
-        """Whether the rule is fxgrad's own and not a user's."""
+        """Return whether the rule is fxgrad's own and not a user's."""
         return self.function.__module__.startswith("fxgrad.rules.")
 
     def unhandled(self, call: Call) -> list[str]:
@@ -52,14 +52,14 @@ class Rule:
         return [name for name in call.given if name not in known]
 
     def takes(self, use: Use, call: Call, shapes: Sequence[Any]) -> bool:
-        """Whether the rule applies to a use."""
+        """Return whether the rule applies to a use."""
         if not use.differentiated.keys() <= self.differentiates or self.unhandled(call):
             return False
         fits = self.shared if use.output is None else all(map(use.has_samples, self.batched))
         return fits and self.applies(use, shapes)
 
     def refused(self, call: Call) -> tuple[str, str] | None:
-        """An argument the rule says it cannot take, with the reason."""
+        """Return an argument the rule says it cannot take, with the reason."""
         for name in call.given & self.refuse.keys():
             if call.arguments[name] not in (None, False):
                 return name, self.refuse[name]

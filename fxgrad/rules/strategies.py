@@ -41,22 +41,22 @@ class Strategy(ABC):
 
     @property
     def needs(self) -> frozenset[int]:
-        """The slots that it looks at."""
+        """Return the slots that it looks at."""
         return frozenset(range(len(self.use.layouts)))
 
     @property
     def permutes(self) -> bool:
-        """Whether the op moves a parameter's elements, each to one place: a function that leaves norms alone."""
+        """Return whether the op moves a parameter's elements, each to one place: a function that leaves norms alone."""
         return False
 
     @property
     def slices(self) -> bool:
-        """Whether the op takes a piece of a parameter, or joins several: nothing is added up on the way back."""
+        """Return whether the op takes a piece of a parameter, or joins several: nothing is added up on the way back."""
         return False
 
     @property
     def native(self) -> bool:
-        """Whether the op is PyTorch's own, which takes float64 where it takes float32."""
+        """Return whether the op is PyTorch's own, which takes float64 where it takes float32."""
         return self.use.method or is_native(self.use.target)
 
     def loses(self, part: Part | Tensor) -> bool:
@@ -64,14 +64,14 @@ class Strategy(ABC):
         return True
 
     def at_hand(self, values: list[Any], g: Tensor) -> list[Any]:
-        """The values as the op computed with them."""
+        """Return the values as the op computed with them."""
         return matched(values, g)
 
     def terms(self, g: Tensor, values: Sequence[Any], n: int) -> Contributions:
         return self.terms_of_several([g], values, n)
 
     def terms_of_several(self, grads: Sequence[Tensor], values: Sequence[Any], n: int) -> Contributions:
-        """The same of an op with several outputs, which has the generic rule alone."""
+        """Return the same of an op with several outputs, which has the generic rule alone."""
         use = self.use.widened() if self.native and grads[0].dtype in WIDE.values() else self.use
         layouts: list[Layout | None] = [layout for _, layout in use.several] or [use.output]
         rows = [
@@ -84,7 +84,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def contributions(self, use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contributions:
-        """The gradients from those of the outputs and the operands, all with samples first."""
+        """Return the gradients from those of the outputs and the operands, all with samples first."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class OwnStrategy:
     def gradients(
         self, grads: Sequence[Tensor | None], outputs: Sequence[Tensor], values: Sequence[Any], n: int
     ) -> tuple[list[Tensor | None], Contributions]:
-        """The gradient of every operand, None for a parameter's, and the parameters' per-sample gradients."""
+        """Return the gradient of every operand, None for a parameter's, and the parameters' per-sample gradients."""
         use, rule = self.use, self.rule
         rows = use.arguments[rule.rows]
         layout = use.layouts[rows.position]
@@ -196,7 +196,7 @@ class OwnStrategy:
 
 
 def is_native(target: Any) -> bool:
-    """Whether a function is PyTorch's own; of one with bodies, whether all that they call is."""
+    """Return whether a function is PyTorch's own; of one with bodies, whether all that they call is."""
     if isinstance(target, UserFunction | ControlFlow):
         return all(_calls_native(body) for body in target.bodies)
     home = str(getattr(target, "__module__", None) or "torch")
@@ -205,7 +205,7 @@ def is_native(target: Any) -> bool:
 
 
 def _calls_native(body: fx.GraphModule) -> bool:
-    """Whether a body runs in float64, too: all its calls are PyTorch's own, and none names a dtype."""
+    """Return whether a body runs in float64, too: all its calls are PyTorch's own, and none names a dtype."""
     dtypes: list[torch.dtype] = []
     for node in body.graph.nodes:
         if node.op == "call_module" or (node.op == "call_function" and not is_native(node.target)):
@@ -220,7 +220,7 @@ _NAME_A_DTYPE = frozenset({"float", "half", "bfloat16", "type", "type_as", "doub
 
 
 def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
-    """The strategy for a use of parameters by an op with a backward of fxgrad's own."""
+    """Return the strategy for a use of parameters by an op with a backward of fxgrad's own."""
     rule = OWN_BACKWARDS[use.op]
     wrong = sorted(use.differentiated.keys() - rule.of)
     if wrong:
@@ -233,13 +233,13 @@ def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
 
 
 def choose_several(use: Use, call: Call, *, where: str = "") -> Strategy:
-    """The strategy for a use with several outputs: the generic one."""
+    """Return the strategy for a use with several outputs: the generic one."""
     _refuse_drawing(use, call, where)
     return Generic(use)
 
 
 def choose(use: Use, call: Call, shapes: Sequence[Any], *, where: str = "") -> Strategy:
-    """The strategy for a use: its rule where that applies, else its family's, else the generic one."""
+    """Return the strategy for a use: its rule where that applies, else its family's, else the generic one."""
     rule = RULES.get(use.op)
     if rule is not None:
         refused = rule.refused(call)
@@ -271,7 +271,7 @@ def _refuse_drawing(use: Use, call: Call, where: str) -> None:
 
 
 def _conjugate(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The conjugate of a floating or complex value, in the dtype of a complex gradient."""
+    """Return the conjugate of a floating or complex value, in the dtype of a complex gradient."""
     if value.is_complex():
         return value.conj().resolve_conj()
     return value.to(dtype) if value.is_floating_point() else value

@@ -59,21 +59,21 @@ class Use:
         return {name: positions for name, positions in by_name.items() if positions}
 
     def has_samples(self, name: str) -> bool:
-        """Whether an argument is an operand with samples."""
+        """Return whether an argument is an operand with samples."""
         slot = self.arguments.get(name)
         return isinstance(slot, Slot) and self.layouts[slot.position] is not None
 
     def is_shared(self, name: str) -> bool:
-        """Whether an argument is an operand that all samples share."""
+        """Return whether an argument is an operand that all samples share."""
         slot = self.arguments.get(name)
         return isinstance(slot, Slot) and self.layouts[slot.position] is None
 
     def fill(self, template: Any, values: Sequence[Any]) -> Any:
-        """A template with the operands' values in place of its slots."""
+        """Return a template with the operands' values in place of its slots."""
         return map_leaves(template, Slot, lambda slot: values[slot.position])
 
     def rerun(self, values: Sequence[Any]) -> Any:
-        """The op's own call on these values."""
+        """Return the op's own call on these values."""
         args, kwargs = self.fill(self.args, values), self.fill(dict(self.kwargs), values)
         if self.inplace:
             args = (args[0].clone(), *args[1:])
@@ -89,7 +89,7 @@ class Use:
         return tuple(result[i] for i, _ in self.several) if self.several else (result,)
 
     def own_vjp(self, values: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters' gradients as the user's own backward gives them, in the order of ``wrt``."""
+        """Return the parameters' gradients as the user's own backward gives them, in the order of ``wrt``."""
         by_slot = {slot: torch.zeros_like(values[slot]) for slot in self.wrt}
         by_argument = self.target.vjp(self.fill(self.args, values), self.by_output(grads))
         for template, grad in zip(self.args, by_argument, strict=True):
@@ -104,7 +104,7 @@ class Use:
         return replace(self, args=tuple(map(_widened, self.args)), kwargs=kwargs)
 
     def by_output(self, grads: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The gradients, by the position of the output that each of them is of."""
+        """Return the gradients, by the position of the output that each of them is of."""
         positions = [i for i, _ in self.several] or [self.select or 0]
         return dict(zip(positions, grads, strict=True))
 
@@ -116,7 +116,7 @@ class Use:
         ]
 
     def first(self, value: Tensor, layout: Layout, values: Sequence[Any], n: int, *, gradient: bool = False) -> Tensor:
-        """One value ``[n, .., outer*inner, ..]``; rows of packed data are padded first (`rows_of_samples`)."""
+        """Return one value ``[n, .., outer*inner, ..]``; rows of packed data are padded first (`rows_of_samples`)."""
         if layout.rows is None:
             return samples_first(value, layout, n)
         assert self.packed is not None
@@ -127,7 +127,7 @@ class Use:
         return of_samples.flatten(1, 2).movedim(1, 1 + layout.dim)
 
     def key(self) -> str:
-        """The computation in words, the same in every process."""
+        """Return the computation in words, the same in every process."""
         target = self.target if self.method else f"{getattr(self.target, '__module__', '')}.{self.op}"
         inplace = "in place" if self.inplace else ""
         batched = [i for i, layout in enumerate(self.layouts) if layout is not None]
@@ -142,7 +142,7 @@ USE: Fact[Use] = Fact("use", "attach_taps", Use)
 
 
 def slots_of(template: Any) -> list[Slot]:
-    """The slots in a template, slices included."""
+    """Return the slots in a template, slices included."""
     slots: list[Slot] = []
     map_leaves(template, Slot, slots.append)
     return slots

@@ -27,7 +27,7 @@ DELIVERED = ""  # in place of an op's name: fxgrad
 
 
 def roots_of_backward() -> list[Any]:
-    """The nodes from which the running backward call began; none where PyTorch does not show them.
+    """Return the nodes from which the running backward call began; none where PyTorch does not show them.
 
     The engine does not name them. The frame that called the engine does: on CPU it is in this thread, on CUDA hooks
     run in a thread of the engine's own, and several threads may be in a backward.
@@ -47,12 +47,12 @@ def _roots_in(frame: FrameType | None) -> list[Any]:
 
 
 def _is_running(root: Any) -> bool:
-    """Whether the running backward call goes through a root: PyTorch answers for what stands behind it."""
+    """Return whether the running backward call goes through a root: PyTorch answers for what stands behind it."""
     return any(will_execute(child) for child in _children(root) if child is not None)
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the running backward call adds to p.grad; ``autograd.grad(loss, parameters)`` does not."""
+    """Return whether the running backward call adds to p.grad; ``autograd.grad(loss, parameters)`` does not."""
     try:
         return bool(will_execute(get_gradient_edge(parameter).node))
     except RuntimeError:  # PyTorch's answer for a leaf under autograd.grad
@@ -60,7 +60,7 @@ def accumulates(parameter: Tensor) -> bool:
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it, the last caller first."""
+    """Yield a frame and those that called it, the last caller first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -79,12 +79,12 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _is_users(node: Any) -> bool:
-    """Whether a node is an autograd.Function's, which has any name and any attribute."""
+    """Return whether a node is an autograd.Function's, which has any name and any attribute."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def is_nested() -> bool:
-    """Whether the running backward call was made inside of another one, as reentrant checkpoints do."""
+    """Return whether the running backward call was made inside of another one, as reentrant checkpoints do."""
     return sum(frame.f_code is BACKWARD_CODE for frame in frames_from(sys._getframe())) > 1
 
 
@@ -97,12 +97,12 @@ def _op(node: Any) -> str:
 
 
 def _children(node: Any) -> list[Any]:
-    """The nodes that a node hands gradients to, None for a constant; a delivery is the end of a path."""
+    """Return the nodes that a node hands gradients to, None for a constant; a delivery is the end of a path."""
     return [] if _op(node) == DELIVERED else [child for child, _ in node.next_functions]
 
 
 def _below(roots: Sequence[Any]) -> Iterator[Any]:
-    """Every node that gradients reach from these, past no delivery."""
+    """Yield every node that gradients reach from these, past no delivery."""
     stack = list(dict.fromkeys(roots))
     seen = set(stack)
     while stack:
@@ -124,20 +124,20 @@ def is_scaled(root: Any) -> bool:
 
 
 def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
-    """The parameters that values depend on past every delivery."""
+    """Return the parameters that values depend on past every delivery."""
     nodes = _below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
     used = {id(node.variable): None for node in nodes if _is_leaf(node)}
     return tuple(names[key] for key in used if key in names)
 
 
 def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:
-    """The ops through which a parameter gets gradients, DELIVERED among them."""
+    """Return the ops through which a parameter gets gradients, DELIVERED among them."""
     accumulator = get_gradient_edge(parameter).node
     return [_op(node) for node in _below(roots) if any(child is accumulator for child, _ in node.next_functions)]
 
 
 def deliveries_to(roots: Sequence[Any], parameters: Collection[int]) -> list[Any]:
-    """The nodes through which fxgrad delivers to parameters; these are their ids."""
+    """Return the nodes through which fxgrad delivers to parameters; these are their ids."""
     nodes = (node for node in _below(roots) if _op(node) == DELIVERED)
     return [node for node in nodes if any(_is_leaf(c) and id(c.variable) in parameters for c, _ in node.next_functions)]
 
@@ -164,7 +164,7 @@ _WITH_NUMBERS = frozenset("mul div add sub rsub".split())
 
 
 def depends_on_parameters_alone(roots: Sequence[Any], parameters: Collection[int]) -> bool:
-    """Whether what reaches parameters past every delivery depends on parameters alone; these are their ids.
+    """Return whether what reaches parameters past every delivery depends on parameters alone; these are their ids.
 
     See Note [Parameters alone].
     """
@@ -186,19 +186,19 @@ def depends_on_parameters_alone(roots: Sequence[Any], parameters: Collection[int
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether a node hands its gradient on, times numbers at the most."""
+    """Return whether a node hands its gradient on, times numbers at the most."""
     op, children = _op(node), _children(node)
     by_number = (op == "mul" and None in children) or (op == "div" and children[1] is None)
     return op in _LINEAR or (by_number and _is_number(node))
 
 
 def _is_number(node: Any) -> bool:
-    """Whether a node's output has no dimensions: then what it was made with had none."""
+    """Return whether a node's output has no dimensions: then what it was made with had none."""
     return all(len(one.shape) == 0 for one in outputs_like(node))
 
 
 def _children_first(roots: Sequence[Any]) -> Iterator[Any]:
-    """Every node behind those it hands gradients to."""
+    """Yield every node behind those it hands gradients to."""
     done: set[Any] = set()
     stack = [(root, False) for root in roots]
     while stack:

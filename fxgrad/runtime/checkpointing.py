@@ -31,7 +31,7 @@ POLICY: Fact[Policy] = Fact("policy", "inline_regions", Policy)
 
 
 def policy_of(body: Any, graph_id: int) -> Policy | None:
-    """The policy of a checkpoint, which Dynamo leaves on the body; None where its contexts are others."""
+    """Return the policy of a checkpoint, which Dynamo leaves on the body; None where its contexts are others."""
     context_fn = checkpoint_contexts(body)
     selects = context_fn is not None and hasattr(context_fn()[0], "policy_fn")
     return Policy(context_fn, graph_id) if selects else None

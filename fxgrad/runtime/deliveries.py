@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
     by_quantity: list[Kinds]
     every: list[Delivery]
-    ghosts: list[Tensor]  # the gradient placeholders, one for each delivery
+    placeholders: list[Tensor]  # the gradient placeholders, one for each delivery
     attributes: frozenset[str]  # the names of the attributes that are set
 
 

@@ -3,7 +3,7 @@
 | state | entered by | fields |
 |---|---|---|
 | open | `Store.enter`, when the model is called | ``watched``: the autograd nodes that have a hook |
-| waiting | `Store.leave`, when the call returns | ``ghosts``: autograd nodes, which keep the forward alive |
+| waiting | `Store.leave`, when the call returns | ``placeholders``: autograd nodes, which keep the forward alive |
 | running | `Store.begin_backward`, by the first node of a backward call | ``checked``: the id of that call |
 | delivered | `Store.deliver`, once for each graph | ``delivered``, ``sent``, ``stored``: what the call has set |
 | ended | `Store._end_backward`, after all else in the call | ``view`` is None; a retained graph goes back to running |
@@ -26,7 +26,7 @@ _NUMBERS = itertools.count()
 
 
 class Forward:
-    """One forward with gradients: its samples, its trainable parameters, and the ghosts its graphs left."""
+    """One forward with gradients: its samples, its trainable parameters, and its graphs' gradient placeholders."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Forward:
         self.size, self.parameters, self.sample_weight, self.method = size, parameters, sample_weight, method
         self.names = tuple(parameters)
         self.number = next(_NUMBERS)
-        self.ghosts: list[Any] = []  # autograd nodes
+        self.placeholders: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
         self.asked: Asked | None = None  # of all parameters
         self.asked_by_graph: dict[tuple[str, ...], Asked] = {}  # of those that are not all
@@ -62,7 +62,7 @@ class Forward:
 
     def delivers(self) -> bool:
         """Decide whether the running backward call reaches the parameters; ``autograd.grad(loss, x)`` does not."""
-        return bool(self.outside) or any(will_execute(ghost) for ghost in self.ghosts)
+        return bool(self.outside) or any(will_execute(placeholder) for placeholder in self.placeholders)
 
 
 class CurrentForward(threading.local):

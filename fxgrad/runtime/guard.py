@@ -122,7 +122,7 @@ class Guard:
             slot.expect(parameter, grad, stamp, tasks)
 
     def arrived(self, parameter: Tensor) -> bool:
-        """Whether p.grad has what was delivered, and is guarded; ``backward(inputs=..)`` leaves some out."""
+        """Return whether p.grad has what was delivered, and is guarded; ``backward(inputs=..)`` leaves some out."""
         known = self.watched.get(id(parameter))
         return known is not None and known.slot.arrived
 
@@ -160,7 +160,7 @@ class Guard:
                 slot.forget()
 
     def allows(self, parameter: Tensor, task: int) -> bool:
-        """Whether a gradient from outside of the model may arrive at a parameter."""
+        """Return whether a gradient from outside of the model may arrive at a parameter."""
         if self.outside != "allow":
             return self.outside == "unchecked"
         if len(hooks_of(parameter) or ()) > 1:  # what a hook returns is no penalty's
@@ -185,7 +185,7 @@ class Guard:
         raise error
 
     def _proves(self) -> bool:
-        """Whether what this backward brings besides one delivery of ours depends on parameters alone."""
+        """Return whether what this backward brings besides one delivery of ours depends on parameters alone."""
         parameters, roots = self.watched.keys(), roots_of_backward()
         foreign = [node for node in deliveries_to(roots, parameters) if node is not self.delivering]
         return not foreign and not is_nested() and depends_on_parameters_alone(roots, parameters)
@@ -195,7 +195,7 @@ _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()  # those that guard somethin
 
 
 def guard_for(quantities: Sequence[Quantity], kind: str = "the model", entrances: Sequence[str] = ()) -> Guard | None:
-    """A guard where a quantity needs one."""
+    """Return a guard where a quantity needs one."""
     clipping = [quantity for quantity in quantities if quantity.guards_grad]
     if not clipping:
         return None
@@ -281,7 +281,7 @@ def _listen() -> None:
 
 
 def _guards_of(module: nn.Module, name: str) -> Iterator[tuple[Guard, str]]:
-    """The guards of a module, each with the path of what has this name in it."""
+    """Yield the guards of a module, each with the path of what has this name in it."""
     for guard in list(_GUARDS):
         prefix = guard.modules.get(module)
         if prefix is not None:

@@ -46,7 +46,7 @@ def cut(strategy: Strategy, term: Part, values: list[Any], back: Back) -> dict[i
 
 
 def traced(shape: Sequence[int], values: Sequence[Any], of: Callable[[Tensor], Result]) -> tuple[Tensor, Result]:
-    """A tensor without memory, and what becomes of it, behind the back of whoever is tracing."""
+    """Return a tensor without memory, and what becomes of it, behind the back of whoever is tracing."""
     dtype = next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), torch.float32)
     with disable_current_modes():
         whole = torch.empty([hint(size) for size in shape], device="meta", dtype=dtype)

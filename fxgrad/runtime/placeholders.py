@@ -12,8 +12,8 @@ from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.store import Store
 
 
-class Ghosts(torch.autograd.Function):
-    """parameters -> ghosts; its backward stores what arrives, and hands on what is for p.grad."""
+class Placeholders(torch.autograd.Function):
+    """parameters -> gradient placeholders; its backward stores what arrives, and hands on what is for p.grad."""
 
     _fxgrad_delivers = True
 
@@ -24,7 +24,7 @@ class Ghosts(torch.autograd.Function):
         ctx.store, ctx.of, ctx.names = store, forward, names
         ctx.set_materialize_grads(False)
         # New tensors, not views, each over one element of memory that no code reads.
-        return tuple([ghost.data for ghost in store.asked_of(forward, names).ghosts])
+        return tuple([placeholder.data for placeholder in store.asked_of(forward, names).placeholders])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -57,7 +57,7 @@ class Pullback:
         return self._sums[key][1]
 
     def grouped(self, size: int) -> Pullback:
-        """The same with ``size`` consecutive samples as one."""
+        """Return the same with ``size`` consecutive samples as one."""
         if size not in self._grouped:
             self._grouped[size] = Pullback(self.grads.grouped(size), self.back, self.isometric, self.linear)
         return self._grouped[size]
@@ -129,7 +129,7 @@ def pulled_back(
     n: int,
     planner: Planner,
 ) -> Contributions:
-    """The parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
+    """Return the parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
     def back(rows: Tensor) -> dict[int, Tensor]:
         g = rows if strategy.native else rows.to(_computed_in(values, rows))
@@ -181,13 +181,13 @@ def _through(
 
 
 def _computed_in(values: Sequence[Any], rows: Tensor) -> torch.dtype:
-    """What a user's own function computes in, and gives such gradients in."""
+    """Return what a user's own function computes in, and gives such gradients in."""
     dtype = next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), rows.dtype)
     return dtype.to_complex() if rows.is_complex() else dtype
 
 
 def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: int, planner: Planner) -> SampleGrads:
-    """The gradients of u."""
+    """Return the gradients of u."""
     like = next(values[slot] for slot in strategy.use.wrt)
     shape, dtype = parts[0].own_shape(), accumulating(like.dtype)
     dtype = dtype.to_complex() if any(part.is_complex for part in parts) else dtype

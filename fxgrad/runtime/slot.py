@@ -131,7 +131,7 @@ class Slot:
         self.copies = None if alone and grad.stride() == parameter.stride() else parameter
 
     def holds(self, parameter: Tensor, averaged: bool) -> bool:
-        """Whether p.grad is what the engine made of the delivery, at the end of the backward."""
+        """Return whether p.grad is what the engine made of the delivery, at the end of the backward."""
         grad: Any = parameter.grad
         hooks: Any = hooks_of(parameter)
         if self.version == _NOTHING or grad is None:
@@ -174,6 +174,6 @@ class Slot:
 
 
 def slot_of(parameter: Tensor) -> Slot | None:
-    """The guards' hook on a parameter; None where there is none."""
+    """Return the guards' hook on a parameter; None where there is none."""
     hooks: Any = hooks_of(parameter) or {}
     return next((hook for hook in hooks.values() if type(hook) is Slot), None)

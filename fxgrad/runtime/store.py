@@ -79,13 +79,13 @@ class Store:
         forward.watched = None  # nodes hold forwards, which hold no nodes with saved tensors in turn
         self.current.forward = before
 
-    def began(self, forward: Forward, ghost: Any) -> None:
+    def began(self, forward: Forward, placeholder: Any) -> None:
         """One more graph of a forward has run."""
-        forward.ghosts.append(ghost)
+        forward.placeholders.append(placeholder)
         self.forwards.add(forward)
 
     def result(self, quantity: Quantity) -> Any:
-        """What the last backward found of a quantity; see `fxgrad.result`."""
+        """Return what the last backward found of a quantity; see `fxgrad.result`."""
         place = next((i for i, one in enumerate(self.quantities) if one is quantity or one == quantity), None)
         if place is None:
             raise OptionError(
@@ -115,7 +115,7 @@ class Store:
                     )
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
-        """What the quantities deliver of a forward, or of the parameters of one of its graphs."""
+        """Return what the quantities deliver of a forward, or of the parameters of one of its graphs."""
         if names is None or names == forward.names:
             asked = forward.asked
             if asked is None:
@@ -133,11 +133,11 @@ class Store:
             observer.cleared(cleared)
 
     def adds_to_grad(self, forward: Forward) -> bool:
-        """Whether a backward adds to p.grad."""
+        """Return whether a backward adds to p.grad."""
         return any(delivery.place == GRAD for delivery in self.asked_of(forward).every)
 
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
-        """The quantities' own answers; remembered, since every step asks for the same."""
+        """Return the quantities' own answers; remembered, since every step asks for the same."""
         tensors = parameters.values()
         shapes, dtypes, devices = [p.shape for p in tensors], [p.dtype for p in tensors], [p.device for p in tensors]
         key = n, tuple(parameters), tuple(shapes), tuple(dtypes), tuple(devices)
@@ -215,7 +215,9 @@ class Store:
 
     def _unused(self, forward: Forward) -> set[str]:
         """The parameters that no graph uses, where an optimizer adds noise to all, and the backward is for all."""
-        used = {name for ghost in forward.ghosts for name in getattr(ghost, "names", forward.parameters)}
+        used = {
+            name for placeholder in forward.placeholders for name in getattr(placeholder, "names", forward.parameters)
+        }
         if not self.observers or not all(accumulates(forward.parameters[name]) for name in used):
             return set()
         return forward.parameters.keys() - used
@@ -323,13 +325,13 @@ _PLACES = {"grad_sample"}  # attributes that were ever set
 
 
 def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
-    """A gradient in the dtype of p.grad; the engine would convert it on its way past the guard."""
+    """Return a gradient in the dtype of p.grad; the engine would convert it on its way past the guard."""
     dtype = getattr(parameter, "grad_dtype", grad.dtype)
     return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
 
 
 def _task_of(result: Any) -> int | None:
-    """The backward call that set a result."""
+    """Return the backward call that set a result."""
     return getattr(result[-1] if isinstance(result, list) else result, _TASK, None)
 
 

@@ -77,7 +77,7 @@ class Tape(ABC):
 
     @abstractmethod
     def results_scale(self, n: int) -> float:
-        """What the parts still have to be multiplied by."""
+        """Return what the parts still have to be multiplied by."""
 
     def begin(self) -> None:
         """Forget what a backward that never reached Collect left behind."""
@@ -88,7 +88,7 @@ class Tape(ABC):
             self.derived.clear()
 
     def scale(self, n: int) -> float:
-        """What makes gradients those of a sum over samples."""
+        """Return what makes gradients those of a sum over samples."""
         return n if isinstance(self.loss_scale, str) else self.loss_scale  # "mean"
 
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
@@ -101,11 +101,11 @@ class Tape(ABC):
             self.note(use.wrt[slot], part)
 
     def name_of(self, key: int) -> str:
-        """The parameter's name; none for a function of parameters."""
+        """Return the parameter's name; none for a function of parameters."""
         return self.likes[key].name if key < len(self.likes) else ""
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
-        """What the quantities make of all that was written down, in the order of their deliveries."""
+        """Return what the quantities make of all that was written down, in the order of their deliveries."""
         scale = self.results_scale(n)
         grads_of_all = [
             self.grads(param.name, param.shape, param.dtype, n, like, self.parts.get(key, []), self.planner, scale)
@@ -165,7 +165,7 @@ class FactorTape(Tape):
             self.non_isometric.add(key)
 
     def name_of(self, key: int) -> str:
-        """The parameter's name, also of what moves its elements."""
+        """Return the parameter's name, also of what moves its elements."""
         return super().name_of(key) or self.permuted_names.get(key, "")
 
     def scaled(self, g: Tensor, n: int) -> Tensor:
@@ -197,7 +197,7 @@ class FactorTape(Tape):
         self._add_narrowed(strategy, parts, grads[0], n)
 
     def _unrounded(self, strategy: Strategy, parts: Contributions, wide: Callable[[], Contributions]) -> Contributions:
-        """What a function of parameters may enlarge, and what no bound is known for, from float64."""
+        """Return what a function of parameters may enlarge, and what no bound is known for, from float64."""
         again = [strategy.loses(part) or self._is_enlarged(strategy, slot, part) for slot, part in parts]
         if not any(again):
             return parts
@@ -233,7 +233,7 @@ class FactorTape(Tape):
                 parts.append(deferred(part, self.name_of(key), self.planner))
 
     def _real(self, key: int, part: Part) -> Part:
-        """A real parameter's gradient is the real part of what complex factors give."""
+        """Return the real part of what complex factors give a real parameter."""
         if key >= len(self.likes) or not part.is_complex:
             return part
         whole = part.materialised()
@@ -248,5 +248,5 @@ class FactorTape(Tape):
 
 
 def tape_for(quantities: Sequence[Quantity]) -> type[Tape]:
-    """The tape that quantities need."""
+    """Return the tape that quantities need."""
     return DenseTape if all(quantity.dense for quantity in quantities) else FactorTape

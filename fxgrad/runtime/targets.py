@@ -1,7 +1,7 @@
 """The named call targets of a rewritten graph, and what autograd does at each.
 
     tape = new_tape()
-    handle = collect(tape, n, *ghosts)      one ghost for each tensor that the backward delivers
+    handle = collect(tape, n, *placeholders)      a gradient placeholder for each tensor that the backward delivers
     y = linear(x, weight.detach(), ...)     the op stays native
     y = tap(tape, n, y, handle, x)          an identity; its backward writes terms on the tape
     u = weight.t(); h = derive(tape, n, u, handle)      a function of parameters, tapped like one
@@ -68,15 +68,15 @@ class Recorder(Target, ABC):
 
     @abstractmethod
     def forward(self, tape: Tape, *operands: Any) -> Any:
-        """What autograd sees as the result."""
+        """Return what autograd sees as the result."""
 
     @abstractmethod
     def kept(self, ctx: Any, operands: Sequence[Any], output: Any) -> list[Any]:
-        """What the backward needs; its tensors are saved, all else is kept as it is."""
+        """Return what the backward needs; its tensors are saved, all else is kept as it is."""
 
     @abstractmethod
     def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
-        """The gradients of the operands; None for those behind the last."""
+        """Return the gradients of the operands; None for those behind the last."""
 
 
 class _Recorded(torch.autograd.Function):
@@ -108,18 +108,18 @@ class _Recorded(torch.autograd.Function):
 
 
 class CollectTarget(Recorder):
-    """``collect(tape, n, ghosts.., given..)``: all parameters; its backward returns what the quantities deliver."""
+    """``collect(tape, n, placeholders.., given..)``: of all parameters; its backward returns deliveries."""
 
-    def __init__(self, ghosts: int) -> None:
+    def __init__(self, placeholders: int) -> None:
         super().__init__("collect")
-        self.ghosts = ghosts
+        self.placeholders = placeholders
 
     def forward(self, tape: Tape, n: int, *operands: Tensor) -> Tensor:
         return operands[0].new_zeros(())
 
     def kept(self, ctx: Any, operands: Sequence[Any], output: Tensor) -> list[Any]:
         n, *others = operands
-        return [n, [output.detach()], *others[self.ghosts :]]
+        return [n, [output.detach()], *others[self.placeholders :]]
 
     def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
         n, (like,), *given = kept

@@ -25,7 +25,7 @@ class Input(NamedTuple):
 
     @property
     def size(self) -> int | None:
-        """The number of samples; None if the role does not show it."""
+        """Return the number of samples; None if the role does not show it."""
         dim = counting_dim(self.role)
         return None if dim is None else self.tensor.shape[dim]
 

@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def merged(self) -> bool:
-        """Whether the dimension has other indices besides the sample index."""
+        """Return whether the dimension has other indices besides the sample index."""
         return (self.outer, self.inner) != (1, 1) or self.rows is not None
 
     def at(self, dim: int) -> Layout:

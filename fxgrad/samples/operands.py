@@ -76,13 +76,13 @@ class Op:
 
     @property
     def outputs(self) -> list[Any]:
-        """The fake value of each output."""
+        """Return the fake value of each output."""
         fake = FAKE.of(self.node)
         return list(fake) if isinstance(fake, tuple | list) else [fake]
 
     @property
     def flows(self) -> list[bool]:
-        """Whether a trainable parameter's gradient flows into each output."""
+        """Return whether a trainable parameter's gradient flows into each output."""
         traced = TRACED.of(self.node)
         return traced if isinstance(traced, list) else [traced]
 
@@ -98,7 +98,7 @@ class Op:
 
     @property
     def promoted(self) -> Op:
-        """The op with a layout to check for each constant that has one dim of the samples' size."""
+        """Return the op with a layout to check for each constant that has one dim of the samples' size."""
         merges = self.merges()
 
         def promote(operand: Operand) -> Operand:

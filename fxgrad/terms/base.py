@@ -72,19 +72,19 @@ class Term(Part):
 
     @classmethod
     def takes(cls, equation: Equation, factors: Sequence[Factor]) -> bool:
-        """Whether a term is of this kind."""
+        """Return whether a term is of this kind."""
         return len(factors) == len(cls.factor_types) and all(map(isinstance, factors, cls.factor_types))
 
     def with_factors(self, *factors: Factor) -> Self:
-        """The term of the same kind of other factors."""
+        """Return the term of the same kind of other factors."""
         return type(self)(self.equation, *factors, shape=self.shape)
 
     def in_shape(self, shape: Sequence[int] | None) -> Self:
-        """The same elements in the same order as another shape; None for the equation's own."""
+        """Return the same elements in the same order as another shape; None for the equation's own."""
         return type(self)(self.equation, *self.factors, shape=shape)
 
     def tensors(self) -> list[Tensor]:
-        """The values of the factors."""
+        """Return the values of the factors."""
         values = (factor.input if isinstance(factor, Patches) else factor for factor in self.factors)
         return [value for value in values if isinstance(value, Tensor)]
 
@@ -93,7 +93,7 @@ class Term(Part):
         return any(value.is_complex() for value in self.tensors())
 
     def dtype(self) -> torch.dtype:
-        """The gradient's."""
+        """Return the dtype of the gradient."""
         return reduce(torch.promote_types, [value.dtype for value in self.tensors()])
 
     # The gradients themselves.
@@ -102,7 +102,7 @@ class Term(Part):
         return self.cast(WIDE).dense() if wide else self._shaped(self.contracted())
 
     def contracted(self) -> Tensor:
-        """The einsum's result."""
+        """Return the einsum's result."""
         raise NotImplementedError
 
     def _shaped(self, rows: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Term(Part):
         return self.result_shape() if self.shape is None else self.shape
 
     def result_shape(self) -> tuple[int, ...]:
-        """The shape of the einsum's result, samples left out."""
+        """Return the shape of the einsum's result, samples left out."""
         raise NotImplementedError
 
     def rounding(self, made: float | None = None) -> Tensor:
@@ -126,7 +126,7 @@ class Term(Part):
         return Materialised(self.dense(), self.rounding())
 
     def _measured(self, rows: Tensor, measured: Tensor) -> Materialised:
-        """What an operator multiplied out, and looked at while it was in the cache."""
+        """Return what an operator multiplied out, and looked at while it was in the cache."""
         return Materialised(self._shaped(rows), measured[1] - measured[0], measured)
 
     def _in_wide_numbers(self, made: float = 0) -> Materialised:
@@ -170,7 +170,7 @@ class Term(Part):
         return self.transposed() if transposed and self.shape is None else None
 
     def transposed(self) -> Part | None:
-        """The gradients of the transposed matrix; None where no term of the kind has them."""
+        """Return the gradients of the transposed matrix; None where no term of the kind has them."""
         return None
 
     def by_lines(self) -> Readable:
@@ -179,14 +179,14 @@ class Term(Part):
     # The same term in other numbers.
 
     def scaled(self, scale: Callable[[Tensor], Tensor]) -> Self:
-        """The term times a number, which ``scale`` multiplies into one of its factors."""
+        """Return the term times a number, which ``scale`` multiplies into one of its factors."""
         factors = list(self.factors)
         first, tensor = next((i, factor) for i, factor in enumerate(factors) if isinstance(factor, Tensor))
         factors[first] = scale(tensor)
         return self.with_factors(*factors)
 
     def cast(self, dtypes: Mapping[torch.dtype, torch.dtype]) -> Self:
-        """The term with factors of some dtypes in others."""
+        """Return the term with factors of some dtypes in others."""
 
         def factor_as(factor: Factor) -> Factor:
             if isinstance(factor, Patches):
@@ -201,7 +201,7 @@ class Term(Part):
     # What it costs.
 
     def contraction(self) -> Contraction:
-        """What the cost model has to know; a complex term is multiplied out in any case."""
+        """Return what the cost model has to know; a complex term is multiplied out in any case."""
         factors, elements = self._factor_elements(), math.prod(self.result_shape())
         by_rows = self.is_complex or self.costs is OTHER
         sizes = (self._products(), factors, elements) if by_rows else self._table_sizes()
@@ -210,26 +210,26 @@ class Term(Part):
         return Contraction(table, sizes, ways, factors, elements, itemsize)
 
     def _factor_elements(self) -> Any:
-        """The elements of one sample's factors."""
+        """Return the elements of one sample's factors."""
         return sum(math.prod(value.shape[1:]) for value in self.tensors())
 
     def _table_sizes(self) -> tuple[Any, ...]:
-        """The values of the letters of its table."""
+        """Return the values of the letters of its table."""
         raise NotImplementedError
 
     def _ways(self) -> tuple[Way, ...]:
         return tuple(self.costs.costs)
 
     def _products(self) -> Any:
-        """How many numbers are multiplied for one sample's gradient."""
+        """Return how many numbers are multiplied for one sample's gradient."""
         return 0
 
     def flops(self) -> sympy.Expr:
-        """What `dense` computes, two flops for a multiplication and an addition, in the symbolic sizes."""
+        """Return what `dense` computes, two flops for a multiplication and an addition, in the symbolic sizes."""
         raise NotImplementedError
 
     def in_flop_counter(self) -> bool:
-        """Whether PyTorch's flop counter counts it: no sum, no scatter."""
+        """Return whether PyTorch's flop counter counts it: no sum, no scatter."""
         return True
 
     def __repr__(self) -> str:
@@ -237,7 +237,7 @@ class Term(Part):
 
 
 def is_one(size: object) -> bool:
-    """Whether a size is one for every batch."""
+    """Return whether a size is one for every batch."""
     return isinstance(size, int) and size == 1
 
 

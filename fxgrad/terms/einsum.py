@@ -60,14 +60,14 @@ class Einsum(Term):
         return tuple(sizes[name] for name in self.equation.output_names(self._ranks())[1:])
 
     def sizes(self) -> dict[str, Any]:
-        """The size that each of the equation's names stands for."""
+        """Return the size that each of the equation's names stands for."""
         return self.equation.sizes([value.shape for value in self.tensors()])
 
     def _ranks(self) -> list[int]:
         return [value.dim() for value in self.tensors()]
 
     def _summed(self) -> Any:
-        """How many products an entry of the result adds up."""
+        """Return how many products an entry of the result adds up."""
         sizes = self.sizes()
         return math.prod(sizes[name] for name in self.equation.summed(self._ranks()))
 
@@ -86,11 +86,11 @@ class Einsum(Term):
         return bound
 
     def _made(self) -> float:
-        """How far a rule may have rounded the entries of a single factor: a complex product is two and a sum."""
+        """Return how far a rule may have rounded the entries of a single factor: a complex product is two and a sum."""
         return MADE * unit(self.dtype()) if len(self.factors) == 1 else 0
 
     def _summed_alone(self) -> Any:
-        """The values that are added up and meet no other factor."""
+        """Return the values that are added up and meet no other factor."""
         names, sizes = self.equation.names(self._ranks()), self.sizes()
         alone = (name for name in self.equation.summed(self._ranks()) if sum(name in own for own in names) == 1)
         return math.prod(sizes[name] for name in alone)
@@ -101,11 +101,11 @@ class Einsum(Term):
         return self._materialised()
 
     def _is_long(self) -> bool:
-        """Whether more products are added up than a kernel would add one after another."""
+        """Return whether more products are added up than a kernel would add one after another."""
         return bool(self._summed() > CHAIN)
 
     def grouped(self, size: int) -> Term:
-        """The samples of a group are one more letter to sum over."""
+        """Sum over the samples of a group as one more letter."""
         tensors = [
             value.reshape(value.shape[0] // size, size, *value.shape[1:])
             if operand.before.startswith(SAMPLE)
@@ -122,7 +122,7 @@ class Einsum(Term):
         return len(self.factors) > 1
 
     def flops(self) -> sympy.Expr:
-        """One factor: its sum. Several: two for each point of all indices together."""
+        """Return one factor: its sum. Several: two for each point of all indices together."""
         if len(self.factors) == 1:
             return elements(self.tensors()[0])
         return 2 * math.prod(map(expression, self.sizes().values()), start=sympy.Integer(1))

@@ -27,7 +27,7 @@ class Part(ABC):
 
     @abstractmethod
     def dense(self, wide: bool = False) -> Tensor:
-        """The gradient of every sample, ``[n, *shape]``; ``wide``: in float64 from the start."""
+        """Return the gradient of every sample, ``[n, *shape]``; ``wide``: in float64 from the start."""
 
     @abstractmethod
     def rounding(self) -> Tensor:
@@ -35,20 +35,20 @@ class Part(ABC):
 
     @abstractmethod
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of one sample's gradient."""
+        """Return the shape of one sample's gradient."""
 
     @property
     @abstractmethod
     def is_complex(self) -> bool:
-        """Whether complex values were multiplied."""
+        """Return whether complex values were multiplied."""
 
     @property
     def isometric(self) -> bool:
-        """Whether the norms are those of the factors: no function that changes norms stands between."""
+        """Return whether the norms are those of the factors: no function that changes norms stands between."""
         return True
 
     def materialised(self) -> Materialised:
-        """The same, multiplied out."""
+        """Return the same, multiplied out."""
         return Materialised(self.dense(), self.rounding())
 
     def in_full_precision(self) -> Part:
@@ -76,7 +76,7 @@ class Part(ABC):
         return None
 
     def grouped(self, size: int) -> Part:
-        """The same with ``size`` consecutive samples as one."""
+        """Return the same with ``size`` consecutive samples as one."""
         rows, rounding = self.dense(), self.rounding()
         rounding = rounding + in_a_row(size, rows.dtype) * frobenius(rows)
         total = rows.reshape(rows.shape[0] // size, size, *rows.shape[1:]).sum(1)
@@ -87,7 +87,7 @@ class Part(ABC):
         return total + self.dense()
 
     def merge_key(self) -> tuple[Any, ...]:
-        """What parts have in common that `merged` makes one of; merged parts are ordered by its first entry."""
+        """Return what parts have in common that `merged` makes one of; merged parts are ordered by its first entry."""
         return 0, id(self)
 
     @classmethod
@@ -96,7 +96,7 @@ class Part(ABC):
         raise NotImplementedError
 
     def moved(self, back: Callable[[Tensor], Tensor], traced: Callable[[Sequence[int]], Tensor]) -> Part | None:
-        """The same behind a function that permutes elements; None where no part of the kind has them there.
+        """Return the same behind a function that permutes elements; None where no part of the kind has them there.
 
         ``back`` is that function, and ``traced`` gives what it makes of a tensor of one shape, without memory.
         """
@@ -104,19 +104,19 @@ class Part(ABC):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether `block` and `padded` give parts of the kind."""
+        """Return whether `block` and `padded` give parts of the kind."""
         return False
 
     def block(self, starts: Sequence[int], sizes: Sequence[int]) -> Part:
-        """The gradients of a block of the matrix, which begins at this row and column."""
+        """Return the gradients of a block of the matrix, which begins at this row and column."""
         raise NotImplementedError
 
     def padded(self, starts: Sequence[int], sizes: Sequence[int]) -> Part:
-        """The gradients of a matrix of these sizes, in which the block begins at this row and column."""
+        """Return the gradients of a matrix of these sizes, in which the block begins at this row and column."""
         raise NotImplementedError
 
     def by_lines(self) -> Readable:
-        """The same as a part whose lines can be read."""
+        """Return the same as a part whose lines can be read."""
         return Materialised(self.dense())
 
 
@@ -126,11 +126,11 @@ class Readable(Part):
     @property
     @abstractmethod
     def width(self) -> int | None:
-        """The elements of a line; None where any will do."""
+        """Return the elements of a line; None where any will do."""
 
     @abstractmethod
     def read(self, chosen: Chosen, width: int) -> Tensor:
-        """Some lines of ``width`` elements, ``[n, lines * width]``."""
+        """Return some lines of ``width`` elements, ``[n, lines * width]``."""
 
     @abstractmethod
     def pack(self) -> tuple[list[Tensor], list[int]]:
@@ -139,10 +139,10 @@ class Readable(Part):
     @classmethod
     @abstractmethod
     def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Readable:
-        """The part of those."""
+        """Return the part that these tensors and numbers were packed from."""
 
     def touched(self) -> Tensor | None:
-        """The lines that may be other than zero; None where all may be."""
+        """Return the lines that may be other than zero; None where all may be."""
         return None
 
 
@@ -159,7 +159,7 @@ class Packed:
 
     @classmethod
     def of(cls, parts: Sequence[Readable], dtype: torch.dtype) -> Packed:
-        """Some parts, with floating values in a dtype."""
+        """Return some parts, with floating values in a dtype."""
         packed = [part.pack() for part in parts]
         counts = [f"{len(tensors)} {len(numbers)}" for tensors, numbers in packed]
         layout = [f"{type(part).__name__} {count}" for part, count in zip(parts, counts, strict=True)]
@@ -168,7 +168,7 @@ class Packed:
         return cls(" ".join(layout), values, [number for _, numbers in packed for number in numbers])
 
     def parts(self) -> list[Readable]:
-        """The parts again."""
+        """Return the parts that were packed."""
         kinds = {kind.__name__: kind for kind in Readable.__subclasses__()}
         tensors, numbers, words = iter(self.tensors), iter(self.numbers), iter(self.layout.split())
         return [
@@ -248,5 +248,5 @@ class Materialised(Readable):
 
 
 def part_of(value: Part | Tensor) -> Part:
-    """A part, of a tensor that a rule gave: what is multiplied out already counts as exact."""
+    """Return a part, of a tensor that a rule gave: what is multiplied out already counts as exact."""
     return value if isinstance(value, Part) else Materialised(value)

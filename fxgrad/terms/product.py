@@ -76,7 +76,7 @@ class Product(Einsum, Readable):
 
     @classmethod
     def of(cls, g: Tensor, x: Tensor) -> Product:
-        """The product of g ``[n, k.., o]`` and x ``[n, k.., i]``."""
+        """Return the product of g ``[n, k.., o]`` and x ``[n, k.., i]``."""
         return cls("n...o,n...i->noi", g, x)
 
     @property
@@ -86,7 +86,7 @@ class Product(Einsum, Readable):
         return _positions(g), _positions(x)
 
     def is_rank_one(self) -> bool:
-        """Whether there is one position, of real numbers."""
+        """Return whether there is one position, of real numbers."""
         return is_one(self._table_sizes()[0]) and not self.is_complex
 
     def _table_sizes(self) -> tuple[Any, Any, Any]:
@@ -134,7 +134,7 @@ class Product(Einsum, Readable):
         return total
 
     def _is_small_sum(self, onednn: bool) -> bool:
-        """Whether the sum over samples is left to the compiler."""
+        """Return whether the sum over samples is left to the compiler."""
         samples, positions, *sides = map(hint, (self.tensors()[0].shape[0], *self._table_sizes()))
         factors = samples * positions
         return factors * math.prod(sides) <= FEW_PRODUCTS or (not onednn and factors * max(sides) <= FEW_FACTORS)
@@ -167,7 +167,7 @@ class Product(Einsum, Readable):
         return self.with_factors(*(in_groups(side, size) for side in self.sides))
 
     def transposed(self) -> Product:
-        """The gradients of the transposed matrix."""
+        """Return the gradients of the transposed matrix."""
         return Product.of(*reversed(self.sides))
 
     def merge_key(self) -> tuple[Any, ...]:
@@ -175,7 +175,7 @@ class Product(Einsum, Readable):
 
     @classmethod
     def merged(cls, parts: Sequence[Product]) -> Product:
-        """The positions of one behind those of another."""
+        """Return the positions of one behind those of another."""
         return cls.of(*(torch.cat(side, 1) for side in zip(*(part.sides for part in parts), strict=True)))
 
     @property

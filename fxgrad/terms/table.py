@@ -62,7 +62,7 @@ class Table(Term, Readable):
 
     @classmethod
     def of(cls, rows: OneHot, g: Tensor) -> Table:
-        """The gradient of a table from ids ``[n, k..]`` and g ``[n, k.., d..]``."""
+        """Return the gradient of a table from ids ``[n, k..]`` and g ``[n, k.., d..]``."""
         return cls("n...v,n...d->nvd", rows, g)
 
     def _table_sizes(self) -> tuple[Any, Any, Any]:
@@ -70,7 +70,7 @@ class Table(Term, Readable):
         return self.g.shape[1], self.rows.classes, self.g.shape[2]
 
     def _operands(self) -> tuple[Tensor, Tensor, int, int]:
-        """What operators take: ids, g, the number of rows, and the padding's id."""
+        """Return what operators take: ids, g, the number of rows, and the padding's id."""
         return self.rows.ids, self.g, self.rows.classes, self.rows.padding
 
     def contracted(self) -> Tensor:
@@ -87,7 +87,7 @@ class Table(Term, Readable):
         return self._measured(*table_rows(*operands)) if kernels_pay(operands[1]) else super()._materialised()
 
     def added_to(self, total: Tensor) -> Tensor:
-        """A gradient that is mostly zeros is added without writing them."""
+        """Add a gradient that is mostly zeros without writing them."""
         in_place = total.dtype is self.dtype() and self.own_shape() == self.result_shape()
         few = in_place and hint(self.g.shape[1]) < self.rows.classes
         return scattered_onto(total, self.rows, self.g) if few else super().added_to(total)
@@ -124,7 +124,7 @@ class Table(Term, Readable):
 
     @classmethod
     def merged(cls, parts: Sequence[Table]) -> Table:
-        """The positions of one behind those of another."""
+        """Return the positions of one behind those of another."""
         ids, g = (torch.cat(each, 1) for each in zip(*((part.rows.ids, part.g) for part in parts), strict=True))
         return parts[0].with_factors(replace(parts[0].rows, ids=ids), g)
 

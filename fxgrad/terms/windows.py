@@ -69,20 +69,20 @@ class Windows(Term, Readable):
 
     @classmethod
     def of(cls, g: Tensor, patches: Patches) -> Windows:
-        """The gradient of a weight from g ``[n, k, out, *space]`` and what the convolution looks at."""
+        """Return the gradient of a weight from g ``[n, k, out, *space]`` and what the convolution looks at."""
         return cls("nko...,nk...i->noi", g, patches)
 
     def _met(self) -> Tensor:
-        """What meets the weights of one window with each of its pixels."""
+        """Return what meets the weights of one window with each of its pixels."""
         return self.patches.input if self.patches.settings.transposed else self.g
 
     def _positions(self) -> list[int]:
-        """The images of a sample, and their sizes in space."""
+        """Return the images of a sample, and their sizes in space."""
         met = self._met()
         return [met.shape[1], *met.shape[3:]]
 
     def _operands(self) -> tuple[Tensor, Tensor, tuple[int, ...], list[int]]:
-        """What operators take: g, the images, the weight's shape, and the convolution's settings."""
+        """Return what operators take: g, the images, the weight's shape, and the convolution's settings."""
         return self.g, self.patches.input, self.patches.kernel, self.patches.settings.numbers()
 
     def contracted(self) -> Tensor:
@@ -108,7 +108,7 @@ class Windows(Term, Readable):
         return total
 
     def dot(self, vector: Tensor) -> Tensor:
-        """The convolution's output with the tensor in the weight's place, times g."""
+        """Return the convolution's output with the tensor in the weight's place, times g."""
         g, patches = self.g, self.patches
         x, weight = patches.input.flatten(0, 1).to(vector.dtype), vector.reshape(patches.kernel)
         y = torch.convolution(x, weight, None, *patches.settings)

@@ -92,6 +92,6 @@ class Contraction:
         return self.table.kind
 
     def expression(self, cost: Expr, batch: Any, size_of: Callable[[Any], Any]) -> Any:
-        """An expression of its table at these sizes; ``size_of`` makes one what it is to be shown as."""
+        """Return an expression of its table at these sizes; ``size_of`` makes one what it is to be shown as."""
         at = {symbol: size_of(size) for symbol, size in zip(self.table.symbols, self.sizes, strict=True)}
         return cost.subs({n: batch, e: self.itemsize, **at}, simultaneous=True)

@@ -48,12 +48,12 @@ inputs:
   args[0]: f32[B, 4]                                              batched(0)
   w: f32[4, 4]                                                    trainable
   b: f32[4]                                                       trainable
-ghosts:
-  ghost(w)
-  ghost(b)
+gradient placeholders:
+  grad_placeholder(w)
+  grad_placeholder(b)
 graph:
   tape = new_tape[GradSample]()
-  handle = collect(tape, B, ghost(w), ghost(b))
+  handle = collect(tape, B, grad_placeholder(w), grad_placeholder(b))
   matmul = matmul(args[0], w.detach())                            f32[B, 4] batched(0)
   matmul' = tap_matmul(tape, B, matmul, handle, args[0], w.detach())  rule
   tanh = tanh(matmul')                                            f32[B, 4] batched(0)

@@ -28,13 +28,13 @@ graph:
 return (mean,)
 
 after attach_taps:
-ghosts:
-  ghost(scale)
-  ghost(fc.weight)
-  ghost(fc.bias)
+gradient placeholders:
+  grad_placeholder(scale)
+  grad_placeholder(fc.weight)
+  grad_placeholder(fc.bias)
 graph:
   tape = new_tape[GradSample]()
-  handle = collect(tape, B, ghost(scale), ghost(fc.weight), ghost(fc.bias))
+  handle = collect(tape, B, grad_placeholder(scale), grad_placeholder(fc.weight), grad_placeholder(fc.bias))
   view = view(x, 5*B, 3)                                          f32[5*B, 3] batched(0, 1, 5)
   linear = linear(view, fc.weight.detach(), fc.bias.detach())     f32[5*B, 4] batched(0, 1, 5)
   linear' = tap_linear(tape, B, linear, handle, view, fc.weight.detach(), fc.bias.detach())  rule
@@ -67,12 +67,12 @@ graph:
 return (add,)
 
 after attach_taps:
-ghosts:
-  ghost(w)
-  ghost(b)
+gradient placeholders:
+  grad_placeholder(w)
+  grad_placeholder(b)
 graph:
   tape = new_tape[GradSample]()
-  handle = collect(tape, B, ghost(w), ghost(b))
+  handle = collect(tape, B, grad_placeholder(w), grad_placeholder(b))
   t = t(w.detach())                                               f32[4, 4] uniform
   derived = derive_t(tape, B, handle, w.detach())                 rule
   getitem = getitem(t, (:, :2))                                   f32[4, 2] uniform

@@ -32,11 +32,11 @@ before:
 inputs:
   w: f32[4, 4]                                                    trainable
   args[0]: f32[B, 4]                                              batched(0)
-ghosts:
-  ghost(w)
+gradient placeholders:
+  grad_placeholder(w)
 graph:
   tape = new_tape[GradSample]()
-  handle = collect(tape, B, ghost(w))
+  handle = collect(tape, B, grad_placeholder(w))
   matmul = matmul(args[0], w.detach())                            f32[B, 4] batched(0)
   matmul' = tap_matmul(tape, B, matmul, handle, args[0], w.detach())  rule
 return (matmul',)

@@ -24,11 +24,11 @@ before:
 inputs:
   args[0]: f32[B, 4]                                              batched(0)
   w: f32[4, 4]                                                    trainable
-ghosts:
-  ghost(w)
+gradient placeholders:
+  grad_placeholder(w)
 graph:
   tape = new_tape[GradSample]()
-  handle = collect(tape, B, ghost(w))
+  handle = collect(tape, B, grad_placeholder(w))
   mul = mul(args[0], 2)                                           f32[B, 4] batched(0)
   matmul = matmul(mul, w.detach())                                f32[B, 4] batched(0)
   matmul' = tap_matmul(tape, B, matmul, handle, mul, w.detach())  rule

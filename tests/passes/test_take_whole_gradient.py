@@ -27,13 +27,13 @@ graph:
 return (mean,)
 
 after take_whole_gradient:
-ghosts:
-  ghost(scale)
-  ghost(fc.weight)
-  ghost(fc.bias)
+gradient placeholders:
+  grad_placeholder(scale)
+  grad_placeholder(fc.weight)
+  grad_placeholder(fc.bias)
 graph:
   tape = new_tape[GradSample]()
-  handle = collect(tape, 1, ghost(scale), ghost(fc.weight), ghost(fc.bias))
+  handle = collect(tape, 1, grad_placeholder(scale), grad_placeholder(fc.weight), grad_placeholder(fc.bias))
   single = single(tape, handle, scale)
   single_2 = single(tape, handle, fc.weight)
   single_3 = single(tape, handle, fc.bias)

@@ -1,4 +1,4 @@
-"""What arrives at the ghosts of a forward is stored on the parameters, in p.grad, or for the model."""
+"""What arrives at the gradient placeholders of a forward is stored on the parameters, in p.grad, or for the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxgrad
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.placeholders import Ghosts, watch
+from fxgrad.runtime.placeholders import Placeholders, watch
 from fxgrad.runtime.store import Accumulate, Store, clear
 
 N = 3
@@ -20,7 +20,7 @@ PLAIN = fxgrad.GradSample()
 
 
 class Model:
-    """Two parameters, and a graph whose backward sends numbers to their ghosts, as a compiled one would."""
+    """Two parameters, and a graph whose backward sends numbers to their placeholders, as a compiled one would."""
 
     w: Any  # what holds results
     b: Any
@@ -34,12 +34,12 @@ class Model:
         return {"w": self.w, "b": self.b}
 
     def forward(self, factor: float, n: int = N) -> tuple[Tensor, Forward]:
-        """A loss whose gradient by each ghost is filled with a factor."""
+        """A loss whose gradient by each gradient placeholder is filled with a factor."""
         forward = Forward(n, self.parameters)
         before = self.store.enter(forward)
-        ghosts = Ghosts.apply(self.store, forward, forward.names, *self.parameters.values())
-        self.store.began(forward, ghosts[0].grad_fn)
-        loss = factor * sum(ghost.sum() for ghost in ghosts)
+        placeholders = Placeholders.apply(self.store, forward, forward.names, *self.parameters.values())
+        self.store.began(forward, placeholders[0].grad_fn)
+        loss = factor * sum(placeholder.sum() for placeholder in placeholders)
         watch([loss], self.store, forward)
         self.store.leave(forward, before)
         return loss, forward
@@ -153,10 +153,12 @@ def test_what_would_make_results_wrong_is_an_error() -> None:
         Store("add", [PLAIN])  # type: ignore[arg-type]
 
 
-def test_ghosts_take_no_memory() -> None:
+def test_placeholders_take_no_memory() -> None:
     asked = Model().store.asked_of(Forward(1000, Model().parameters))
-    assert [ghost.shape for ghost in asked.ghosts] == [(1000, 2, 4), (1000, 2)]
-    assert all(ghost.untyped_storage().nbytes() == ghost.element_size() for ghost in asked.ghosts)
+    assert [placeholder.shape for placeholder in asked.placeholders] == [(1000, 2, 4), (1000, 2)]
+    assert all(
+        placeholder.untyped_storage().nbytes() == placeholder.element_size() for placeholder in asked.placeholders
+    )
 
 
 def test_what_is_asked_is_remembered() -> None:

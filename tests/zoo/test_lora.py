@@ -40,7 +40,7 @@ def test_with_dropout() -> None:
 
 
 def test_nothing_for_frozen_layers() -> None:
-    """One tap for every use of an adapter's matrix, and no ghost for anything else."""
+    """One tap for every use of an adapter's matrix, and no gradient placeholder for anything else."""
     model, inputs = adapted("llama")
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * len(LAYERS["llama"]) and all("lora_" in name for name in trained)

@@ -59,7 +59,7 @@ def backward(
     mask: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the input projection, h0, c0, and of the states before R."""
+    """Return the gradients of the input projection, h0, c0, and of the states before R."""
     if w_hr is None and lstm_kernel.applies(gates, dhs):
         return *lstm_kernel.backward(dhs, dc, w, gates, cells, mask, reverse), dhs.new_empty(0)
     cells_before, cells_after = states_before(cells, reverse), states_after(cells, reverse)

@@ -24,12 +24,12 @@ KERNELS = Library("recurrent/lstm.cpp", dtypes=(torch.float32, torch.float64), c
 
 
 def applies(*values: Tensor) -> bool:
-    """Whether the kernel can compute with these values."""
+    """Return whether the kernel can compute with these values."""
     return KERNELS.applies(*values)
 
 
 def _step(name: str, cells: Tensor) -> tuple[Callable[..., Any], tuple[int, int, int]]:
-    """The kernel of a step, and its last arguments: the batch, the hidden size and the number of threads."""
+    """Return the kernel of a step, and its last arguments: the batch, the hidden size and the number of threads."""
     kernel = getattr(KERNELS.functions, f"{name}_{str(cells.dtype).removeprefix('torch.')}")
     batch, hidden = cells.shape[1:]
     threads = torch.get_num_threads() if 4 * batch * hidden >= PARALLEL else 1
@@ -37,7 +37,7 @@ def _step(name: str, cells: Tensor) -> tuple[Callable[..., Any], tuple[int, int,
 
 
 def _addresses(value: Tensor | None, length: int) -> list[int]:
-    """Where each step's rows of a contiguous value lie; zeros where there is none."""
+    """Return where each step's rows of a contiguous value lie; zeros where there is none."""
     if value is None:
         return [0] * length
     start, size = value.data_ptr(), value.stride(0) * value.element_size()
@@ -63,7 +63,7 @@ def forward(
 def backward(
     dhs: Tensor, dc: Tensor | None, w: Tensor, gates: Tensor, cells: Tensor, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the gates at all steps, before their activation, of h0 and of c0."""
+    """Return the gradients of the gates at all steps, before their activation, of h0 and of c0."""
     step, sizes = _step("backward", cells)
     gates, cells = gates.contiguous(), cells.contiguous()
     dxp, dh = fresh(dhs, gates.shape), last(dhs, reverse).contiguous()

@@ -21,18 +21,18 @@ from fxgrad.kernels.operators import operator
 
 
 def _lengths(batch_sizes: Tensor) -> Tensor:
-    """How many steps the samples have, longest first."""
+    """Return how many steps the samples have, longest first."""
     sizes = batch_sizes.cpu()
     return (sizes[None, :] > torch.arange(int(sizes[0]))[:, None]).sum(1)
 
 
 def _dynamic_size() -> Any:
-    """A size that the values decide, at run time."""
+    """Return a size that the values decide, at run time."""
     return torch.library.get_ctx().new_dynamic_size(min=1)
 
 
 def _rows(data: Tensor, order: Tensor, length: Any) -> Tensor:
-    """What ``[length, B, *]`` of packed data is like."""
+    """Return what ``[length, B, *]`` of packed data is like."""
     return data.new_empty(length, order.shape[0], *data.shape[1:])
 
 
@@ -142,7 +142,7 @@ def repack(x: Tensor, batch_sizes: Tensor, order: Tensor, rows: int) -> Tensor:
 
 @operator(lambda x, sizes, order, unsorted=None: torch.empty(order.shape[0], dtype=torch.int64, device="cpu"))
 def packed_lengths(x: Tensor, batch_sizes: Tensor, order: Tensor, unsorted: Tensor | None = None) -> Tensor:
-    """How many steps each sample of x, packed or padded, has: ``[B]``."""
+    """Return how many steps each sample of x, packed or padded, has: ``[B]``."""
     return _lengths(batch_sizes)[_undone(order, unsorted).cpu()]
 
 
@@ -161,7 +161,7 @@ def rows_of_samples(data: Tensor, batch_sizes: Tensor, order: Tensor, gradient: 
 
 
 def _in_nest(value: Any, replace: Callable[[PackedSequence], PackedSequence]) -> Any:
-    """A nest of tuples, lists and dicts with every PackedSequence replaced."""
+    """Return a nest of tuples, lists and dicts with every PackedSequence replaced."""
     if isinstance(value, PackedSequence):
         return replace(value)
     if type(value) in (tuple, list):
@@ -170,7 +170,7 @@ def _in_nest(value: Any, replace: Callable[[PackedSequence], PackedSequence]) ->
 
 
 def with_indices(value: Any, made: dict[int, Tensor]) -> Any:
-    """A nest of inputs in which every PackedSequence has its indices; ``made`` are those that it had not."""
+    """Return a nest of inputs in which every PackedSequence has its indices; ``made`` are those that it had not."""
 
     def with_order(packed: PackedSequence) -> PackedSequence:
         if packed.sorted_indices is not None:
@@ -185,7 +185,7 @@ def with_indices(value: Any, made: dict[int, Tensor]) -> Any:
 
 
 def as_pytorch_packs(value: Any, made: dict[int, Tensor]) -> Any:
-    """A nest of outputs with every PackedSequence as PyTorch has it: without the indices that were made."""
+    """Return a nest of outputs with every PackedSequence as PyTorch has it: without the indices that were made."""
 
     def without_made(packed: PackedSequence) -> PackedSequence:
         data, batch_sizes, *indices = packed

@@ -57,7 +57,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, dhs: Tensor | None, dc: Tensor | None, *others: None) -> Any:
-    """The plain gradients, summed over the batch: where no tap stands behind the op."""
+    """Return the plain gradients, summed over the batch: where no tap stands behind the op."""
     x, lengths, w_ih, w_hh, w_hr, *saved = ctx.saved_tensors
     hs, gates, cells, extra = saved
     dhs = torch.zeros_like(hs) if dhs is None else dhs

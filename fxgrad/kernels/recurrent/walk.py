@@ -11,7 +11,7 @@ Step = tuple[int, int, int]  # time, and the rows of the states before and after
 
 
 def steps(length: int, reverse: bool) -> Iterator[Step]:
-    """The walk through time; states have ``length + 1`` rows, the first one given."""
+    """Yield the walk through time; states have ``length + 1`` rows, the first one given."""
     for t in reversed(range(length)) if reverse else range(length):
         yield (t, t + 1, t) if reverse else (t, t, t + 1)
 
@@ -27,7 +27,7 @@ def states_after(states: Tensor, reverse: bool) -> Tensor:
 
 
 def last(dhs: Tensor, reverse: bool) -> Tensor:
-    """The row of what arrives at every step that belongs to the walk's last one."""
+    """Return the row of what arrives at every step that belongs to the walk's last one."""
     return dhs[0 if reverse else -1]
 
 
