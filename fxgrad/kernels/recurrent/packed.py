@@ -19,6 +19,8 @@ from fxgrad.errors import OptionError
 from fxgrad.host.rnn import pack_rows, pad_rows
 from fxgrad.kernels.operators import operator
 
+_SAMPLES = "_fxgrad_samples"  # on fake batch_sizes: the number of samples
+
 
 def _lengths(batch_sizes: Tensor) -> Tensor:
     """Return how many steps the samples have, longest first."""
@@ -40,12 +42,12 @@ def _fake_pack(x: Tensor, lengths: Tensor, enforce_sorted: bool) -> tuple[Tensor
     rows, steps = _dynamic_size(), _dynamic_size()
     order = torch.empty(x.shape[1], dtype=torch.int64, device=x.device)
     sizes = torch.empty(steps, dtype=torch.int64, device="cpu")
-    sizes._fxgrad_samples = x.shape[1]  # type: ignore[attr-defined]  # for `sorted_order`, while Dynamo traces
+    setattr(sizes, _SAMPLES, x.shape[1])  # for `sorted_order`, while Dynamo traces
     return x.new_empty(rows, *x.shape[2:]), sizes, order
 
 
 def _fake_order(data: Tensor, batch_sizes: Tensor) -> Tensor:
-    size = getattr(batch_sizes, "_fxgrad_samples", None)
+    size = getattr(batch_sizes, _SAMPLES, None)
     return torch.empty(_dynamic_size() if size is None else size, dtype=torch.int64, device=data.device)
 
 
@@ -94,7 +96,7 @@ def _undone(order: Tensor, unsorted: Tensor | None) -> Tensor:
         return order.argsort()
     right = (order[unsorted] == torch.arange(len(order), device=order.device)).all()
     if right.is_cuda:
-        torch._assert_async(right, NOT_UNDONE)
+        torch.ops.aten._assert_async.msg(right, NOT_UNDONE)
     elif not right:
         raise OptionError(NOT_UNDONE, advice="Pass sorted_indices.argsort(), or leave unsorted_indices out.")
     return unsorted
