@@ -225,6 +225,7 @@ def order_by_out(order: Tensor) -> Tensor:
 ATTACKS = attacks(
     "put back",
     right={
+        "places scaled as dropout": scaled_as(lambda t: F.dropout(t, 0.5, False)),
         "places scaled": then_itself(lambda t: t.mul_(2)),
         "places scaled as to": scaled_as(lambda t: t.to(t.dtype)),
         "places scaled as positive": scaled_as(lambda t: +t),
@@ -254,7 +255,6 @@ ATTACKS = attacks(
         "places under a mask written late": two_masks(nothing, Tensor.logical_not_),
         "places under a mask written early": two_masks(Tensor.logical_not_, nothing, early=True),
         "places under masks written": two_masks(Tensor.logical_not_, Tensor.logical_not_, early=True),
-        "places scaled as dropout": scaled_as(lambda t: F.dropout(t, 0.5, False)),
         "places filled": then_itself(lambda t: t.fill_(2.0)),
         "places copied to": then_itself(lambda t: t.copy_(t * 2)),
         "places written by a view": then_itself(lambda t: t.view(-1).mul_(2)),
