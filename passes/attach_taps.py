@@ -21,6 +21,7 @@ from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.forms import HANDS_OUT
 from fxgrad.ops.user_functions import UserFunction
+from fxgrad.ops.values import memory_of
 from fxgrad.ops.written import places_of_result, written_to
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
@@ -91,7 +92,7 @@ class _Attachment:
         if samples.kind is Kind.UNIFORM:
             return self._derive(node, source, select)
         if samples.kind is Kind.BATCHED:
-            if call.op in HANDS_OUT and used == [node.args[0]]:
+            if call.op in HANDS_OUT and used == [node.args[0]] and not self._is_written(node):
                 self._see_through(node, samples)
                 if not node.users:
                     return self.graph.erase_node(node)
@@ -234,6 +235,11 @@ class _Attachment:
         for reader in readers:
             reader.replace_input_with(node, copies)
         bind_again([copies, *readers])
+
+    def _is_written(self, copies: fx.Node) -> bool:
+        """Return whether copies made later would be others: they are written to, or the one is after them."""
+        own, source = (self.recorder.last_writes.get(memory_of(FAKE.of(node))) for node in (copies, copies.args[0]))
+        return own is not None or (source is not None and source > copies)
 
     def _split(self, node: fx.Node) -> None:
         """Give each reader copies of its own, and so a tap: what several give to one, autograd would add up."""

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import made_of
+from fxgrad.graph.tensors import memory, writes_of
 from fxgrad.host.ops import overload_of, schemas
 from fxgrad.ops.calls import alike, bind, equal, op_name
 from fxgrad.ops.facts import EXAMPLE
@@ -59,7 +60,7 @@ def _join(graph: fx.Graph, cat: fx.Node) -> None:
     assert isinstance(whole, fx.Node)
     result = whole if results[0] is pieces[0] else results[0]
     pieces[0].replace_all_uses_with(whole)
-    if not _is_own_copy(results[0], pieces[0]):
+    if not _is_own_copy(results[0], pieces[0]) or writes_of(graph)[memory(cat)]:  # an op's result may be kept for it
         with graph.inserting_before(cat):
             result = graph.call_method("clone", (result,), {"memory_format": torch.contiguous_format})
         result.meta = dict(cat.meta)

@@ -77,6 +77,8 @@ class _Memory:
             return view
         if view is self.root:
             return self.current
+        if any(isinstance(size, torch.SymInt) for size in _sizes(view)):
+            raise _refusal(self.writes[-1], "writes into a function of parameters that is handed to all samples before")
         stops = before in self.stopped or not FAKE.of(view).requires_grad
         key = len(self.writes), view, stops
         if key not in self.views:
@@ -117,7 +119,9 @@ class _Memory:
     def _holds_samples(self, node: fx.Node) -> bool:
         samples = SAMPLES.get(node)  # of a batch of one, whose sizes say nothing
         batched = isinstance(samples, Samples) and samples.kind is Kind.BATCHED
-        return batched or bool(self.ctx.symbols.batch_dims(FAKE.of(node).shape))
+        fake = FAKE.of(node)
+        own = [size for size, step in zip(fake.shape, fake.stride(), strict=True) if not _is_zero(step)]  # not expanded
+        return batched or bool(self.ctx.symbols.batch_dims(own))
 
     def _alone(self, view: fx.Node, node: fx.Node) -> bool:
         """Return whether nothing reads this memory again but through the op's own result."""
@@ -152,6 +156,10 @@ def _refusal(node: fx.Node, reason: str) -> UnsupportedOp:
     advice, call = "Use the op that returns a new tensor.", CALL.of(node)
     op = spoken(node, call.op) + "_" * call.inplace
     return UnsupportedOp(f"{op} {reason}", where=source_line(node), advice=advice)
+
+
+def _is_zero(step: Any) -> bool:
+    return isinstance(step, int) and step == 0
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:

@@ -111,7 +111,8 @@ class Selections:
         if _one_by_one(call):
             whole = self._spread(node, call, {arg: self._only(node, mask, arg, after) for arg in others})
         elif _by_row(call, after):
-            whole = self._spread(node, call, {})
+            rows = {arg: self.known[arg].whole for arg in node.all_input_nodes if arg in self.known}
+            whole = self._spread(node, call, {arg: self._only(node, mask, row, after) for arg, row in rows.items()})
         else:
             return False
         if whole is None or (call.inplace and not names):
@@ -134,7 +135,7 @@ class Selections:
         target, args, kwargs = _out_of_place(node, call)
         if target is None:
             return None
-        wholes |= {arg: self.known[arg].whole for arg in node.all_input_nodes if arg in self.known}
+        wholes = {arg: one.whole for arg, one in self.known.items()} | wholes
         args, kwargs = map_nodes([args, kwargs], lambda arg: wholes.get(arg, arg))
         with self.graph.inserting_before(node):
             whole = make(self.graph, self.ctx, target, args, kwargs, beside=node)

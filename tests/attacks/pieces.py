@@ -165,6 +165,7 @@ ATTACKS = attacks(
         "joined and written": joined_and_written(torch.cat),
         "joined and written, by another name": joined_and_written(lambda pieces: torch.cat([+p for p in pieces])),
         "joined and viewed": joined_and_viewed,
+        "joined of sigmoids and written": joined_and_written(lambda ps: torch.cat([p.sigmoid() for p in ps])),
         "beside other work": beside_other_work,
         "sizes summed to": lambda m, x: m(x).sum_to_size(m(x).shape) * 2,
         "sizes summed to one column": rows_of_one_column,

@@ -17,6 +17,7 @@ from tests.attacks import (
     attention,
     backward,
     bags,
+    copies,
     doors,
     factories,
     functions,
@@ -40,7 +41,7 @@ from tests.programs import quick_dynamo
 
 TABLES = (
     *(numbers, writes, indices, factories, views, lookups, functions, losses, doors),
-    *(aliases, places, bags, packed, backward, loops, totals, attention, signals, pieces, put_back),
+    *(aliases, places, bags, packed, backward, loops, totals, attention, signals, pieces, put_back, copies),
 )
 ATTACKS = [attack for table in TABLES for attack in table.ATTACKS]
 
