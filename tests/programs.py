@@ -482,6 +482,10 @@ def compare_gradients(
 
 
 KNOWN_REFUSALS: dict[str, str] = {
+    r"LostLayout: .*scan does not work for every number of samples: Pending unbacked symbols": "PyTorch's scan may "
+    "not stand behind a number read of a tensor; whether it refuses depends on what is cached",
+    r"UnsupportedOp: \w+_ writes into a function of parameters that is handed to all samples": "read by the samples "
+    "after the write",
     r"UnsupportedOp: \w+_ writes into a function of parameters whose size changes": "a batch size taken from an input "
     "that is used for nothing else is not known to be one",
     r"UnknownOp: .* (as_strided|higher_order::register_hook) ": "ops that nobody has classified",

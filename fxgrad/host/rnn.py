@@ -27,9 +27,7 @@ def flat_weights(module: nn.RNNBase) -> list[Tensor]:
     weights: list[Tensor] = [getattr(module, name) for name in module._flat_weights_names]
     if is_parametrized(module):  # Dynamo would wrap the last call's tensors, which are no leaves
         return weights
-    cached: Any = module._flat_weights
-    if all([item is weight for item, weight in zip(cached, weights, strict=True)]):
-        return weights
     refs: Any = module._flat_weight_refs
-    new = [ref is not None and ref() is not weight for ref, weight in zip(refs, weights, strict=True)]
-    return weights if any(new) else list(cached)
+    if any([ref is not None and ref() is not weight for ref, weight in zip(refs, weights, strict=True)]):
+        return weights  # the list may hold tensors of functional_call, which are no leaves: Dynamo must not see it
+    return list(module._flat_weights)

@@ -78,7 +78,7 @@ def expanded_unread(m: Any, x: Tensor) -> Tensor:
 
 
 ATTACKS = attacks(
-    "copies",
+    "writes",
     right={
         "copies scaled": written(lambda copies, x: copies.mul_(x)),
         "copies added to": written(lambda copies, x: copies.add_(x)),

@@ -151,7 +151,7 @@ def rows_of_one_column(m: Any, x: Tensor) -> Tensor:
 
 
 ATTACKS = attacks(
-    "pieces",
+    "views",
     right={
         "bits of a parameter": bits_of_a_parameter,
         "bits of a buffer": bits_in_the_middle,

@@ -229,7 +229,7 @@ def infinite_at_one(m: Any, x: Tensor) -> Tensor:
 
 
 ATTACKS = attacks(
-    "put back",
+    "writes",
     right={
         "places scaled as dropout": scaled_as(lambda t: F.dropout(t, 0.5, False)),
         "places scaled": then_itself(lambda t: t.mul_(2)),
