@@ -482,7 +482,7 @@ def compare_gradients(
 
 
 KNOWN_REFUSALS: dict[str, str] = {
-    r"LostLayout: .*scan does not work for every number of samples: Pending unbacked symbols": "PyTorch's scan may "
+    r"LostLayout: .*(scan|cond) does not work for every number of samples: Pending unbacked symbols": "the op may "
     "not stand behind a number read of a tensor; whether it refuses depends on what is cached",
     r"UnsupportedOp: \w+_ writes into a function of parameters that is handed to all samples": "read by the samples "
     "after the write",
