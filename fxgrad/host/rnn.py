@@ -30,4 +30,5 @@ def flat_weights(module: nn.RNNBase) -> list[Tensor]:
     refs: Any = module._flat_weight_refs
     if any([ref is not None and ref() is not weight for ref, weight in zip(refs, weights, strict=True)]):
         return weights  # the list may hold tensors of functional_call, which are no leaves: Dynamo must not see it
-    return list(module._flat_weights)
+    cached: Any = module._flat_weights
+    return list(cached)
