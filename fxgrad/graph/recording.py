@@ -14,7 +14,7 @@ from fxgrad.graph.context import Context, source_line
 from fxgrad.ops.calls import CALL, Call, map_nodes
 from fxgrad.ops.facts import FAKE, put_facts
 from fxgrad.ops.values import memory_of
-from fxgrad.ops.written import written_to
+from fxgrad.ops.written import writes_of
 from fxgrad.rules.strategies import Strategy
 from fxgrad.rules.uses import Slot, Use
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
@@ -128,6 +128,4 @@ def _place(operand: fx.Node, operands: list[Any]) -> int:
 
 def _last_writes(graph: fx.Graph) -> dict[int | None, fx.Node]:
     """Return the call that writes to each memory last."""
-    calls = [node for node in graph.nodes if CALL.on(node)]
-    written = {memory_of(FAKE.of(place)): node for node in calls for place in written_to(node, CALL.of(node))}
-    return {memory: node for memory, node in written.items() if memory is not None}
+    return {memory: node for node, memory in writes_of(graph) if memory is not None}
