@@ -445,7 +445,7 @@ def compare(
         fxgrad.zero_grad(model)
         return None
     for a, b in zip(outputs, plain, strict=True):
-        if a.shape != b.shape or not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE):
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
             return Outcome("wrong", f"forward differs from the plain model's {where}")
     if not all(torch.allclose(a, b, equal_nan=True) for a, b in zip(model.buffers(), state, strict=True)):
         return Outcome("wrong", f"a buffer differs from the plain model's {where}")
