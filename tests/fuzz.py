@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import Phase
 from hypothesis.errors import HypothesisException
 from tqdm import tqdm
 
@@ -39,8 +40,8 @@ class Failure(AssertionError):
         super().__init__(f"{outcome.kind}: {outcome.reason}\n{where}\n{program.source}")
 
 
-def run_block(number: int, backend: str, count: int = BLOCK) -> tuple[int, Counts, str]:
-    """Return the outcomes of a block by kind, and the shrunk program that fails, if any."""
+def run_block(number: int, backend: str, count: int = BLOCK, shrink: bool = True) -> tuple[int, Counts, str]:
+    """Return the outcomes of a block by kind, and the (shrunk) program that fails, if any."""
     torch.set_num_threads(1)
     outcomes: Counter[str] = Counter()
 
@@ -54,7 +55,7 @@ def run_block(number: int, backend: str, count: int = BLOCK) -> tuple[int, Count
 
     try:
         with quick_dynamo():
-            for_programs(check_one, number, count)
+            for_programs(check_one, number, count, phases=(Phase.generate, *[Phase.shrink] * shrink))
     except (Failure, HypothesisException) as failure:
         return number, dict(outcomes), str(failure)
     return number, dict(outcomes), ""

@@ -9,11 +9,13 @@ A mistake that no test catches is a line of the product that nothing checks. Exi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -235,6 +237,14 @@ MUTATIONS = [
 ]
 
 
+@contextlib.contextmanager
+def copy_of_the_project() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "project"
+        shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+        yield root
+
+
 def survives(mutation: Mutation, root: Path) -> bool:
     """Make the mistake in a copy of the project, run the tests, and undo it."""
     path = root / mutation.file
@@ -257,9 +267,7 @@ def main() -> int:
     words = parser.parse_args().words
     chosen = [one for one in MUTATIONS if not words or any(word in one.name for word in words)]
     survivors = 0
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "project"
-        shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    with copy_of_the_project() as root:
         for mutation in chosen:
             survived = survives(mutation, root)
             survivors += survived
