@@ -39,6 +39,7 @@ class Figures:
 
     model: str
     plain_ms: float
+    plain: str = "compiled"  # or "eager": the faster one
     C: Ratio | None = None
     N: Ratio | None = None
     G: Ratio | None = None
@@ -172,7 +173,7 @@ def _summary(records: list[Record]) -> Figures:
     if "G" in by and by["G"].peak_bytes:
         entry["peak_G_mb"] = round(by["G"].peak_bytes[FXGRAD] / 1e6)
         entry["allowed_G_mb"] = round(by["G"].allowed_bytes / 1e6)
-    return Figures(records[0].model, round(records[0].milliseconds[PLAIN][1], 3), **entry)
+    return Figures(records[0].model, round(records[0].milliseconds[PLAIN][1], 3), records[0].plain, **entry)
 
 
 def _ratio(record: Record) -> Ratio:

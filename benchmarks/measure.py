@@ -44,11 +44,16 @@ class Comparison:
             return Record(self.task.name, self.peer, quantity, failed=describe(reason))
 
     @cached_property
-    def plain(self) -> Engine:
-        """The plain step, warm; one for all quantities."""
-        engine = ours.plain(self.task)
-        warm_up(self.task, engine)
-        return engine
+    def plain(self) -> tuple[str, Engine]:
+        """The faster plain step of the eager and the compiled one, warm; one for all quantities."""
+        engines = {"eager": ours.plain(self.task, compiled=False)}
+        if self.task.compiled:
+            engines["compiled"] = ours.plain(self.task)
+        for engine in engines.values():
+            warm_up(self.task, engine)
+        times = time_rounds(self.task, engines, FEWEST_ROUNDS, "plain", self.seed)
+        faster = min(engines, key=lambda name: statistics.median(times[name]))
+        return faster, engines[faster]
 
     def _check(self, quantity: Quantity) -> Record:
         """Whether the results are right, without a time."""
@@ -57,7 +62,8 @@ class Comparison:
         return Record(self.task.name, self.peer, quantity, error=error, first_step_seconds=seconds, graphs=graphs)
 
     def _measure(self, quantity: Quantity) -> Record:
-        task, peer, engines = self.task, self.peer, {PLAIN: self.plain}
+        plain, engine = self.plain
+        task, peer, engines = self.task, self.peer, {PLAIN: engine}
         engines[peer], first_step_seconds, graphs = self._first_step(quantity)
         warm_up(task, engines[peer])
         fxgrad_failed = self._add_fxgrad(quantity, engines)
@@ -77,6 +83,7 @@ class Comparison:
             peer,
             quantity,
             rounds=len(times[PLAIN]),
+            plain=plain,
             milliseconds={name: _quartiles(values) for name, values in times.items()},
             ratio=median_ratio(times[peer], times[PLAIN]),
             control=median_ratio(times[CONTROL], times[PLAIN]),

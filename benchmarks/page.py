@@ -61,7 +61,8 @@ def _model(figures: Figures) -> list[str]:
         ratios[0] += f"; counted as {figures.counted_C}"
     target = f"{figures.target_C:g}" if figures.target_C else ""
     peak_c = f"{figures.peak_C:.2f}" if figures.peak_C else ""
-    return [figures.model, f"{figures.plain_ms:.3g}", *ratios, target, peak_c, peak]
+    plain = f"{figures.plain_ms:.3g}" + (" (eager)" if figures.plain == "eager" else "")
+    return [figures.model, plain, *ratios, target, peak_c, peak]
 
 
 def _ratio(ratio: Ratio | None) -> str:

@@ -28,7 +28,7 @@ class Spec:
     batch: int
     data: Callable[[int], tuple[Tensor, Tensor]]
     losses: Losses
-    compiled: bool = True  # False: the eager step is the denominator (recurrent layers)
+    compiled: bool = True  # False: Dynamo leaves its layers alone (recurrent ones), so the plain step is eager
     cannot: Mapping[str, str] = field(default_factory=dict)  # peer -> why; it is tried all the same
 
 

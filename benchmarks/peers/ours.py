@@ -1,4 +1,4 @@
-"""The ordinary step, which is every ratio's denominator, and fxgrad, behind the same compiler."""
+"""The ordinary step, compiled and eager, and fxgrad behind the same compiler."""
 
 import importlib
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from benchmarks.peers.engine import NORMS, CannotError, Engine, Results, copies
 from benchmarks.tasks import Quantity, Task, Training
 
 
-def plain(task: Task) -> Engine:
-    """The ordinary step: forward, summed loss, backward; eager where the task says so."""
+def plain(task: Task, compiled: bool = True) -> Engine:
+    """The ordinary step: forward, summed loss, backward."""
     model, x, y = copies(task)
     training: Callable[..., Any] = Training(model, task.losses)
-    if task.compiled:
+    if compiled and task.compiled:
         training = torch.compile(training, backend=task.backend)
     params = dict(model.named_parameters())
 
