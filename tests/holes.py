@@ -13,7 +13,6 @@ import argparse
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fuzz import run_block
@@ -21,83 +20,85 @@ from tests.mutations import copy_of_the_project
 
 BLOCKS = 6
 
-WITHOUT_PROOF = ("passes/prove_independence.py", "if ctx.single or not ctx.sample_dims:", "if True:")
+Edit = tuple[str, str, str]  # a file, a text that occurs once, and what stands in its place
+
+WITHOUT_PROOF: Edit = ("passes/prove_independence.py", "if ctx.single or not ctx.sample_dims:", "if True:")
 
 
-@dataclass(frozen=True)
 class Hole:
-    """What stands in the file of a pass, or of what it calls, in place of a mend."""
+    """A mend that is taken out: in files of the project, pieces of text and what stands in their place."""
 
-    name: str
-    file: str
-    text: str
-    instead: str
+    def __init__(self, name: str, *edits: Edit) -> None:
+        self.name, self.edits = name, (WITHOUT_PROOF, *edits)
 
     def open_in(self, root: Path) -> dict[Path, str]:
         """Change the files of a copy of the project; return what they held."""
-        before = {}
-        for file, text, instead in (WITHOUT_PROOF, (self.file, self.text, self.instead)):
+        before: dict[Path, str] = {}
+        for file, text, instead in self.edits:
             path = root / file
-            before[path] = source = path.read_text()
+            source = path.read_text()
+            before.setdefault(path, source)
             assert source.count(text) == 1, f"{self.name}: its text occurs {source.count(text)} times in {file}"
             path.write_text(source.replace(text, instead))
         return before
 
 
+SIZES: Edit = ("fxgrad/samples/numbers.py", "self.of_samples |= new", "pass")
+
 HOLES = [
     Hole(
         "numbers made of samples count as constants",
-        "fxgrad/samples/numbers.py",
-        "read = call.op not in QUERIES and any(holds_samples(operand.samples) for operand in operands)",
-        "read = False",
+        SIZES,
+        (
+            "fxgrad/samples/numbers.py",
+            "read = call.op not in QUERIES and any(holds_samples(operand.samples) for operand in operands)",
+            "read = False",
+        ),
     ),
-    Hole(
-        "sizes made of samples count as constants",
-        "fxgrad/samples/numbers.py",
-        "self.of_samples |= new",
-        "pass",
-    ),
+    Hole("sizes made of samples count as constants", SIZES),
     Hole(
         "factories are constants, whatever they read",
-        "passes/infer_samples.py",
-        "kind = Kind.MIXED if op.kinds & set(WITH_SAMPLES) else Kind.CONSTANT",
-        "kind = Kind.CONSTANT",
+        (
+            "passes/infer_samples.py",
+            "kind = Kind.MIXED if op.kinds & set(WITH_SAMPLES) else Kind.CONSTANT",
+            "kind = Kind.CONSTANT",
+        ),
     ),
     Hole(
         "only a result that is written in place is a write",
-        "fxgrad/ops/written.py",
-        'return next(iter(call.arguments.values()), None) if call.inplace else call.get("out")',
-        "return next(iter(call.arguments.values()), None) if call.inplace else None",
+        (
+            "fxgrad/ops/written.py",
+            'return next(iter(call.arguments.values()), None) if call.inplace else call.get("out")',
+            "return next(iter(call.arguments.values()), None) if call.inplace else None",
+        ),
     ),
     Hole(
         "a write into a mixed view changes nothing",
-        "passes/infer_samples.py",
-        "if new == SAMPLES.of(base) and new.kind is not Kind.MIXED:",
-        "if new == SAMPLES.of(base) or SAMPLES.of(base).kind is Kind.MIXED:",
+        (
+            "passes/infer_samples.py",
+            "if new == SAMPLES.of(base) and new.kind is not Kind.MIXED:",
+            "if new == SAMPLES.of(base) or SAMPLES.of(base).kind is Kind.MIXED:",
+        ),
     ),
     Hole(
         "what is so for 2 and 3 samples is so for every number",
-        "fxgrad/samples/thresholds.py",
-        "    if threshold > LARGEST:\n        return None",
-        "    if threshold >= 0:\n        return BATCHES",
+        (
+            "fxgrad/samples/thresholds.py",
+            "    if threshold > LARGEST:\n        return None",
+            "    if threshold >= 0:\n        return BATCHES",
+        ),
     ),
     Hole(
         "anything may follow where samples have met",
-        "passes/infer_samples.py",
-        "if not allow and any(op.flows):",
-        "if False:",
+        ("passes/infer_samples.py", "if not allow and any(op.flows):", "if False:"),
     ),
     Hole(
         "a factor without a gradient may be made of all samples",
-        "fxgrad/samples/mixed.py",
-        "    _check_factors(op, clips)\n",
-        "",
+        ("fxgrad/samples/mixed.py", "    _check_factors(op, clips)\n", ""),
     ),
     Hole(
         "norms of returned mixtures",
-        "passes/infer_samples.py",
-        "samples.kind is Kind.MIXED and samples.traced and fake.dim():",
-        "False:",
+        ("passes/infer_samples.py", "samples.kind is Kind.MIXED and samples.traced and fake.dim():", "False:"),
     ),
 ]
 

@@ -364,7 +364,7 @@ def test_rows_that_float32_loses(group: int, beside: bool, device: torch.device)
 def test_rows_of_one_id_by_sorting(device: torch.device) -> None:
     ids, g = rows_of_one_id(8192, device)
     norms = Term("n...v,n...d->nvd", OneHot(ids, 3), g.double()).dense().flatten(1).norm(dim=1)
-    assert bool((_by_sorting(ids, g, 3, -1)[1] >= norms).all())
+    assert bool((_by_sorting(ids, g, -1)[1] >= norms).all())
 
 
 def test_the_real_part_is_what_is_clipped(device: torch.device) -> None:

@@ -4,11 +4,13 @@ What measures gradients returns norms in float64, and upper bounds that hold for
 operators as ``[2, n]``, ops of a traced graph as a pair of ``[n]``, which a compiler does not have to join. A sum of
 m products in a dtype of unit roundoff u errs by at most γ(m) Σ|products|, whatever its order (Higham, Accuracy and
 Stability of Numerical Algorithms, section 3.1); kernels add blocks of at most `CHAIN` products, and then the blocks.
-Where float32 overflows or loses a sample to underflow, that sample is computed again in float64, scaled.
+Where float32 overflows or loses a sample to underflow, that sample is computed again in float64, scaled. On a GPU the
+host would have to wait to see which samples these are: there every sample is scaled before (`by_scaling`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 
@@ -19,6 +21,7 @@ from fxgrad.kernels.precision import unit
 
 CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
+BLOCK_ON_GPU = 1 << 28  # likewise, where a launch costs more than memory
 TINY = 1e-30  # norms below this may have lost digits to underflow on the way
 SMALL = 1e-12  # likewise, where squares are summed in float32
 Norms = tuple[Tensor, Tensor]  # and their bounds, [n] each
@@ -60,6 +63,9 @@ def quick_frobenius(rows: Tensor) -> Tensor:
     """The same outside of a traced graph, off by γ(CHAIN) at most: squares are summed in float32, `CHAIN` at a time."""
     if rows.dtype is not torch.float32:
         return frobenius(rows)
+    if not is_readable(rows):
+        norms: Tensor = torch.linalg.vector_norm(as_vectors(rows), dim=1, dtype=torch.float64)
+        return norms
     dims = sorted(range(1, rows.dim()), key=rows.stride, reverse=True)  # as they lie in memory: nothing is copied
     flat = as_vectors(rows.permute(0, *dims))
     whole = flat.shape[1] // CHAIN * CHAIN
@@ -71,6 +77,11 @@ def quick_frobenius(rows: Tensor) -> Tensor:
     if bool(doubtful.any()):
         norms[doubtful] = frobenius(rows[doubtful])
     return norms
+
+
+def is_readable(value: Tensor) -> bool:
+    """Return whether the host may read a number without waiting for a device."""
+    return value.device.type == "cpu"
 
 
 def as_vectors(rows: Tensor) -> Tensor:
@@ -112,30 +123,57 @@ def bounded(rows: Tensor, rounding: Tensor) -> Norms:
     return norms, norms * (1 + 1e-12) + rounding
 
 
-def slices(n: int, size: int) -> list[slice]:
-    """n samples, a few at a time, each of which needs ``size`` bytes."""
-    block = max(2, BLOCK // max(size, 1))
-    return [slice(start, start + block) for start in range(0, n, block)]
+def slices(g: Tensor, size: int) -> list[slice]:
+    """Return g's samples, a few at a time, each of which needs ``size`` bytes."""
+    block = max(2, (BLOCK if is_readable(g) else BLOCK_ON_GPU) // max(size, 1))
+    return [slice(start, start + block) for start in range(0, len(g), block)]
 
 
-def by_blocks(
-    g: Tensor,
-    x: Tensor,
-    slices: Sequence[slice],
-    of_rows: Callable[[slice], Tensor],
-    carefully: Callable[[int], Tensor],
-) -> Tensor:
+Measure = Callable[[Tensor, Tensor], Tensor]  # of g's and x's samples ``[n, ..]`` the norms and bounds ``[2, n]``
+
+
+def by_blocks(g: Tensor, x: Tensor, slices: Sequence[slice], measure: Measure, carefully: Measure) -> Tensor:
     """Of g's and x's samples a few at a time; those whose norm float32 could not hold, once more by themselves."""
-    parts = [of_rows(rows) for rows in slices]
-    norms = torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.float64)
-    return again(g, x, norms, ~norms[1].isfinite() | (norms[1] < TINY), carefully)
+    parts = [(measure if is_readable(g) else by_scaling(measure))(g[rows], x[rows]) for rows in slices]
+    norms = torch.cat(parts, 1) if parts else norms_like(g)
+    return again(g, x, norms, ~norms[1].isfinite() | (norms[1] < TINY), carefully) if is_readable(g) else norms
 
 
-def again(g: Tensor, x: Tensor, norms: Tensor, doubtful: Tensor, carefully: Callable[[int], Tensor]) -> Tensor:
+def by_scaling(measure: Measure) -> Measure:
+    """Measure samples whose largest entries are near 1, so that none overflows, and nobody has to look.
+
+    What underflows then is below ``tiny`` in each product: the bound counts it for every pair of entries.
+    """
+
+    def scaled(g: Tensor, x: Tensor) -> Tensor:
+        (g, of_g), (x, of_x) = near_one(g), near_one(x)
+        lost = 8 * math.sqrt(g[0].numel() * x[0].numel() * torch.finfo(g.dtype).tiny)
+        norms = measure(g, x)
+        return torch.stack([norms[0], norms[1] + lost]) * of_g * of_x
+
+    return scaled
+
+
+def near_one(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return samples divided by a power of two near the largest entry of each, and these powers in float64, ``[n]``.
+
+    The power is 0 where all entries are: such a sample's bound is 0, too.
+    """
+    if not rows.numel():
+        return rows, rows.new_ones(len(rows), dtype=torch.float64)
+    largest = as_vectors(rows).abs().amax(1)
+    limit = -math.frexp(torch.finfo(rows.dtype).tiny)[1]  # of exponents: larger powers have no reciprocal
+    exponents = torch.where(largest.isfinite(), largest.frexp().exponent, 0).clamp(-limit, limit)
+    powers = torch.exp2(exponents.double())
+    divided = rows / powers.to(largest.dtype).view(-1, *[1] * (rows.dim() - 1))
+    return divided, torch.where(largest == 0, 0, powers)
+
+
+def again(g: Tensor, x: Tensor, norms: Tensor, doubtful: Tensor, carefully: Measure) -> Tensor:
     """``norms`` with the doubtful samples computed by themselves, but those that have no gradient at all."""
     if bool(doubtful.any()):
         zero = (as_vectors(g) == 0).all(1) & as_vectors(x).isfinite().all(1)  # 0 * Inf is NaN
         norms[:, doubtful & zero] = 0
         for row in (doubtful & ~zero).nonzero().flatten().tolist():
-            norms[:, row] = carefully(row).flatten()
+            norms[:, row] = carefully(g[row : row + 1], x[row : row + 1]).flatten()
     return norms

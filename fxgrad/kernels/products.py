@@ -23,6 +23,7 @@ from fxgrad.kernels.norms import (
     by_blocks,
     frobenius,
     gamma,
+    is_readable,
     is_wide,
     measured,
     norms_like,
@@ -69,18 +70,14 @@ def _fake_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
     g, x = computable(g), computable(x)
-    (n, k, o), i = g.shape, x.shape[2]
-
-    def carefully(row: int) -> Tensor:
-        return _carefully(g[row], x[row])
+    (_, k, o), i = g.shape, x.shape[2]
 
     if gram and gram_kernel.applies(g, x):
-        return again(g, x, *gram_kernel.norms(g, x), carefully)
+        return again(g, x, *gram_kernel.norms(g, x), _carefully)
     if not gram and product_kernel.applies(g, x):
-        return again(g, x, *_by_kernel(g, x, None), carefully)
+        return again(g, x, *_by_kernel(g, x, None), _carefully)
     size = (k * k * 2 if gram else o * i) * g.element_size()
-    of_rows = gram_norms if gram else _norms_of_rows
-    return by_blocks(g, x, slices(n, size), lambda rows: of_rows(g[rows], x[rows]), carefully)
+    return by_blocks(g, x, slices(g, size), gram_norms if gram else _norms_of_rows, _carefully)
 
 
 def _norms_of_rows(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -88,11 +85,11 @@ def _norms_of_rows(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def _carefully(g: Tensor, x: Tensor) -> Tensor:
-    """Return one sample in float64; what is finite in g's dtype has a finite norm here.
+    """Measure in float64; what is finite in g's dtype has a finite norm here.
 
     The bound is for g's dtype all the same: that is what the weighted sum is multiplied out in.
     """
-    return _norms_of_rows(g.double().unsqueeze(0), x.double().unsqueeze(0), g.dtype)
+    return _norms_of_rows(g.double(), x.double(), g.dtype)
 
 
 @operator(_fake_rows, ANY_LAYOUT)
@@ -107,7 +104,7 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             norms[:, doubtful] = measured(out[doubtful], rounding)
         return out, norms
     norms = norms_like(g)
-    size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if g.device.type == "cpu" else max(n, 1)
+    size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if is_readable(g) else max(n, 1)
     for start in range(0, n, size):
         rows = slice(start, start + size)
         torch.bmm(g[rows].mT, x[rows], out=out[rows])

@@ -86,12 +86,12 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """Of a table's gradients from ids ``[n, k]`` and g ``[n, k, d]``."""
     g = computable(g)
     if not KERNELS.applies(g, copied=g.shape[1:].numel() * g.element_size()):
-        return _by_sorting(ids, g, classes, padding_idx)
+        return _by_sorting(ids, g, padding_idx)
     sums = norms_like(g)
     _call("row_squares", ids, g, padding_idx, sums)
     norms, doubtful = _measured(sums, g.dtype)
     if bool(doubtful.any()):
-        norms[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), classes, padding_idx, g.dtype)
+        norms[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), padding_idx, g.dtype)
     return norms
 
 
@@ -143,29 +143,16 @@ def _measured(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return measured, ~measured[1].isfinite() | (norms < SMALL)
 
 
-def _by_sorting(ids: Tensor, g: Tensor, classes: int, padding_idx: int, delivered: torch.dtype | None = None) -> Tensor:
+def _by_sorting(ids: Tensor, g: Tensor, padding_idx: int, delivered: torch.dtype | None = None) -> Tensor:
     """``[2, n]``: norms, and bounds for rows that are added up in the dtype ``delivered``, or in g's own."""
-    n = len(ids)
-    g = without(padding_idx, ids, g)
-    sample = torch.arange(n, device=ids.device).unsqueeze(1)
-    keys, places = torch.unique(ids + sample * classes, return_inverse=True)
-    flat = g.flatten(0, 1)
-    sums = flat.new_zeros(len(keys), flat.shape[1]).index_add_(0, places.flatten(), flat)
+    (n, k), flat = ids.shape, without(padding_idx, ids, g).flatten(0, 1)
+    found, order = ids.sort(1)
+    is_next = torch.nn.functional.pad(found[:, 1:] != found[:, :-1], (min(k, 1), 0))
+    ranks = order.scatter(1, order, is_next.cumsum(1))  # of each id among those of its sample
+    places = (ranks + k * torch.arange(n, device=ids.device).unsqueeze(1)).flatten()
+    sums = torch.zeros_like(flat).index_add_(0, places, flat)
     each = quick_frobenius(flat)
-    lengths, counts = each.new_zeros(2, len(keys))
-    lengths.index_add_(0, places.flatten(), each)
-    counts.index_add_(0, places.flatten(), torch.ones_like(each))
-    owners = torch.div(keys, classes, rounding_mode="floor")
-    norms = _by_owner(quick_frobenius(sums), owners, n, g.dtype)
-    rounding = 1.001 * _by_owner(rounding_of_sums(counts, lengths, delivered or g.dtype), owners, n, g.dtype)
+    lengths, counts = (torch.zeros_like(each).index_add_(0, places, one) for one in (each, torch.ones_like(each)))
+    norms = frobenius(quick_frobenius(sums).view(n, k))
+    rounding = 1.001 * frobenius(rounding_of_sums(counts, lengths, delivered or g.dtype).view(n, k))
     return torch.stack([norms, norms * (1 + gamma(CHAIN, g.dtype)) + rounding])
-
-
-def _by_owner(norms: Tensor, owners: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """√Σ norms² over what one sample owns; squares of float32's numbers are float64's, others are scaled."""
-    if dtype is torch.float32:
-        return norms.new_zeros(n).index_add_(0, owners, norms.square()).sqrt()
-    scale = norms.new_zeros(n).scatter_reduce_(0, owners, norms, "amax")
-    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
-    squares = (norms / safe[owners]).square()
-    return safe * norms.new_zeros(n).index_add_(0, owners, squares).sqrt()

@@ -112,20 +112,20 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
         conv_rows(g, input, kernel, settings, grads)
         return _norms_of_windows(grads, g, input, settings, delivered)
 
-    def carefully(row: int) -> Tensor:
-        return of(g[row : row + 1].double(), input[row : row + 1].double())
+    def carefully(g: Tensor, input: Tensor) -> Tensor:
+        return of(g.double(), input.double())
 
     if not gram and window_kernel.applies(g, input, kernel, settings):
         norms, doubtful = _by_kernel(g, input, kernel, settings, None)
         return again(g, input, norms, doubtful, carefully)
     if not gram:
-        return by_blocks(g, input, blocks(g, input, kernel), lambda rows: of(g[rows], input[rows]), carefully)
+        return by_blocks(g, input, blocks(g, input, kernel), of, carefully)
 
-    def by_gram(rows: slice) -> Tensor:
-        by_g = pixels_of(g[rows]).mT @ pixels_of(g[rows])
-        by_x = window_gram(input[rows].flatten(0, 1), g.shape[3:], kernel[2:], settings)
+    def by_gram(g: Tensor, input: Tensor) -> Tensor:
+        by_g = pixels_of(g).mT @ pixels_of(g)
+        by_x = window_gram(input.flatten(0, 1), g.shape[3:], kernel[2:], settings)
         return from_squares(*met(by_g, by_x, g.shape[2], input.shape[2] * math.prod(kernel[2:])))
 
     pixels, windows = math.prod(input.shape[3:]), math.prod(g.shape[3:])
     size = max(pixels * pixels, windows * windows) * g.element_size()
-    return by_blocks(g, input, slices(len(g), size), by_gram, carefully)
+    return by_blocks(g, input, slices(g, size), by_gram, carefully)
