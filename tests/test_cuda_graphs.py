@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxgrad.kernels import norms, products, tables
+from fxgrad.kernels import gram_kernel, norms, product_kernel, products, tables
 from tests.fake_cuda import MODELS, QUANTITIES
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the ways that values on a GPU take."""
     for module in (norms, products):
         monkeypatch.setattr(module, "is_readable", lambda value: False)
-    for library in (products.gram_kernel.KERNELS, products.product_kernel.KERNELS, tables.KERNELS):
+    for library in (gram_kernel.KERNELS, product_kernel.KERNELS, tables.KERNELS):
         monkeypatch.setattr(library, "applies", lambda *values, copied=0: False)
 
 
