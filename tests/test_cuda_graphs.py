@@ -27,10 +27,10 @@ on_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="this P
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     library = tmp_path_factory.mktemp("cuda") / "fake_cuda.so"
     include, lib = TORCH / "include", TORCH / "lib"
-    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", ROOT / "tests" / "fake_cuda.cpp", "-o", library]
+    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"{ROOT}/tests/fake_cuda.cpp", "-o", f"{library}"]
     command += [f"-I{include}", f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
     subprocess.run(command, check=True)
-    command = [sys.executable, "-m", "tests.fake_cuda", library]
+    command = [sys.executable, "-m", "tests.fake_cuda", f"{library}"]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found = map(json.loads, run.stdout.splitlines())
     return {(report["model"], report["quantity"]): report for report in found}
