@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._library.custom_ops import _maybe_get_opdef
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fxgrad
@@ -83,6 +83,8 @@ QUANTITIES: dict[str, Any] = {
     "clipped": lambda: fxgrad.ClippedGrad(max_grad_norm=1.0),
     "norms": fxgrad.NormSample,
     "rows": fxgrad.GradSample,
+    "variance": fxgrad.GradVariance,
+    "projection": lambda: fxgrad.GradProjection(dim=4, seed=0),
 }
 
 
@@ -127,7 +129,7 @@ def waits(node: fx.Node) -> str:
     args, kwargs = tree_map_only(fx.Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
     try:
         body_of(node.target)(*args, **kwargs)
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         return f"{name}: {error}"
     return ""
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxgrad
+from fxgrad.gradients import columns
 from fxgrad.kernels import gram_kernel, norms, product_kernel, products, tables
 from tests.fake_cuda import MODELS, QUANTITIES
 
@@ -127,3 +129,27 @@ def test_norms_of_rows_and_of_tables(unreadable: None) -> None:
     assert (bound >= true).all()
     assert torch.allclose(of_products, g.double().sum(1).norm(dim=1), rtol=1e-5)
     assert (least >= g.double().sum(1).norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("quantity", [fxgrad.SquaredGrad(), fxgrad.GradVariance(), fxgrad.GradProjection(4, seed=0)])
+def test_lines_of_a_table_that_nobody_counts(monkeypatch: pytest.MonkeyPatch, quantity: fxgrad.Quantity) -> None:
+    """Blocks of three lines; ids that occur again, within a block and across two."""
+    torch.manual_seed(0)
+    table, ids = nn.Embedding(9, 2), torch.tensor([[3, 3, 8], [0, 3, 8], [5, 3, 0], [8, 8, 8]])
+    monkeypatch.setattr(columns, "ELEMENTS", 3 * ids.numel() * 2 // 3)
+
+    def result() -> Tensor:
+        transformed = fxgrad.transform(table, quantity=quantity, backend="eager")
+        transformed(ids).sin().sum((1, 2)).sum().backward()
+        attribute = next((name for name in ("squared_grad_sum", "grad_variance") if hasattr(table.weight, name)), None)
+        found = getattr(table.weight, attribute) if attribute else fxgrad.result(transformed, quantity)
+        fxgrad.zero_grad(table)
+        return found
+
+    read = result()
+    monkeypatch.setattr(columns, "is_readable", lambda value: False)
+
+    assert torch.allclose(result(), read, rtol=1e-6)
+    assert read.count_nonzero()
+    assert columns.distinct(torch.tensor([4, 1, 4, 4, 0]), 7).tolist() == [0, 1, 4, 7, 7]
+    assert columns.distinct(torch.empty(0, dtype=torch.long), 7).tolist() == []

@@ -18,7 +18,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fxgrad.kernels.norms import as_vectors
+from fxgrad.kernels.norms import as_vectors, is_readable
 from fxgrad.kernels.signs import times_signs
 from fxgrad.kernels.sizes import hint
 from fxgrad.kernels.sums import SMALL
@@ -45,7 +45,11 @@ class Statistic:
 
     def add(self, total: Tensor, rows: Tensor, lines: tuple[int, int], chosen: Chosen) -> None:
         """Add to the result what some lines say; ``lines``: how many there are, and the elements of one."""
-        total.view(lines)[chosen] = self.of_rows(rows).view(-1, lines[1])
+        result = self.of_rows(rows).view(-1, lines[1])
+        if isinstance(chosen, Tensor):
+            total.view(lines).index_add_(0, chosen.clamp(max=lines[0] - 1), result.to(total.dtype))
+        else:
+            total.view(lines)[chosen] = result
 
 
 class Squares(Statistic):
@@ -91,6 +95,7 @@ class Projection(Statistic):
 
     def add(self, total: Tensor, rows: Tensor, lines: tuple[int, int], chosen: Chosen) -> None:
         count, width = (torch.arange(size, device=rows.device) for size in lines)
+        chosen = chosen.clamp(max=lines[0] - 1) if isinstance(chosen, Tensor) else chosen
         columns = (count[chosen].unsqueeze(1) * lines[1] + width).flatten()
         total += times_signs(rows, columns, self.dim, self.seed, self.key)
 
@@ -135,7 +140,7 @@ def columns(
     if isinstance(statistic, Variance) and n == 1:
         return total.fill_(math.nan)
     parts = Packed(layout, list(tensors), list(numbers)).parts()
-    touched = _touched(parts)
+    touched = _touched(parts, count)
     step = max(1, ELEMENTS // max(n * width, 1))
     for start in range(0, count if touched is None else len(touched), step):
         chosen = slice(start, min(start + step, count)) if touched is None else touched[start : start + step]
@@ -144,10 +149,20 @@ def columns(
     return total
 
 
-def _touched(parts: Sequence[Readable]) -> Tensor | None:
+def _touched(parts: Sequence[Readable], count: int) -> Tensor | None:
     """Return the lines that some sample's gradient has, in order; None where each may have all."""
     lines = [ids.flatten() for ids in (part.touched() for part in parts) if ids is not None]
-    return torch.cat(lines).unique() if len(lines) == len(parts) else None
+    if len(lines) != len(parts):
+        return None
+    ids = torch.cat(lines)
+    return ids.unique() if is_readable(ids) else distinct(ids, count)
+
+
+def distinct(ids: Tensor, count: int) -> Tensor:
+    """Return the ids in order, and ``count``, which is no line, for each that occurs again: no device is waited for."""
+    found = ids.sort().values
+    again = torch.nn.functional.pad(found[1:] == found[:-1], (min(len(found), 1), 0))
+    return found.masked_fill(again, count).sort().values
 
 
 @columns.register_fake
