@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +62,7 @@ class Program:
 
     def model(self) -> nn.Module:
         """A new module with parameters and buffers drawn from the seed."""
-        model: nn.Module = load(f"program_{self.seed}_{self.size}", self.source)().double()
+        model: nn.Module = load(f"program_{crc32(self.source.encode()):08x}", self.source)().double()
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -86,8 +87,8 @@ def load(name: str, source: str) -> type[nn.Module]:
     sys.modules[name] = module
     exec(compile(source, filename, "exec"), vars(module))
     loaded.append(name)
-    if len(loaded) > 64:
-        sys.modules.pop(loaded.popleft(), None)
+    if len(loaded) > 64 and (oldest := loaded.popleft()) not in loaded:
+        sys.modules.pop(oldest, None)
     model: type[nn.Module] = module.Model
     return model
 
