@@ -96,10 +96,6 @@ HOLES = [
         "a factor without a gradient may be made of all samples",
         ("fxgrad/samples/mixed.py", "    _check_factors(op, clips)\n", ""),
     ),
-    Hole(
-        "norms of returned mixtures",
-        ("passes/infer_samples.py", "samples.kind is Kind.MIXED and samples.traced and fake.dim():", "False:"),
-    ),
 ]
 
 

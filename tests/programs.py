@@ -504,8 +504,8 @@ KNOWN_REFUSALS: dict[str, str] = {
     r"UniformOutput: a gradient arrived at an output": "copies of a parameter, one per sample, returned",
     r"MixedSamples: batch_norm .* another dimension than": "eval mode takes samples on dim 0 only",
     r"MixedSamples: (index_add|gather|scatter_add) .* no sample dimension": "merged samples indexed beside them",
-    r"MixedSamples: (gather|take_along_dim|scatter_\w+|index_\w+) .* it indexes the sample dimension": "an index of samples, each its "
-    "own, written as arithmetic",
+    r"MixedSamples: (gather|take_along_dim|scatter_\w+|index_\w+) .* it indexes the sample dimension": "an index of "
+    "samples, each its own, written as arithmetic",
     r"MixedSamples: embedding .* its table holds samples": "rows of samples, looked up by their own numbers",
     r"MixedSamples: \w+ (.* cannot be followed|takes samples out of the batch by their places)": "a range of merged "
     "samples; one sample after the other; samples moved and moved back",
