@@ -21,8 +21,8 @@ from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.forms import HANDS_OUT
 from fxgrad.ops.user_functions import UserFunction
-from fxgrad.ops.values import memory_of
-from fxgrad.ops.written import places_of_result, written_to
+from fxgrad.ops.values import memory
+from fxgrad.ops.written import dirty, places_of_result, tensors_written
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
 from fxgrad.rules.strategies import choose, choose_own, choose_several
@@ -118,8 +118,9 @@ class _Attachment:
 
     def _check_written(self, node: fx.Node, call: Call) -> None:
         """A tap stands behind a result: what else an op writes parameters into would be read past it."""
-        result = (places_of_result(call), node.args[0]) if call.inplace else ()  # the latter stands for it by now
-        places = [place for place in written_to(node, call) if place not in result]
+        # of an op in place, the first argument stands for the place of the result by now
+        result: list[Any] = [places_of_result(call), node.args[0]] if call.inplace else dirty(node)
+        places = [place for place in tensors_written(node) if place not in result]
         used = any(arg in self.keys for arg in node.all_input_nodes)
         if used and any(FAKE.of(place).requires_grad for place in places):
             raise UnsupportedOp(
@@ -238,8 +239,8 @@ class _Attachment:
 
     def _is_written(self, copies: fx.Node) -> bool:
         """Return whether copies made later would be others: they are written to, or the one is after them."""
-        own, source = (self.recorder.last_writes.get(memory_of(FAKE.of(node))) for node in (copies, copies.args[0]))
-        return own is not None or (source is not None and source > copies)
+        own, source = (self.recorder.writers[memory(node)] for node in (copies, copies.args[0]))
+        return bool(own) or any(writer > copies for writer in source)
 
     def _split(self, node: fx.Node) -> None:
         """Give each reader copies of its own, and so a tap: what several give to one, autograd would add up."""

@@ -20,7 +20,7 @@ from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import RANDOM
 from fxgrad.ops.forms import SHAPED_AS
 from fxgrad.ops.values import memory_of, tensors_of
-from fxgrad.ops.written import written_to
+from fxgrad.ops.written import writers_by_memory
 from fxgrad.samples.ids import read_copies, read_layout, read_written, sample_ids
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, kind_of, layout_of
 from fxgrad.samples.symbols import Symbols, expression
@@ -234,9 +234,7 @@ class Replay:
     def changes(self, node: fx.Node) -> bool:
         """Decide whether a value is random or overwritten in place; a replay repeats neither."""
         if node.graph not in self.written:
-            calls = [(other, CALL.of(other)) for other in node.graph.nodes if CALL.on(other)]
-            places = [place for other, call in calls for place in written_to(other, call)]
-            self.written[node.graph] = {memory_of(FAKE.of(place)) for place in places}
+            self.written[node.graph] = set(writers_by_memory(node.graph))
         name = op_name(node.target)
         return name.endswith("_") or name in RANDOM or memory_of(FAKE.of(node)) in self.written[node.graph]
 
