@@ -13,9 +13,8 @@ from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.forms import QUERIES, SHAPED_AS
 from fxgrad.ops.values import memories, memory
 from fxgrad.ops.written import tensors_written
-from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Samples
+from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Samples, last_kind
 
-_ORDER = (Kind.CONSTANT, Kind.UNIFORM, Kind.BATCHED)
 Kinds = dict[Any, Kind]
 
 
@@ -48,9 +47,9 @@ def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
             continue
         kinds = [kinds_of_nodes[arg] for arg in _read(node)]
         kinds += [written[place] for place in memories(node) if place in written]
-        kinds_of_nodes[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
+        kinds_of_nodes[node] = last_kind(kinds)
         for place in {memory(base) for base in tensors_written(node) if base.name not in ctx.by_node}:
-            written[place] = max(written.get(place, Kind.CONSTANT), kinds_of_nodes[node], key=_ORDER.index)
+            written[place] = last_kind((written.get(place, Kind.CONSTANT), kinds_of_nodes[node]))
     return kinds_of_nodes
 
 

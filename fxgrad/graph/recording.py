@@ -17,7 +17,7 @@ from fxgrad.ops.values import memory
 from fxgrad.ops.written import writers_by_memory
 from fxgrad.rules.strategies import Strategy
 from fxgrad.rules.uses import Slot, Use
-from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples, samples_of_outputs
 from fxgrad.samples.symbols import expression
 
 
@@ -90,7 +90,8 @@ class Recorder:
         if name not in self.values:
             with self.graph.inserting_after(node):
                 self.values[name] = self.graph.call_function(operator.getitem, (node, int(index)))
-            put_facts(self.values[name], {fact: fact.of(node)[int(index)] for fact in (FAKE, SAMPLES)})
+            facts = {FAKE: FAKE.of(node)[int(index)], SAMPLES: samples_of_outputs(node)[int(index)]}
+            put_facts(self.values[name], facts)
         return self.values[name]
 
     def _of_one_sample(self, size: Any) -> Any:

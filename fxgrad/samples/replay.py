@@ -22,7 +22,7 @@ from fxgrad.ops.forms import SHAPED_AS
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.ops.written import writers_by_memory
 from fxgrad.samples.ids import read_copies, read_layout, read_written, sample_ids
-from fxgrad.samples.layouts import SAMPLES, Kind, Layout, kind_of, layout_of
+from fxgrad.samples.layouts import Kind, Layout, kind_of, layout_of
 from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.samples.thresholds import BATCHES, Batches, Thresholds
 
@@ -78,7 +78,7 @@ class Replay:
 
     def _packed(self, node: fx.Node, packed: list[fx.Node], outputs: int) -> list[Layout | None]:
         """Return the layouts of packed data after an op; None unless its rows keep their content and order."""
-        first, *others = (SAMPLES.of(arg).layout for arg in packed)
+        first, *others = filter(None, map(layout_of, packed))
         batched = [arg for arg in node.all_input_nodes if kind_of(arg) is Kind.BATCHED]
         if batched != packed or any(other.at(0) != first.at(0) for other in others):
             return [None] * outputs
