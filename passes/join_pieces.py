@@ -14,7 +14,7 @@ from fxgrad.graph.edit import made_of
 from fxgrad.ops.calls import alike, bind, equal, op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.families import RANDOM, Family, family_of
-from fxgrad.ops.values import memory, memory_of
+from fxgrad.ops.values import memory
 from fxgrad.ops.written import tensors_written, writers_by_memory
 from fxgrad.samples.symbols import expression
 
@@ -125,7 +125,7 @@ def _is_own_copy(result: fx.Node, piece: fx.Node) -> bool:
         if expression(stride) != size:
             return False
         size *= expression(length)
-    return memory_of(value) != memory_of(EXAMPLE.of(piece))
+    return memory(result) != memory(piece)
 
 
 class _Region:
@@ -182,9 +182,8 @@ class _Region:
 
     def _own_memory(self, node: fx.Node) -> bool:
         """Return whether a value lies in memory that was made here."""
-        memory = memory_of(EXAMPLE.get(node))
         given = [arg for one in self.nodes for arg in one.all_input_nodes if arg not in self.nodes]
-        return memory is not None and memory not in [memory_of(EXAMPLE.get(arg)) for arg in given]
+        return memory(node) not in {None, *map(memory, given)}
 
 
 def _rank(node: fx.Node) -> int:

@@ -11,12 +11,11 @@ from torch import fx
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line, without_gradients
 from fxgrad.graph.edit import function_of
-from fxgrad.graph.tensors import names_of
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.user_functions import HOOK, UserFunction
-from fxgrad.ops.values import memory
+from fxgrad.ops.values import memory, names_of
 from fxgrad.ops.written import tensors_written, writers_by_memory
 from fxgrad.samples.control_flow import CONTROL_FLOW, Cond
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fxgrad.host.functorch import is_wrapped
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.host.tensors import identity
-from fxgrad.ops.facts import value_of
+from fxgrad.ops.facts import EXAMPLE, value_of
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -39,6 +39,15 @@ def memories(*nodes: fx.Node) -> set[int | None]:
     """Return the memory of all tensors in the values of nodes."""
     values = [value for node in nodes for value in tree_leaves(value_of(node))]
     return {memory_of(value) for value in values if isinstance(value, Tensor)}
+
+
+def names_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that are one tensor in Dynamo's trace, in order: ``h``, ``h.contiguous()``, ``h.mul_(2)``."""
+    value = EXAMPLE.get(node)
+    if not isinstance(value, Tensor):
+        return [node]
+    examples = {other: EXAMPLE.get(other) for other in node.graph.nodes}
+    return [one for one, it in examples.items() if isinstance(it, Tensor) and identity(it) == identity(value)]
 
 
 def upstream(
