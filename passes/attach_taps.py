@@ -21,14 +21,14 @@ from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.families import Family, family_of
 from fxgrad.ops.forms import HANDS_OUT
 from fxgrad.ops.user_functions import UserFunction
-from fxgrad.ops.values import memory_of
-from fxgrad.ops.written import places_of_result, written_to
+from fxgrad.ops.values import memory
+from fxgrad.ops.written import dirty, places_of_result, tensors_written
 from fxgrad.rules import OWN_BACKWARDS
 from fxgrad.rules.lookup import reads_by_lists, reads_by_tensors
 from fxgrad.rules.strategies import choose, choose_own, choose_several
 from fxgrad.rules.uses import USE, Slot, Use
 from fxgrad.runtime.targets import DeriveTarget, OwnTapTarget, TapSeveralTarget, TapTarget
-from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples, layout_of, samples_of, samples_of_outputs, taken_from
 
 
 def attach_taps(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -85,7 +85,7 @@ class _Attachment:
             return self._check_several(node, call, samples)
         if not isinstance(samples, Samples) or not TRACED.of(node):
             return None
-        source, select = self._producer(node, call)
+        source, select = taken_from(node) or (node, None)  # ``w.chunk(3)[1]`` is one function of w
         used = [arg for arg in source.all_input_nodes if self.copied.get(arg, arg) in self.keys]
         if not used or isinstance(source.target, OwnTapTarget | TapSeveralTarget):
             return None
@@ -108,18 +108,11 @@ class _Attachment:
             advice="Add penalties on parameters outside of the model.",
         )
 
-    def _producer(self, node: fx.Node, call: Call) -> tuple[fx.Node, int | None]:
-        """Return the op whose output this is: ``w.chunk(3)[1]`` is one function of w."""
-        source = node.args[0] if node.args else None
-        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(SAMPLES.get(source), list):
-            assert isinstance(node.args[1], int)
-            return source, node.args[1]
-        return node, None
-
     def _check_written(self, node: fx.Node, call: Call) -> None:
         """A tap stands behind a result: what else an op writes parameters into would be read past it."""
-        result = (places_of_result(call), node.args[0]) if call.inplace else ()  # the latter stands for it by now
-        places = [place for place in written_to(node, call) if place not in result]
+        # of an op in place, the first argument stands for the place of the result by now
+        result: list[Any] = [places_of_result(call), node.args[0]] if call.inplace else dirty(node)
+        places = [place for place in tensors_written(node) if place not in result]
         used = any(arg in self.keys for arg in node.all_input_nodes)
         if used and any(FAKE.of(place).requires_grad for place in places):
             raise UnsupportedOp(
@@ -158,7 +151,7 @@ class _Attachment:
     def _tap(self, node: fx.Node, layout: Layout | None) -> None:
         use, operands = self.recorder.use(node, layout)
         strategy = choose(use, CALL.of(node), _shapes(operands), where=source_line(node))
-        if SAMPLES.of(node).met and strategy.name == "generic":  # it calls the op on one sample alone
+        if samples_of(node).met and strategy.name == "generic":  # it calls the op on one sample alone
             raise self._uncovered(node)
         rest = self.recorder.saved(node, operands, strategy)
         handles = self._handles_of(use)
@@ -205,7 +198,7 @@ class _Attachment:
     def _output(self, node: fx.Node, i: int, before: fx.Node) -> fx.Node:
         with self.graph.inserting_before(before):
             y = self.graph.call_function(operator.getitem, (node, i))
-        put_facts(y, {fact: fact.of(node)[i] for fact in (FAKE, SAMPLES, TRACED)})
+        put_facts(y, {FAKE: FAKE.of(node)[i], SAMPLES: samples_of_outputs(node)[i], TRACED: TRACED.of(node)[i]})
         return y
 
     def _see_through(self, node: fx.Node, samples: Samples) -> None:
@@ -238,8 +231,8 @@ class _Attachment:
 
     def _is_written(self, copies: fx.Node) -> bool:
         """Return whether copies made later would be others: they are written to, or the one is after them."""
-        own, source = (self.recorder.last_writes.get(memory_of(FAKE.of(node))) for node in (copies, copies.args[0]))
-        return own is not None or (source is not None and source > copies)
+        own, source = (self.recorder.writers[memory(node)] for node in (copies, copies.args[0]))
+        return bool(own) or any(writer > copies for writer in source)
 
     def _split(self, node: fx.Node) -> None:
         """Give each reader copies of its own, and so a tap: what several give to one, autograd would add up."""
@@ -249,7 +242,7 @@ class _Attachment:
             copies.meta.update(node.meta)
             reader.replace_input_with(node, copies)
             bind_again([copies, reader])
-            self._tap(copies, SAMPLES.of(node).layout)
+            self._tap(copies, layout_of(node))
 
     def _reads_copies(self, reader: fx.Node, copies: fx.Node) -> bool:
         call: Call | None = CALL.get(reader)

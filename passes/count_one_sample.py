@@ -11,11 +11,10 @@ from fxgrad.graph.context import Context, path_to, source_line
 from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.forms import QUERIES, SHAPED_AS
-from fxgrad.ops.values import memory_of, tensors_of
-from fxgrad.ops.written import written_to
-from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Samples
+from fxgrad.ops.values import memories, memory
+from fxgrad.ops.written import tensors_written
+from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Samples, last_kind
 
-_ORDER = (Kind.CONSTANT, Kind.UNIFORM, Kind.BATCHED)
 Kinds = dict[Any, Kind]
 
 
@@ -47,13 +46,10 @@ def _kinds(graph: fx.Graph, ctx: Context, written: Kinds) -> Kinds:
             kinds_of_nodes[node] = Kind.UNIFORM if parameter else Kind.BATCHED if sample else Kind.CONSTANT
             continue
         kinds = [kinds_of_nodes[arg] for arg in _read(node)]
-        kinds += [written[memory] for memory in _memories(node) if memory in written]
-        kinds_of_nodes[node] = max(kinds, key=_ORDER.index, default=Kind.CONSTANT)
-        call: Call | None = CALL.get(node)
-        for base in written_to(node, call) if call is not None else ():
-            if base.name not in ctx.by_node:
-                memory = memory_of(FAKE.of(base))
-                written[memory] = max(written.get(memory, Kind.CONSTANT), kinds_of_nodes[node], key=_ORDER.index)
+        kinds += [written[place] for place in memories(node) if place in written]
+        kinds_of_nodes[node] = last_kind(kinds)
+        for place in {memory(base) for base in tensors_written(node) if base.name not in ctx.by_node}:
+            written[place] = last_kind((written.get(place, Kind.CONSTANT), kinds_of_nodes[node]))
     return kinds_of_nodes
 
 
@@ -66,10 +62,6 @@ def _read(node: fx.Node) -> list[fx.Node]:
         return []
     shape = call.get("other") if call.op in SHAPED_AS else None
     return [arg for arg in node.all_input_nodes if arg is not shape or arg is call.get("input")]
-
-
-def _memories(node: fx.Node) -> list[int | None]:
-    return [memory_of(tensor) for tensor in tensors_of(FAKE.get(node))]
 
 
 def _samples(node: fx.Node, kind: Kind) -> Any:

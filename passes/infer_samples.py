@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fxgrad.errors import FxgradError, LostLayout, MixedSamples, UnknownOp
 from fxgrad.graph.context import Context, path_to, source_line, spoken
 from fxgrad.ops.calls import CALL, Call, leaves, map_nodes
 from fxgrad.ops.facts import FAKE, TRACED
-from fxgrad.ops.families import MOVEMENT, Family, family_of
+from fxgrad.ops.families import MOVEMENT, Family
 from fxgrad.ops.forms import SHAPED_AS, reads_form_alone
 from fxgrad.ops.user_functions import FUNCTION, HOOK
 from fxgrad.ops.values import memory_of, tensors_of
 from fxgrad.samples.control_flow import Pair
 from fxgrad.samples.copies import LostCopies, copied, decide, is_undecided, moved
-from fxgrad.samples.layouts import SAMPLES, WITH_SAMPLES, Kind, Layout, Samples, holds_samples
+from fxgrad.samples.layouts import (
+    SAMPLES,
+    WITH_SAMPLES,
+    Kind,
+    Layout,
+    Samples,
+    holds_samples,
+    last_kind,
+    samples_of_outputs,
+    taken_from,
+)
 from fxgrad.samples.mixed import check_mixed, divided
 from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Answer, Crossed, Op, Operand, by_shape
@@ -118,9 +127,9 @@ class _Inference:
             )
         if not tensors_of(fake):
             return self.numbers.samples(call, op.operands)
-        source = node.args[0] if node.args else None
-        if call.op == "getitem" and isinstance(source, fx.Node) and isinstance(SAMPLES.of(source), list):
-            return SAMPLES.of(source)[node.args[1]]
+        taken = taken_from(node)
+        if taken is not None:
+            return samples_of_outputs(taken[0])[taken[1]]
         answers = self._call(op)
         return answers if isinstance(fake, tuple | list) else answers[0]
 
@@ -151,40 +160,28 @@ class _Inference:
 
     def _call(self, op: Op) -> list[Samples | None]:
         """Return the samples of each output, by the op's family and by the kinds of its operands."""
-        family = family_of(op.call.op) if not _read_as_another(op) else None
         if decide(op):
             op = Op(op.node, op.call, self._operands(op.call), self.replay)
         shaped = op.call.get("input") if op.call.op in SHAPED_AS else None
         if isinstance(shaped, fx.Node) and SAMPLES.of(shaped) == Samples(Kind.CONSTANT):
             return [Samples(Kind.CONSTANT)]
-        if family is Family.FACTORY:  # constant, or mixed if an operand holds samples
-            kind = Kind.MIXED if op.kinds & set(WITH_SAMPLES) else Kind.CONSTANT
-            return [Samples(kind) if isinstance(out, Tensor) else None for out in op.outputs]
-        if not op.operands:
-            return [_constant(out) for out in op.outputs]
-        if family is Family.PACKED:
-            return self._tracked(op, family)
-        if Kind.MIXED in op.kinds:
-            return self._mixed(op)
-        if Kind.BATCHED in op.kinds:
-            return self._batched(op, family)
-        if op.call.op == "as_strided" and self._beside(op.operands):
-            raise self._unknown(op)
-        return [self._shared(op, out, flow) for out, flow in zip(op.outputs, op.flows, strict=True)]
+        handler = _OF_ANY_KIND.get(op.family) or _OF_KIND[last_kind(op.kinds)]
+        return handler(self, op)
 
-    def _batched(self, op: Op, family: Family | None) -> list[Samples | None]:
-        if family is None:
-            raise self._unknown(op)
-        if family is Family.FUNCTION:
-            return self._function(op)
-        if family is Family.CONTROL:
-            return self._control(op)
-        if any(is_undecided(operand.samples) for operand in op.operands):
-            return [moved(op)]
-        return self._tracked(op, family)
+    def _made(self, op: Op) -> list[Samples | None]:
+        """Return what a factory makes: constants, or mixed values if it reads samples."""
+        kind = Kind.MIXED if op.kinds & set(WITH_SAMPLES) else Kind.CONSTANT
+        return [Samples(kind) if isinstance(out, Tensor) else None for out in op.outputs]
 
-    def _tracked(self, op: Op, family: Family) -> list[Samples | None]:
-        answers = track(op.promoted, family)
+    def _batched(self, op: Op) -> list[Samples | None]:
+        if op.family is None:
+            raise self._unknown(op)
+        if op.family in _WITH_BODIES:
+            return _WITH_BODIES[op.family](self, op)
+        return [moved(op)] if any(is_undecided(operand.samples) for operand in op.operands) else self._tracked(op)
+
+    def _tracked(self, op: Op) -> list[Samples | None]:
+        answers = track(op.promoted)
         return [self._verdict(op, answer, flow) for answer, flow in zip(answers, op.flows, strict=True)]
 
     def _verdict(self, op: Op, answer: Answer | None, flow: bool) -> Samples | None:
@@ -203,22 +200,27 @@ class _Inference:
         return Samples(Kind.MIXED, traced=flow)
 
     def _allowed(self, op: Op, output: Tensor, flow: bool) -> Samples:
-        if (
-            flow and op.call.op == "embedding_bag" and op.call.get("offsets") is not None
-        ):  # its rule counts on one bag each
+        by_offsets = op.call.op == "embedding_bag" and op.call.get("offsets") is not None
+        if flow and by_offsets:  # its rule counts on one bag each
             raise Crossed(BY_OFFSETS.reason, BY_OFFSETS.advice)
         answer = by_shape(op, output)
         if isinstance(answer, Layout) and op.call.op not in MOVEMENT:
-            return Samples(Kind.BATCHED, answer, flow, met=family_of(op.call.op) is not Family.ELEMENTWISE)
+            return Samples(Kind.BATCHED, answer, flow, met=op.family is not Family.ELEMENTWISE)
         return Samples(Kind.MIXED, traced=flow)
 
-    def _shared(self, op: Op, output: Any, flow: bool) -> Samples | None:
+    def _shared(self, op: Op) -> list[Samples | None]:
         """No operand holds samples: constant, uniform, or a parameter's value handed to every sample."""
-        if not flow:
-            return _constant(output)
-        if not isinstance(output, Tensor):
-            return None
-        return copied(op, output) if self.symbols.batch_dims(output.shape) else Samples(Kind.UNIFORM, traced=True)
+        if op.call.op == "as_strided" and self._beside(op.operands):
+            raise self._unknown(op)
+
+        def samples_of(output: Any, flow: bool) -> Samples | None:
+            if not flow or not isinstance(output, Tensor):
+                return _constant(output)
+            return copied(op, output) if self.symbols.batch_dims(output.shape) else Samples(Kind.UNIFORM, traced=True)
+
+        return [
+            samples_of(output, flow and bool(op.operands)) for output, flow in zip(op.outputs, op.flows, strict=True)
+        ]
 
     def _mixed(self, op: Op) -> list[Samples | None]:
         allow = self.ctx.mixing == "allow"
@@ -342,6 +344,18 @@ class _Inference:
                 )
 
 
+# The handler of an op, by its family or, if that says nothing, by the last kind among its operands.
+_Handler = Callable[[_Inference, Op], list[Samples | None]]
+_OF_ANY_KIND: dict[Family | None, _Handler] = {Family.FACTORY: _Inference._made, Family.PACKED: _Inference._tracked}
+_OF_KIND: dict[Kind, _Handler] = {
+    Kind.CONSTANT: _Inference._shared,
+    Kind.UNIFORM: _Inference._shared,
+    Kind.BATCHED: _Inference._batched,
+    Kind.MIXED: _Inference._mixed,
+}
+_WITH_BODIES: dict[Family, _Handler] = {Family.FUNCTION: _Inference._function, Family.CONTROL: _Inference._control}
+
+
 def _constant(output: Any) -> Samples | None:
     return Samples(Kind.CONSTANT) if isinstance(output, Tensor) else None
 
@@ -351,9 +365,3 @@ def _as_lists(output: Any) -> Any:
     if isinstance(output, tuple | list):
         return [_as_lists(item) for item in output]
     return output if isinstance(output, fx.Node) else (None, None)
-
-
-def _read_as_another(op: Op) -> bool:
-    """``x.view(torch.int32)``: memory read as numbers of another dtype."""
-    values = (*op.node.args, *op.node.kwargs.values())
-    return op.call.op == "view" and any(isinstance(value, torch.dtype) for value in values)

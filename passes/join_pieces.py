@@ -11,12 +11,11 @@ from torch import Tensor, fx
 
 from fxgrad.graph.context import Context
 from fxgrad.graph.edit import made_of
-from fxgrad.graph.tensors import memory, writes_of
-from fxgrad.host.ops import overload_of, schemas
 from fxgrad.ops.calls import alike, bind, equal, op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.families import RANDOM, Family, family_of
-from fxgrad.ops.values import memory_of
+from fxgrad.ops.values import memory
+from fxgrad.ops.written import tensors_written, writers_by_memory
 from fxgrad.samples.symbols import expression
 
 _CUTS = frozenset({"chunk", "split", "tensor_split", "split_with_sizes"})
@@ -60,7 +59,8 @@ def _join(graph: fx.Graph, cat: fx.Node) -> None:
     assert isinstance(whole, fx.Node)
     result = whole if results[0] is pieces[0] else results[0]
     pieces[0].replace_all_uses_with(whole)
-    if not _is_own_copy(results[0], pieces[0]) or writes_of(graph)[memory(cat)]:  # an op's result may be kept for it
+    written = writers_by_memory(graph)[memory(cat)]  # an op's result may be kept for its backward
+    if written or not _is_own_copy(results[0], pieces[0]):
         with graph.inserting_before(cat):
             result = graph.call_method("clone", (result,), {"memory_format": torch.contiguous_format})
         result.meta = dict(cat.meta)
@@ -115,14 +115,7 @@ def _changes_nothing(node: fx.Node) -> bool:
         return True
     value = EXAMPLE.get(node)
     counts = isinstance(value, int | float | torch.Size | torch.SymInt | torch.SymFloat | torch.SymBool)
-    return bool(node.users) and not _writes(node) and (counts or family_of(op_name(node.target)) in _PURE)
-
-
-def _writes(node: fx.Node) -> bool:
-    call = bind(node)
-    arguments = [argument for schema in schemas(overload_of(node.target)) for argument in schema.arguments]
-    declared = any(a.alias_info is not None and a.alias_info.is_write and not a.is_out for a in arguments)
-    return call.inplace or call.get("out") is not None or declared
+    return bool(node.users) and not tensors_written(node) and (counts or family_of(op_name(node.target)) in _PURE)
 
 
 def _is_own_copy(result: fx.Node, piece: fx.Node) -> bool:
@@ -132,7 +125,7 @@ def _is_own_copy(result: fx.Node, piece: fx.Node) -> bool:
         if expression(stride) != size:
             return False
         size *= expression(length)
-    return memory_of(value) != memory_of(EXAMPLE.of(piece))
+    return memory(result) != memory(piece)
 
 
 class _Region:
@@ -163,7 +156,7 @@ class _Region:
         if node.op == "output" or rank < 1 or any(_rank(arg) != rank for arg in rows):
             return False
         call, first = bind(node), node.args[0] if node.args else None
-        if _writes(node):
+        if tensors_written(node):
             if not (call.inplace and first in self.nodes and self._own_memory(node)):
                 return False
             name = call.op
@@ -189,9 +182,8 @@ class _Region:
 
     def _own_memory(self, node: fx.Node) -> bool:
         """Return whether a value lies in memory that was made here."""
-        memory = memory_of(EXAMPLE.get(node))
         given = [arg for one in self.nodes for arg in one.all_input_nodes if arg not in self.nodes]
-        return memory is not None and memory not in [memory_of(EXAMPLE.get(arg)) for arg in given]
+        return memory(node) not in {None, *map(memory, given)}
 
 
 def _rank(node: fx.Node) -> int:

@@ -15,8 +15,8 @@ from fxgrad.graph.edit import bind_again, make
 from fxgrad.graph.selections import Selections, is_tensor
 from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE, TRACED
-from fxgrad.ops.values import memory_of
-from fxgrad.ops.written import written_to
+from fxgrad.ops.values import memory, memory_of
+from fxgrad.ops.written import tensors_written
 
 
 def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -45,7 +45,7 @@ def lower_assignments(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         elif call.inplace and call.op in _SAVED and any(map(_flows, [*node.args[1:], *node.kwargs.values()])):
             assignment.keep_result(call)
         elif _flows(node):
-            traced.update(memory_of(FAKE.of(place)) for place in written_to(node, call))
+            traced.update(map(memory, tensors_written(node)))
     selections.erase()
     return gm
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -14,7 +13,7 @@ from fxgrad.graph.edit import made_of
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.ops.calls import bind, op_name
 from fxgrad.ops.facts import FAKE, TRACED
-from fxgrad.samples.symbols import expression
+from fxgrad.samples.symbols import bends, expression
 
 
 def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -81,7 +80,7 @@ class _Propagate(fx.Interpreter):
         """Return whether a reshape divides the number of samples by a number: ``x.reshape(8, -1)``."""
         if op_name(n.target) not in ("view", "reshape"):
             return False
-        return any(_is_quotient(size, self.ctx.symbols.symbol) for size in FAKE.of(n).shape)
+        return any(bends(expression(size), self.ctx.symbols.symbol) for size in FAKE.of(n).shape)
 
     def _shapes(self, n: fx.Node) -> str:
         """``its result is [8, 3*B // 8]``."""
@@ -114,10 +113,6 @@ class _Propagate(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return self.ctx.symbols.mode.from_tensor(value) if isinstance(value, Tensor) else value
-
-
-def _is_quotient(size: Any, batch: sympy.Symbol) -> bool:
-    return any(batch in part.free_symbols for part in expression(size).atoms(sympy.Function))
 
 
 # Note [In place without gradients]

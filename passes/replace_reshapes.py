@@ -6,9 +6,9 @@ from torch import fx
 
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, source_line, without_gradients
-from fxgrad.graph.tensors import names_of
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
+from fxgrad.ops.values import names_of
 
 _RESHAPES = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ detach_".split())
 

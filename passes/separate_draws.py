@@ -12,7 +12,7 @@ from fxgrad.graph.edit import bind_again, make
 from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.families import draws
-from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, WHOLE, Kind, Layout, Samples, kind_of, layout_of, samples_of
 
 # What multiplies its input by noise of its own
 _DROPOUTS = frozenset("dropout feature_dropout dropout1d dropout2d dropout3d".split())
@@ -28,14 +28,14 @@ def separate_draws(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """
     for node in list(gm.graph.nodes):
         call: Call | None = CALL.get(node)
-        if call is None or call.inplace or not draws(call) or not isinstance(SAMPLES.of(node), Samples):
+        samples = SAMPLES.get(node)
+        if call is None or call.inplace or not draws(call) or not isinstance(samples, Samples):
             continue
-        samples: Samples = SAMPLES.of(node)
         if call.op in _DROPOUTS and samples.kind is Kind.UNIFORM:
             _take_noise(node, ctx)
         elif call.op == "scaled_dot_product_attention" and samples.layout is not None:
             for operand in node.all_input_nodes:
-                if SAMPLES.of(operand).kind is Kind.UNIFORM:
+                if kind_of(operand) is Kind.UNIFORM:
                     _hand_out(node, operand, samples.layout, ctx)
     return gm
 
@@ -43,7 +43,7 @@ def separate_draws(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 def _take_noise(node: fx.Node, ctx: Context) -> None:
     """``dropout(w)`` -> ``w * dropout(ones_like(w))``"""
     source, graph = CALL.of(node).arguments["input"], node.graph
-    samples, constant = SAMPLES.of(node), Samples(Kind.CONSTANT)
+    samples, constant = samples_of(node), Samples(Kind.CONSTANT)
     with graph.inserting_before(node):
         ones = make(graph, ctx, torch.ones_like, (source,), beside=node)
     with graph.inserting_after(node):
@@ -72,9 +72,9 @@ def _hand_out(node: fx.Node, operand: fx.Node, layout: Layout, ctx: Context) -> 
 def _expanded(node: fx.Node, operand: fx.Node, layout: Layout, ctx: Context) -> tuple[fx.Node, Layout]:
     """Copies for all samples, and the place of the samples in them."""
     place = layout.dim - FAKE.of(node).dim()  # dims line up from the right
-    batched = next(n for n in node.all_input_nodes if SAMPLES.of(n).kind is Kind.BATCHED)
+    batched, dim = next((n, at.dim) for n in node.all_input_nodes if (at := layout_of(n)) is not None)
     graph, fake = node.graph, FAKE.of(operand)
-    size = make(graph, ctx, torch.ops.aten.sym_size.int, (batched, SAMPLES.of(batched).layout.dim), beside=node)
+    size = make(graph, ctx, torch.ops.aten.sym_size.int, (batched, dim), beside=node)
     SAMPLES.put(size, None)
     sizes: list[Any] = [-1] * max(fake.dim(), -place)
     sizes[place] = size

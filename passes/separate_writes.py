@@ -11,11 +11,10 @@ from torch import Tensor, fx
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line, spoken, without_gradients
 from fxgrad.graph.edit import bind_again, flows_through, make
-from fxgrad.graph.tensors import dirty
 from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import FAKE, TRACED, put_facts
 from fxgrad.ops.values import memory_of
-from fxgrad.ops.written import written_to
+from fxgrad.ops.written import tensors_written
 from fxgrad.samples.layouts import SAMPLES, Kind, Samples
 
 
@@ -37,7 +36,7 @@ def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
                 _read(node, arg, memory.now(arg, before=node))
         if node.op != "output" and isinstance(FAKE.of(node), Tensor):
             memories.setdefault(_storage(node), _Memory(node, gm, ctx, stopped)).see(node)
-        for view in [*written_to(node, CALL.of(node)), *dirty(node)] if CALL.on(node) else ():
+        for view in tensors_written(node):
             memories[_storage(view)].write(node, view)
     return gm
 

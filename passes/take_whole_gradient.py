@@ -6,8 +6,9 @@ from torch import fx
 
 from fxgrad.graph.context import Context, without_gradients
 from fxgrad.graph.edit import add_placeholders, open_tape
-from fxgrad.graph.tensors import memory, writes_of
 from fxgrad.ops.facts import EXAMPLE
+from fxgrad.ops.values import memory
+from fxgrad.ops.written import writers_by_memory
 from fxgrad.runtime.targets import SingleTarget
 
 
@@ -21,9 +22,9 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     tape, cursor = open_tape(graph, ctx, (placeholders + given)[-1], 1, placeholders, given)
     handle = cursor
     stopped = without_gradients(graph)
-    writes = writes_of(graph)
+    writers = writers_by_memory(graph)
     for key, node in enumerate(ctx.trainable(graph)):
-        versions = _Versions(node, stopped, writes.get(memory(node), []))
+        versions = _Versions(node, stopped, writers[memory(node)])
         with graph.inserting_after(cursor):
             cursor = graph.call_function(SingleTarget(key), (tape, handle, node))
         versions.read_from(cursor)

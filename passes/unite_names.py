@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from fxgrad.graph.context import Context, without_gradients
-from fxgrad.graph.tensors import written
 from fxgrad.host.ops import HigherOrderOperator
 from fxgrad.host.tensors import identity
 from fxgrad.ops.calls import bind, op_name
 from fxgrad.ops.facts import EXAMPLE
+from fxgrad.ops.written import tensors_written
 
 
 def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -28,7 +28,7 @@ def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
             name = None if name is node or node not in stopped else name
         if name is not None:
             node.replace_all_uses_with(name)
-            if not isinstance(node.target, HigherOrderOperator) and not written(node):
+            if not isinstance(node.target, HigherOrderOperator) and not tensors_written(node):
                 gm.graph.erase_node(node)
     return gm
 

@@ -11,11 +11,12 @@ from torch import fx
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line, without_gradients
 from fxgrad.graph.edit import function_of
-from fxgrad.graph.tensors import memory, names_of, writes_of, written
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.user_functions import HOOK, UserFunction
+from fxgrad.ops.values import memory, names_of
+from fxgrad.ops.written import tensors_written, writers_by_memory
 from fxgrad.samples.control_flow import CONTROL_FLOW, Cond
 
 
@@ -35,9 +36,9 @@ def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         elif name in CONTROL_FLOW:
             _wrap_control_flow(gm, node, CONTROL_FLOW[name])
     hooks = [node for node in gm.graph.nodes if function_of(node) == _HOOKED]
-    writes = writes_of(gm.graph) if hooks else {}
+    writers = writers_by_memory(gm.graph) if hooks else {}
     for node in hooks:
-        _wrap_hook(gm, node, writes)
+        _wrap_hook(gm, node, writers)
     return gm
 
 
@@ -65,11 +66,11 @@ def _wrap_function(gm: fx.GraphModule, node: fx.Node) -> None:
 def _refuse_writes(body: fx.Graph, what: str, where: str, advice: str) -> None:
     """Refuse a body that writes into memory from outside of it."""
     outside = {memory(node) for node in body.nodes if node.op in ("placeholder", "get_attr")} - {None}
-    if any(memory(place) in outside for node in body.nodes for place in written(node)):
+    if any(memory(place) in outside for node in body.nodes for place in tensors_written(node)):
         raise UnsupportedOp(what, where=where, advice=advice)
 
 
-def _wrap_hook(gm: fx.GraphModule, node: fx.Node, writes: Mapping[int | None, list[fx.Node]]) -> None:
+def _wrap_hook(gm: fx.GraphModule, node: fx.Node, writers: Mapping[int | None, list[fx.Node]]) -> None:
     """``h.register_hook(f)`` is an identity behind h whose backward is f: of a whole batch's gradient, as f is."""
     value, body, *given = node.args
     assert isinstance(value, fx.Node) and isinstance(body, fx.Node)
@@ -77,7 +78,7 @@ def _wrap_hook(gm: fx.GraphModule, node: fx.Node, writes: Mapping[int | None, li
     said = "a hook (register_hook) writes over the gradient that it gets, or over a value from outside of it"
     _refuse_writes(hook.graph, said, source_line(node), "Return the new gradient.")
     (result,) = tree_leaves(hook.graph.output_node().args) or [None]
-    hooked = _Hooked(node, value, writes.get(memory(value), []))
+    hooked = _Hooked(node, value, writers.get(memory(value), []))
     if result is not None and hooked.first is not None:
         hooked.check(given)
         _hook_behind(node, hooked, hook, given)

@@ -53,6 +53,17 @@ def test_a_view_is_written_at_a_batch_of_one(device: torch.device) -> None:
     torch.testing.assert_close(model.w, plain.w)
 
 
+def test_a_part_of_a_function_of_a_weight_is_written(device: torch.device) -> None:
+    def written(m: Model, x: Tensor) -> Tensor:
+        u = m.w * 2
+        u[1:3].mul_(m.b[0])
+        u[:, 1].sin_()
+        return x @ u.t()
+
+    x = torch.randn(5, 3, dtype=torch.double, device=device)
+    assert_per_sample_grads(Model(written).double().to(device), x, backend="eager")
+
+
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_shape_changed_under_two_names(size: int, device: torch.device) -> None:
     def two(m: Model, x: Tensor) -> Tensor:

@@ -32,15 +32,15 @@ class Model(nn.Module):
         return self.body(self, x)
 
 
-def check(body: Body, *shape: int, size: int) -> None:
+def check(body: Body, *shape: int, size: int, backend: str = "eager") -> None:
     """Compare gradients and norms with the loop: they have passes of their own at a batch of one."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Model(body).double(), torch.randn(size, *shape, dtype=torch.double)
     rows = per_sample_grads(copy.deepcopy(model), default_loss, (x.clone(),))
-    assert_per_sample_grads(copy.deepcopy(model), x.clone(), backend="eager")
+    assert_per_sample_grads(copy.deepcopy(model), x.clone(), backend=backend)
     norms = fxgrad.NormSample()
-    view = fxgrad.transform(model, quantity=norms, backend="eager")
+    view = fxgrad.transform(model, quantity=norms, backend=backend)
     default_loss(view(x.clone())).backward()
     expected = sum(g.flatten(1).square().sum(1) for g in rows.values()).sqrt()  # type: ignore[union-attr]
     torch.testing.assert_close(fxgrad.result(view, norms), expected)
@@ -295,6 +295,14 @@ MEMORY = [
 @pytest.mark.parametrize("body", MEMORY)
 def test_memory(body: Body, size: int) -> None:
     check(body, 4, size=size)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "body", [views_before_no_grad, detached_before_a_write, power_by_name, weight_written_through_detach]
+)
+def test_compiled(body: Body, backend: str) -> None:
+    check(body, 4, size=5, backend=backend)
 
 
 def hook_past_a_view(m: Model, x: Tensor) -> Tensor:

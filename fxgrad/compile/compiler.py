@@ -17,7 +17,7 @@ from fxgrad.capture.options import Inner, Options
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.inductor import inner_compiler
-from fxgrad.compile.interface import Interface, Uniform, interface_of, output_roles, outputs_of, writes_of
+from fxgrad.compile.interface import Interface, Uniform, input_writes, interface_of, output_roles, outputs_of
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, ONE, SINGLE, passes_of, run_passes
 from fxgrad.costs.choices import check_applied
@@ -26,8 +26,7 @@ from fxgrad.graph.context import Context
 from fxgrad.host.dynamo import innermost_fn
 from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
-from fxgrad.ops.facts import FAKE
-from fxgrad.ops.values import memory_of, tensors_of
+from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Placeholders, watch
@@ -96,9 +95,9 @@ def _rehearse(gm: fx.GraphModule, ctx: Context, size: int, options: Options, roo
 @contextlib.contextmanager
 def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
     """See Note [Donated buffers]."""
-    tapped = {memory for node in gm.graph.nodes if isinstance(node.target, TAPS) for memory in _memories(node)}
+    tapped = {memory for node in gm.graph.nodes if isinstance(node.target, TAPS) for memory in memories(node)}
     parts = [node for node in outputs_of(gm) if isinstance(node, fx.Node) and not isinstance(node.target, TAPS)]
-    if not any(memory in tapped for node in parts for memory in _memories(node)):
+    if not any(memory in tapped for node in parts for memory in memories(node)):
         yield
         return
     tag = f"{torch.compiler.config.cache_key_tag} no donated buffers"
@@ -107,11 +106,6 @@ def _outputs_kept(gm: fx.GraphModule) -> Iterator[None]:
         torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
     ):
         yield
-
-
-def _memories(node: fx.Node) -> list[int | None]:
-    """Return the memory of a node's tensors."""
-    return [memory_of(tensor) for tensor in tensors_of(FAKE.get(node))]
 
 
 def _own_saved_tensors() -> Any:
@@ -128,7 +122,7 @@ def _without_parameters(captured: Captured, options: Options, inner: Inner) -> C
         return compiled
     analysed = run_passes(captured.gm, make_context(captured, options, dims), ANALYSIS) if dims else None
     roles = {} if analysed is None else output_roles(analysed)
-    writes = None if analysed is None else writes_of(captured, analysed)
+    writes = None if analysed is None else input_writes(captured, analysed)
 
     def run(*args: Any) -> Any:
         check_frozen(captured.frozen, args)

@@ -13,12 +13,11 @@ from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.shared_memory import Write, Writes
 from fxgrad.errors import UniformOutput
 from fxgrad.graph.context import source_line
-from fxgrad.graph.tensors import memory, written
 from fxgrad.kernels.precision import TOLERANCE
-from fxgrad.ops.calls import CALL, op_name
+from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import FAKE, TRACED
-from fxgrad.ops.values import memory_of, tensors_of
-from fxgrad.ops.written import written_to
+from fxgrad.ops.values import memory, tensors_of
+from fxgrad.ops.written import tensors_written, writers_by_memory
 from fxgrad.samples.batch import LOST, SHARED
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
 
@@ -48,7 +47,7 @@ def interface_of(captured: Captured, gm: fx.GraphModule) -> Interface:
         captured.frozen,
         captured.dims,
         captured.packed,
-        writes_of(captured, gm),
+        input_writes(captured, gm),
         _reached_by_parameters_alone(captured) if captured.single else _uniform(gm, samples),
         {i: layout for i, layout in layouts.items() if layout is not None},
         {} if captured.single or captured.fullgraph else output_roles(gm),
@@ -85,17 +84,14 @@ def output_roles(gm: fx.GraphModule) -> dict[int, int]:
     return roles
 
 
-def writes_of(captured: Captured, gm: fx.GraphModule) -> Writes | None:
+def input_writes(captured: Captured, gm: fx.GraphModule) -> Writes | None:
     """Read off which inputs a graph writes to; None if none."""
-    writes: dict[int | None, Write] = {}
-    for node in gm.graph.nodes:
-        for place in written_to(node, CALL.of(node)) if CALL.on(node) else ():
-            writes.setdefault(memory_of(FAKE.of(place)), Write(op_name(node.target), source_line(node)))
-    writes.pop(None, None)
-    inputs = zip(captured.placeholders, gm.graph.find_nodes(op="placeholder"), strict=False)  # others come behind
-    memories = [memory_of(FAKE.get(node)) for _, node in inputs]
-    by_input = {i: writes[memory] for i, memory in enumerate(memories) if memory in writes}
-    return Writes(by_input, [captured.described(i) for i in range(len(memories))]) if by_input else None
+    writers = writers_by_memory(gm.graph)
+    inputs = gm.graph.find_nodes(op="placeholder")[: len(captured.placeholders)]  # others come behind
+    places = {i: memory(node) for i, node in enumerate(inputs) if memory(node) is not None}
+    first = {i: writers[place][0] for i, place in places.items() if place in writers}
+    by_input = {i: Write(op_name(node.target), source_line(node)) for i, node in first.items()}
+    return Writes(by_input, [captured.described(i) for i in range(len(inputs))]) if by_input else None
 
 
 def _reached_by_parameters_alone(captured: Captured) -> list[int]:
@@ -106,13 +102,13 @@ def _reached_by_parameters_alone(captured: Captured) -> list[int]:
     for node in captured.gm.graph.nodes:
         for reached in (held, traced):
             if reached.intersection(node.all_input_nodes):
-                reached.update((node, *_written(node)))
+                reached.update((node, *_changed(node)))
     return [i for i, node in enumerate(outputs_of(captured.gm)) if node in traced and node not in held]
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def _changed(node: fx.Node) -> list[fx.Node]:
     """Return the values whose memory a node writes to."""
-    memories = set(map(memory, written(node))) - {None}
+    memories = set(map(memory, tensors_written(node))) - {None}
     return [other for other in node.graph.nodes if memory(other) in memories] if memories else []
 
 

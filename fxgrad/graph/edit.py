@@ -112,14 +112,10 @@ def add_placeholders(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list
     for kind, (group, word) in enumerate(((placeholders, "grad_placeholder"), (given, "given"))):
         for i, delivery in enumerate(group):
             whose = f"model_{i}" if delivery.parameter is None else nodes[delivery.parameter]
-            name = f"{word}_{whose}" if delivery.place == "grad_sample" else f"{word}_{delivery.place}_{whose}"
+            place = [] if delivery.place == "grad_sample" else [delivery.place]
             with graph.inserting_after(cursor):
-                cursor = graph.placeholder(name)
-            ctx.labels[cursor.name] = (
-                f"{word}({delivery.parameter})"
-                if delivery.place == "grad_sample"
-                else f"{word}({delivery.parameter or 'model'}.{delivery.place})"
-            )
+                cursor = graph.placeholder("_".join([word, *place, whose]))
+            ctx.labels[cursor.name] = f"{word}({'.'.join([delivery.parameter or 'model', *place])})"
             made[kind].append(cursor)
     return made[0], made[1]
 

@@ -13,11 +13,11 @@ from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, source_line
 from fxgrad.ops.calls import CALL, Call, map_nodes
 from fxgrad.ops.facts import FAKE, put_facts
-from fxgrad.ops.values import memory_of
-from fxgrad.ops.written import writes_of
+from fxgrad.ops.values import memory
+from fxgrad.ops.written import writers_by_memory
 from fxgrad.rules.strategies import Strategy
 from fxgrad.rules.uses import Slot, Use
-from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples, samples_of_outputs
 from fxgrad.samples.symbols import expression
 
 
@@ -30,7 +30,7 @@ class Recorder:
         self.replaced: dict[fx.Node, fx.Node] = {}  # what stands for a node now
         self.copied: dict[fx.Node, fx.Node] = {}  # copies of a parameter for all samples, and the one of them
         self.values: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
-        self.last_writes = _last_writes(graph)
+        self.writers = writers_by_memory(graph)
 
     def use(self, node: fx.Node, layout: Layout | None, select: int | None = None) -> tuple[Use, list[Any]]:
         """Return the record of a call, and its operands."""
@@ -74,8 +74,7 @@ class Recorder:
         return [self._unwritten(arg, node) if i in needed else None for i, arg in enumerate(operands)]
 
     def _unwritten(self, value: fx.Node, node: fx.Node) -> fx.Node:
-        written = self.last_writes.get(memory_of(FAKE.of(value)))
-        if written is None or written < node:
+        if all(writer < node for writer in self.writers[memory(value)]):
             return value
         with self.graph.inserting_before(node):
             copy = self.graph.call_method("clone", (value,))
@@ -91,7 +90,8 @@ class Recorder:
         if name not in self.values:
             with self.graph.inserting_after(node):
                 self.values[name] = self.graph.call_function(operator.getitem, (node, int(index)))
-            put_facts(self.values[name], {fact: fact.of(node)[int(index)] for fact in (FAKE, SAMPLES)})
+            facts = {FAKE: FAKE.of(node)[int(index)], SAMPLES: samples_of_outputs(node)[int(index)]}
+            put_facts(self.values[name], facts)
         return self.values[name]
 
     def _of_one_sample(self, size: Any) -> Any:
@@ -124,8 +124,3 @@ def _place(operand: fx.Node, operands: list[Any]) -> int:
     if operand not in operands:
         operands.append(operand)
     return operands.index(operand)
-
-
-def _last_writes(graph: fx.Graph) -> dict[int | None, fx.Node]:
-    """Return the call that writes to each memory last."""
-    return {memory: node for node, memory in writes_of(graph) if memory is not None}

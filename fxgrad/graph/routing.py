@@ -15,8 +15,8 @@ from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import RANDOM, Family, family_of
 from fxgrad.ops.forms import HANDS_OUT
-from fxgrad.ops.values import memory_of, tensors_of
-from fxgrad.ops.written import writes_of, written_to
+from fxgrad.ops.values import memory, memory_of, tensors_of
+from fxgrad.ops.written import tensors_written, writers_by_memory
 from fxgrad.samples.symbols import expression
 
 GROUPED = frozenset("grouped_mm _grouped_mm transformers::grouped_mm_fallback".split())
@@ -87,11 +87,11 @@ class Routing:
         self.size = expression(FAKE.of(self.ids).shape[0])
         self.kinds: dict[fx.Node, Order] = {node: Order.ORDER} if CALL.of(node).op == "argsort" else {}
         self.returned = False  # whether rows were seen to go back
-        self.writes = writes_of(node.graph)
+        self.writers = writers_by_memory(node.graph)
 
     def understood(self) -> bool:
         """Follow the order; return whether every value that it reaches is known, and rows go back."""
-        if any(self.node < at and memory == memory_of(FAKE.of(self.ids)) for at, memory in self.writes):
+        if any(self.node < writer for writer in self.writers[memory(self.ids)]):
             return False  # the unsorted ids have the place of the sorted ones afterwards
         for node in self.node.graph.nodes:
             reached = self.node < node and any(arg in self.kinds or arg is self.node for arg in node.all_input_nodes)
@@ -107,14 +107,14 @@ class Routing:
     def _kind(self, node: fx.Node) -> Order:
         call = CALL.of(node)
         step = _Step(node, call, {arg: self.kinds[arg] for arg in node.all_input_nodes if arg in self.kinds})
-        if any(memory_of(FAKE.of(place)) in self._replaced() for place in written_to(node, call)):
+        if any(memory(place) in self._replaced() for place in tensors_written(node)):
             return Order.UNKNOWN
         if family_of(call.op) is Family.FACTORY:
             return Order.SAMPLES
         return _TRANSITIONS.get(call.op, Routing._row_by_row)(self, step)
 
     def _replaced(self) -> set[int | None]:
-        return {memory_of(FAKE.of(node)) for node, kind in self.kinds.items() if kind in REPLACED}
+        return {memory(node) for node, kind in self.kinds.items() if kind in REPLACED}
 
     def _sorted_again(self, step: _Step) -> Order:
         plain = len(step.node.args) == 1 and not step.node.kwargs
@@ -214,7 +214,7 @@ class Routing:
             return False
         if not isinstance(values, fx.Node) or CALL.get(values) is None or CALL.of(values).op != "arange":
             return False
-        written = any(memory == memory_of(FAKE.of(values)) for _, memory in self.writes)
+        written = bool(self.writers[memory(values)])
         sizes = [[expression(size) for size in FAKE.of(one).shape] for one in (view, values)]
         if written or sizes != [[self.size]] * 2 or not _starts_at_zero(values) or FAKE.of(view).dtype not in _INDEX:
             return False

@@ -25,7 +25,7 @@ from fxgrad.ops.calls import CALL, Call, alike, equal, map_nodes, op_name
 from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.families import MOVEMENT, RANDOM, Family, family_of
 from fxgrad.ops.values import memory_of
-from fxgrad.ops.written import writes_of, written_to
+from fxgrad.ops.written import tensors_written, writers_by_memory
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Selections:
         self.known: dict[fx.Node, Selection] = {}
         self.lost: set[int | None] = set()  # memory of selections that was written to in ways that are not followed
         self.stopped = without_gradients(graph)
-        self.writes = writes_of(graph)
+        self.writers = writers_by_memory(graph)
 
     def visit(self, node: fx.Node, call: Call) -> None:
         """Follow a call that selects, or works element by element on what was selected, and forget what it spoils."""
@@ -61,7 +61,7 @@ class Selections:
         """Follow no selection any more that a call writes to."""
         if not self.known:
             return
-        spoilt = written_to(node, call) if call.op not in RANDOM else node.all_input_nodes  # dropout may be its operand
+        spoilt = tensors_written(node) if call.op not in RANDOM else node.all_input_nodes  # dropout may be its operand
         memories = {_memory(base) for base in spoilt} & {_memory(one) for one in self.known}
         self.lost |= memories
         self.known = {one: selection for one, selection in self.known.items() if _memory(one) not in memories}
@@ -158,7 +158,8 @@ class Selections:
             return False
         memories = {_memory(node) for pair in pairs for node in pair if is_tensor(node)}
         made = [node for one, two in pairs if one is not two for node in (one, two)]
-        return memories.isdisjoint(memory for at, memory in self.writes if not made or min(made) < at < used)
+        writers = [writer for memory in memories for writer in self.writers[memory]]
+        return not any(not made or min(made) < writer < used for writer in writers)
 
 
 def _one_value(one: Any, other: Any, pairs: set[tuple[fx.Node, fx.Node]]) -> bool:

@@ -61,3 +61,8 @@ def put_facts(node: fx.Node, facts: Mapping[Fact[Any], Any]) -> None:
 EXAMPLE: Fact[Any] = Fact("example_value", "TorchDynamo")
 FAKE: Fact[Any] = Fact("fake", "propagate_shapes")
 TRACED: Fact[Any] = Fact("traced", "propagate_shapes", bool, list)  # a list for several outputs
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return a node's value as fake tensors; before propagate_shapes, its value in Dynamo's trace."""
+    return (FAKE if FAKE.on(node) else EXAMPLE).get(node)

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.host.functorch import is_wrapped
+from fxgrad.host.pytree import tree_leaves
 from fxgrad.host.tensors import identity
+from fxgrad.ops.facts import EXAMPLE, value_of
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -24,8 +26,28 @@ def memory_of(fake: Any) -> int | None:
     """What tells a value's memory from other memory; None for a value that has none, as inside of ``torch.vmap``."""
     if not isinstance(fake, Tensor) or is_wrapped(fake):
         return None
-    memory: int = identity(fake.untyped_storage())
-    return memory
+    address: int = identity(fake.untyped_storage())
+    return address
+
+
+def memory(node: Any) -> int | None:
+    """Return the memory of a node's value, or of the first of several; None for what is no node."""
+    return next(map(memory_of, tensors_of(value_of(node))), None) if isinstance(node, fx.Node) else None
+
+
+def memories(*nodes: fx.Node) -> set[int | None]:
+    """Return the memory of all tensors in the values of nodes."""
+    values = [value for node in nodes for value in tree_leaves(value_of(node))]
+    return {memory_of(value) for value in values if isinstance(value, Tensor)}
+
+
+def names_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that are one tensor in Dynamo's trace, in order: ``h``, ``h.contiguous()``, ``h.mul_(2)``."""
+    value = EXAMPLE.get(node)
+    if not isinstance(value, Tensor):
+        return [node]
+    examples = {other: EXAMPLE.get(other) for other in node.graph.nodes}
+    return [one for one, it in examples.items() if isinstance(it, Tensor) and identity(it) == identity(value)]
 
 
 def upstream(

@@ -1,27 +1,35 @@
-"""What a call writes into: in place, by ``out=``, or as its schema says."""
+"""What a node writes into: in place, by ``out=``, as its schema says, or by ``ctx.mark_dirty``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
 from fxgrad.host.ops import overload_of, schemas
-from fxgrad.ops.calls import CALL, Call, leaves
-from fxgrad.ops.facts import EXAMPLE, FAKE
-from fxgrad.ops.values import memory_of
+from fxgrad.ops.calls import CALL, Call, bind, leaves
+from fxgrad.ops.facts import value_of
+from fxgrad.ops.user_functions import UserFunction
+from fxgrad.ops.values import memory
 
 
-def written_to(node: fx.Node, call: Call) -> list[fx.Node]:
-    """Return every tensor that a call writes into."""
-    return [*filter(_is_tensor, leaves(places_of_result(call))), *declared(node, call)]
+def tensors_written(node: fx.Node) -> list[fx.Node]:
+    """Return every tensor that a node writes into, in a graph as Dynamo left it or behind the passes."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    call = CALL.get(node) or bind(node)
+    return [*filter(_is_tensor, leaves(places_of_result(call))), *declared(node, call), *dirty(node)]
 
 
-def writes_of(graph: fx.Graph) -> list[tuple[fx.Node, int | None]]:
-    """Return every call of a graph that writes, once for each tensor, with the memory that it writes to."""
-    calls = [(node, CALL.of(node)) for node in graph.nodes if CALL.on(node)]
-    return [(node, memory_of(FAKE.of(base))) for node, call in calls for base in written_to(node, call)]
+def writers_by_memory(graph: fx.Graph) -> Mapping[int | None, list[fx.Node]]:
+    """Return the nodes that write into each memory, in their order."""
+    writers: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for place in set(map(memory, tensors_written(node))):
+            writers[place].append(node)
+    return writers
 
 
 def places_of_result(call: Call) -> Any:
@@ -56,5 +64,11 @@ def declared(node: fx.Node, call: Call) -> list[fx.Node]:
     return list(dict.fromkeys(filter(_is_tensor, places)))
 
 
+def dirty(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a user's autograd.Function writes into: ``ctx.mark_dirty``."""
+    arguments = [node.args[i] for i in node.target.dirty] if isinstance(node.target, UserFunction) else []
+    return [arg for arg in arguments if isinstance(arg, fx.Node)]
+
+
 def _is_tensor(place: Any) -> bool:
-    return isinstance(place, fx.Node) and isinstance((FAKE if FAKE.on(place) else EXAMPLE).get(place), Tensor)
+    return isinstance(place, fx.Node) and isinstance(value_of(place), Tensor)

@@ -19,7 +19,7 @@ from fxgrad.host.ops import OpOverload, schema
 from fxgrad.host.pytree import tree_leaves, tree_map
 from fxgrad.proof.origins import any_samples, no_samples
 from fxgrad.proof.trials import Trial, symbols_of
-from fxgrad.samples.symbols import expression
+from fxgrad.samples.symbols import bends, expression
 
 _KEY = "_fxgrad_origins"
 _OF_STORAGE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
@@ -335,7 +335,7 @@ class Call:
         outputs = [out for out in self.outputs if isinstance(out, Tensor)]
         for tensor in (*(tensor for _, tensor in self.tensors), *outputs):
             for size in filter(self.depends, tensor.shape):
-                if _bends(expression(size), self.trial.symbol):
+                if bends(expression(size), self.trial.symbol):
                     raise Undecided("its size depends on the number of samples in a way that is not linear")
                 fixed = abs(self.trial.without_samples(size))
                 if self.trial.last and self.trial.number(size) <= 2 * fixed:
@@ -348,11 +348,12 @@ class Call:
     def out_rank(self, i: int = 0) -> int:
         return int(self.outputs[i].dim())
 
-    def out_shape(self, i: int = 0) -> list[int]:
-        sizes = [size for size in self.outputs[i].shape if self.trial.unknown(size)]
+    def out_shape(self) -> list[int]:
+        shape = self.outputs[0].shape
+        sizes = [size for size in shape if self.trial.unknown(size)]
         in_arguments = self._symbols() if sizes else set()  # other symbols are new, with the samples of the operands
         self._check_seen([size for size in sizes if self.trial.unknown(size) & in_arguments])
-        return self.trial.shape(self.outputs[i].shape)
+        return self.trial.shape(shape)
 
     def ranked(self, ids: Tensor) -> Tensor:
         """Add leading dimensions to ids up to the rank of the first output."""
@@ -360,14 +361,8 @@ class Call:
 
 
 @lru_cache
-def _bends(expr: sympy.Expr, batch: sympy.Symbol) -> bool:
-    """Decide whether an expression has a function of B in it, such as a quotient, a remainder or a minimum."""
-    return any(batch in function.free_symbols for function in expr.atoms(sympy.Function))
-
-
-@lru_cache
 def _linear(expr: sympy.Expr, batch: sympy.Symbol) -> bool:
-    return not _bends(expr, batch) and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
+    return not bends(expr, batch) and bool(expr.is_polynomial(batch)) and sympy.degree(expr, batch) <= 1
 
 
 def linear_in_batch(number: Any, trial: Trial) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -11,10 +11,9 @@ from torch import Tensor, fx
 
 from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.fake import FunctionalTensor, writes_into
-from fxgrad.host.pytree import tree_leaves
-from fxgrad.host.tensors import identity
-from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import FAKE, TRACED
+from fxgrad.ops.values import memories
+from fxgrad.ops.written import writers_by_memory
 from fxgrad.proof.calls import Origins
 from fxgrad.proof.trials import Symbolic, symbols_in
 
@@ -38,11 +37,11 @@ class Sharing:
         self.results: dict[Hashable, Any] = {}
         self.kinds: dict[Hashable, int] = {}  # the facts known of a value -> its kind, a number
         self.numbers: dict[int, tuple[Any, Origins, int]] = {}  # `id()` of a value -> the value, its origins, its kind
-        self.written = set() if off else _written(graph) | _lengths(graph)
+        self.written = set() if off else writers_by_memory(graph).keys() | _lengths(graph)
 
     def own(self, node: fx.Node) -> bool:
         """Decide whether a node's value must not be shared."""
-        return self.off or bool(_memory([node]) & self.written)
+        return self.off or not memories(node).isdisjoint(self.written)
 
     def kind(self, value: FunctionalTensor, origins: Origins) -> int | None:
         """Return the kind of a value, equal for values with equal facts; None for a value that is never shared."""
@@ -131,33 +130,18 @@ def _tensors(value: Any) -> list[FunctionalTensor]:
     return [one for one in (value if isinstance(value, tuple | list) else [value]) if isinstance(one, FunctionalTensor)]
 
 
-def _written(graph: fx.Graph) -> set[int]:
-    """Return the storages that in-place calls and `out=` write to."""
-    storages = set()
-    for node in graph.nodes:
-        call = CALL.get(node)
-        if call is not None and (call.inplace or call.get("out") is not None):
-            storages |= _memory([*node.all_input_nodes, node])
-    return storages
-
-
-def _lengths(graph: fx.Graph) -> set[int]:
+def _lengths(graph: fx.Graph) -> set[int | None]:
     """Return the storages of the lengths of packed sequences and of the integer tensors that they are made from.
 
     Packing adds facts to the origins of these tensors.
     """
     pack = torch.ops.fxgrad.pack
     packed = [node.args[1] for node in graph.nodes if node.target in (pack, pack.default)]
-    storages = set()
+    lengths = set[int | None]()
     while packed:
         node = packed.pop()
         fake = FAKE.get(node) if isinstance(node, fx.Node) else None
         if isinstance(node, fx.Node) and isinstance(fake, Tensor) and not fake.dtype.is_floating_point:
-            storages |= _memory([node])
+            lengths |= memories(node)
             packed += node.all_input_nodes
-    return storages
-
-
-def _memory(nodes: Iterable[fx.Node]) -> set[int]:
-    fakes = [fake for node in nodes for fake in tree_leaves(FAKE.get(node))]
-    return {identity(fake.untyped_storage()) for fake in fakes if isinstance(fake, Tensor)}
+    return lengths

@@ -199,11 +199,10 @@ class Walk(fx.Interpreter):
         samples = SAMPLES.of(n)
 
         def origins(fake: Tensor, i: int) -> Origins:
-            known = samples[i] if isinstance(samples, tuple | list) else samples
+            known = samples[i] if isinstance(samples, list) else samples
             if known is not None and known.kind is Kind.MIXED:
                 return Origins(self._unknown(fake))
-            batched = known is not None and known.kind is Kind.BATCHED
-            return Origins(self.values.expected(fake, known.layout if batched else None))
+            return Origins(self.values.expected(fake, known.layout if known else None))
 
         return self._outputs(n, origins)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxgrad.ops.facts import FAKE
-from fxgrad.ops.families import MOVEMENT, Family, family_of
+from fxgrad.ops.families import MOVEMENT, Family
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples, layout_of
 from fxgrad.samples.operands import Op, by_shape
 from fxgrad.samples.symbols import Symbols, expression
@@ -43,7 +43,7 @@ def copied(op: Op, output: Tensor) -> Samples:
             return Samples(Kind.BATCHED, copies, traced=True)
         if op.call.op in ("expand", "expand_as", "broadcast_to"):
             return UNDECIDED
-    if len(dims) == 1 and family_of(op.call.op) is Family.ELEMENTWISE:
+    if len(dims) == 1 and op.family is Family.ELEMENTWISE:
         return UNDECIDED  # every row has a copy of its own, as it had above
     raise LostCopies(op.node)
 
@@ -57,7 +57,7 @@ def decide(op: Op) -> bool:
         merge = merges.get(expression(operand.fake.shape[dim]))
         if merge is not None:
             _settle(operand.node, merge, op.symbols)
-        elif op.call.op not in MOVEMENT and family_of(op.call.op) is not Family.ELEMENTWISE:
+        elif op.call.op not in MOVEMENT and op.family is not Family.ELEMENTWISE:
             raise LostCopies(operand.node)
     return bool(undecided)
 
@@ -69,7 +69,7 @@ def moved(op: Op) -> Samples:
     sizes = {expression(fake.shape[dim]) for fake in values for dim in symbols.batch_dims(fake.shape)}
     dims = symbols.batch_dims(output.shape) if isinstance(output, Tensor) else []
     whole = len(dims) == len(sizes) == 1 and expression(output.shape[dims[0]]) in sizes
-    elementwise = family_of(op.call.op) is Family.ELEMENTWISE
+    elementwise = op.family is Family.ELEMENTWISE
     if whole and (elementwise or (len(values) == 1 and op.replay.keeps_rows(op.node, op.operands[0].node))):
         return UNDECIDED
     raise LostCopies(op.node)

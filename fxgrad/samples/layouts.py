@@ -6,22 +6,29 @@ the layout ``(0, 1, 1)``; its ``view(B*T, C)`` has ``(0, 1, T)``; with time firs
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from torch import Tensor, fx
 
+from fxgrad.ops.calls import CALL
 from fxgrad.ops.facts import Fact
 
 
 class Kind(Enum):
-    """The kinds of values, by what they depend on."""
+    """The kinds of values, by what they depend on; a value is of the last kind among what it is made of."""
 
     CONSTANT = "constant"  # no trainable parameter, no sample
     UNIFORM = "uniform"  # trainable parameters only, the same for every sample
     BATCHED = "batched"  # holds the samples, with a known layout
     MIXED = "mixed"  # depends on samples, without a layout
+
+
+def last_kind(kinds: Iterable[Kind]) -> Kind:
+    """Return the last of some kinds; constant without any."""
+    return max(kinds, key=list(Kind).index, default=Kind.CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,30 @@ class Samples:
 
 
 # A list for several outputs; None for a number without samples.
-SAMPLES: Fact[Any] = Fact("samples", "infer_samples", Samples, list, type(None))
+SAMPLES: Fact[Samples | list[Samples | None] | None] = Fact("samples", "infer_samples", Samples, list, type(None))
 WITH_SAMPLES = (Kind.BATCHED, Kind.MIXED)
+
+
+def samples_of(node: fx.Node) -> Samples:
+    """Return the samples of a node's value, which is one tensor."""
+    samples = SAMPLES.of(node)
+    assert isinstance(samples, Samples), node.name
+    return samples
+
+
+def samples_of_outputs(node: fx.Node) -> list[Samples | None]:
+    """Return the samples of each output of a node, one or several."""
+    samples = SAMPLES.of(node)
+    return samples if isinstance(samples, list) else [samples]
+
+
+def taken_from(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return the call with several outputs of which a node is one, and its place: ``w.chunk(3)[1]``."""
+    source, place = (*node.args, None, None)[:2] if CALL.of(node).op == "getitem" else (None, None)
+    if not isinstance(source, fx.Node) or not isinstance(SAMPLES.get(source), list):
+        return None
+    assert isinstance(place, int)
+    return source, place
 
 
 def kind_of(node: fx.Node) -> Kind | None:

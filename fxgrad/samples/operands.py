@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from fxgrad.ops.calls import Call
 from fxgrad.ops.facts import FAKE, TRACED
+from fxgrad.ops.families import Family, family_of
 from fxgrad.samples.layouts import Kind, Layout, Samples
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
@@ -73,6 +75,13 @@ class Op:
     @property
     def symbols(self) -> Symbols:
         return self.replay.symbols
+
+    @property
+    def family(self) -> Family | None:
+        """Return the family of the op; none for ``x.view(torch.int32)``, memory read as numbers of another dtype."""
+        values = (*self.node.args, *self.node.kwargs.values())
+        read_as_another = self.call.op == "view" and any(isinstance(value, torch.dtype) for value in values)
+        return None if read_as_another else family_of(self.call.op)
 
     @property
     def outputs(self) -> list[Any]:

@@ -20,9 +20,9 @@ from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import RANDOM
 from fxgrad.ops.forms import SHAPED_AS
 from fxgrad.ops.values import memory_of, tensors_of
-from fxgrad.ops.written import written_to
+from fxgrad.ops.written import writers_by_memory
 from fxgrad.samples.ids import read_copies, read_layout, read_written, sample_ids
-from fxgrad.samples.layouts import SAMPLES, Kind, Layout, kind_of, layout_of
+from fxgrad.samples.layouts import Kind, Layout, kind_of, layout_of
 from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.samples.thresholds import BATCHES, Batches, Thresholds
 
@@ -78,7 +78,7 @@ class Replay:
 
     def _packed(self, node: fx.Node, packed: list[fx.Node], outputs: int) -> list[Layout | None]:
         """Return the layouts of packed data after an op; None unless its rows keep their content and order."""
-        first, *others = (SAMPLES.of(arg).layout for arg in packed)
+        first, *others = filter(None, map(layout_of, packed))
         batched = [arg for arg in node.all_input_nodes if kind_of(arg) is Kind.BATCHED]
         if batched != packed or any(other.at(0) != first.at(0) for other in others):
             return [None] * outputs
@@ -234,9 +234,7 @@ class Replay:
     def changes(self, node: fx.Node) -> bool:
         """Decide whether a value is random or overwritten in place; a replay repeats neither."""
         if node.graph not in self.written:
-            calls = [(other, CALL.of(other)) for other in node.graph.nodes if CALL.on(other)]
-            places = [place for other, call in calls for place in written_to(other, call)]
-            self.written[node.graph] = {memory_of(FAKE.of(place)) for place in places}
+            self.written[node.graph] = set(writers_by_memory(node.graph))
         name = op_name(node.target)
         return name.endswith("_") or name in RANDOM or memory_of(FAKE.of(node)) in self.written[node.graph]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -24,6 +25,12 @@ def expression(size: Any) -> sympy.Expr:
 def elements(value: torch.Tensor) -> sympy.Expr:
     """Return the number of a tensor's elements."""
     return math.prod((expression(size) for size in value.shape), start=sympy.Integer(1))
+
+
+@lru_cache
+def bends(expr: sympy.Expr, batch: sympy.Symbol) -> bool:
+    """Decide whether an expression has a function of B in it, such as a quotient, a remainder or a minimum."""
+    return any(batch in function.free_symbols for function in expr.atoms(sympy.Function))
 
 
 UNKNOWN = 13  # a stand-in for a size that depends on data

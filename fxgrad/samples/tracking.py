@@ -243,7 +243,7 @@ def _source(node: Any) -> str:
     return str(node)
 
 
-HANDLERS: dict[Family, Handler] = {
+HANDLERS: dict[Family | None, Handler] = {
     Family.ELEMENTWISE: elementwise,
     Family.ALONG: along,
     Family.REDUCTION: along,
@@ -264,14 +264,14 @@ HANDLERS: dict[Family, Handler] = {
 }
 
 
-def track(op: Op, family: Family) -> list[Answer | None]:
+def track(op: Op) -> list[Answer | None]:
     """Return the answer for each output of an op; None for an output that is no tensor."""
-    if family is Family.MOVEMENT:
+    if op.family is Family.MOVEMENT:
         return movement(op)
     outputs = op.outputs
-    if family is Family.RECURRENT:  # an empty output is a placeholder that this kind of layer lacks
+    if op.family is Family.RECURRENT:  # an empty output is a placeholder that this kind of layer lacks
         outputs = [None if out.dim() == 1 else out for out in outputs]
-    return [HANDLERS[family](op, out) if isinstance(out, Tensor) else None for out in outputs]
+    return [HANDLERS[op.family](op, out) if isinstance(out, Tensor) else None for out in outputs]
 
 
 def movement(op: Op) -> list[Answer | None]:

@@ -18,7 +18,7 @@ from fxgrad.ops.calls import Call
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.written import declared, result_written
 from fxgrad.samples.ids import read_partly, sample_ids
-from fxgrad.samples.layouts import SAMPLES, Kind, Samples, holds_samples
+from fxgrad.samples.layouts import SAMPLES, Kind, Samples, holds_samples, samples_of
 from fxgrad.samples.replay import Replay
 from fxgrad.samples.symbols import Symbols, expression
 from fxgrad.samples.thresholds import BATCHES, Batches, batches_above
@@ -43,13 +43,13 @@ def after_write(views: Sequence[fx.Node], through: fx.Node, new: Samples, replay
     A view without a layout is mixed from then on. If only some rows of a dimension have been written
     (``out[0::2] = a``), the others have to be constants.
     """
-    whole: Samples = SAMPLES.of(views[0])
+    whole = samples_of(views[0])
     batches = _batches(views, _rows([(views[0], whole), (through, new)], replay.symbols), replay.symbols)
     followed = all(samples.kind is not Kind.MIXED and not _special(samples) for samples in (whole, new))
     memories = [_Memory(views, through, new if followed else None, replay.symbols, batch) for batch in batches or ()]
 
     def after(view: fx.Node) -> Samples:
-        old: Samples = SAMPLES.of(view)
+        old = samples_of(view)
         traced = old.traced or new.traced
         if _same_place(view, through):
             return replace(new, traced=traced)
@@ -137,7 +137,7 @@ class _Memory:
         self.written = torch.zeros(size, dtype=torch.bool)
         self._view(self.written, through).fill_(True)
         if new is not None:
-            self._put(views[0], SAMPLES.of(views[0]))
+            self._put(views[0], samples_of(views[0]))
             self._put(through, new)
 
     def ids(self, view: fx.Node) -> Tensor:

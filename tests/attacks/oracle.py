@@ -44,7 +44,7 @@ def _outcome(attack: Attack, device: torch.device, size: int, options: dict[str,
     x = torch.randn(size, FEATURES, dtype=torch.float64, device=device)
     other = copy.deepcopy(net)
     try:
-        view = fxgrad.transform(net, backend="eager", **options)
+        view = fxgrad.transform(net, **{"backend": "eager", **options})
         y = view(x.clone())
         g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)).to(device)
         (y * g).sum().backward()

@@ -84,6 +84,21 @@ def test_one_sample(attack: Attack, device: torch.device) -> None:
     assert found == RIGHT or (found == REFUSED and not attack.right), said
 
 
+# What passes rewrite around writes, AOTAutograd makes functional: as these show.
+COMPILED = {
+    *("writes: copies scaled", "writes: copies written over in part", "writes: mask tokens"),
+    *("writes: expanded, unread", "writes: places scaled", "writes: sorted rows put back"),
+    *("views: joined and written", "views: relu in place by another name"),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if str(attack) in COMPILED], ids=str)
+def test_compiled(attack: Attack, backend: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    assert outcome(attack, device, backend=backend) == (RIGHT, "")
+
+
 # The length of the longest sample is the proof's affair alone; of these others, infer_samples sees less.
 LEFT_TO_THE_PROOF = {
     *(str(attack) for attack in packed.ATTACKS),
