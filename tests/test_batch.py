@@ -408,5 +408,5 @@ class Written(nn.Module):
 @pytest.mark.parametrize("options", [(0.0, True), (0.5, False)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_copies_behind_a_dropout_that_is_off(batch: int, options: Any, kept: bool, device: torch.device) -> None:
-    model = Written(*options, kept).double().to(device)
+    model = Written(*options, kept=kept).double().to(device)
     assert_per_sample_grads(model, torch.randn(batch, 3, dtype=torch.double, device=device), backend="eager")
