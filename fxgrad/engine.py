@@ -164,7 +164,7 @@ class Engine:
             compiled = self.compiled[key] = torch.compile(function, backend=self._backend, fullgraph=fullgraph)
         try:
             try:
-                return CapturedCall(batch, args, kwargs, fullgraph).run(compiled)
+                return CapturedCall(batch, args, kwargs, fullgraph, self.model).run(compiled)
             except Exception as error:
                 if moves_states(error):
                     return self._run(forward, self.roles[method].find(args, kwargs), args, kwargs)
@@ -172,7 +172,7 @@ class Engine:
                     raise
             # PyTorch's shape rules may confuse the batch size with an equal size (`where` with two rows). Then the
             # graph is for this size only. The passes still see a symbolic batch size.
-            return CapturedCall(batch, args, kwargs, every_size=False).run(compiled)
+            return CapturedCall(batch, args, kwargs, False, self.model).run(compiled)
         except FailOnRecompileLimitHit:
             raise too_many_graphs(compiled, self.roles[method].names) from None
         except Exception as error:

@@ -54,6 +54,7 @@ class _Propagate(fx.Interpreter):
             raise self._failed(n, error) from error
         if self.ctx.symbols.specialised():
             raise self._fixed(n)
+        self.ctx.symbols.settle()
         if op_name(n.target) == "fxgrad::pack":
             self.ctx.symbols.count_rows(value[0].shape[0])
         FAKE.put(n, value)

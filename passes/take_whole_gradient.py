@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
-from fxgrad.graph.context import Context, without_gradients
+from fxgrad.errors import UnsupportedOp
+from fxgrad.graph.context import Context, source_line, without_gradients
 from fxgrad.graph.edit import add_placeholders, open_tape
+from fxgrad.ops.calls import bind, op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.values import memory
 from fxgrad.ops.written import writers_by_memory
+from fxgrad.rules.lookup import OVER_THE_BATCH
 from fxgrad.runtime.targets import SingleTarget
 
 
@@ -24,6 +29,7 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     stopped = without_gradients(graph)
     writers = writers_by_memory(graph)
     for key, node in enumerate(ctx.trainable(graph)):
+        _check_renormalised(node, stopped)
         versions = _Versions(node, stopped, writers[memory(node)])
         with graph.inserting_after(cursor):
             cursor = graph.call_function(SingleTarget(key), (tape, handle, node))
@@ -79,6 +85,22 @@ class _Versions:
                     new = self.graph.node_copy(view, lambda arg: sources.get(arg, arg))
             self.made[view, writes] = new
         return self.made[view, writes]
+
+
+def _check_renormalised(parameter: fx.Node, stopped: set[fx.Node]) -> None:
+    """Refuse a lookup that writes to the parameter whose rows it reads, as for more samples."""
+    for node in parameter.graph.nodes:
+        if op_name(node.target) not in ("embedding", "embedding_bag") or node in stopped:
+            continue
+        call = bind(node)
+        weight: Any = call.get("weight")
+        traced = getattr(EXAMPLE.get(weight), "requires_grad", True)
+        if call.get("max_norm") is not None and traced and memory(weight) == memory(parameter):
+            raise UnsupportedOp(
+                f"{call.op} with max_norm= has no per-sample gradient: {OVER_THE_BATCH['max_norm']}",
+                where=source_line(node),
+                advice="Leave out max_norm=, or freeze the parameter.",
+            )
 
 
 def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:

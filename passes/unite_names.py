@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import Tensor, fx
 
 from fxgrad.graph.context import Context, without_gradients
@@ -18,9 +20,12 @@ def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     ``h = dropout(x, 0.5, training=False); h.mul_(2)`` -> ``x.mul_(2)``. PyTorch's decomposition, by which values and
     shapes are known here, returns a copy: nothing would say that the op in place writes into x.
     ``with no_grad(): c = h.contiguous()``, where c is h -> h, through which gradients flow.
+    ``h @= w`` -> ``h @ w``: both are a new tensor, but the code that fx writes for the first gives h its name.
     """
     stopped, first = without_gradients(gm.graph), dict[int, fx.Node]()
     for node in list(gm.graph.nodes):
+        if node.target is operator.imatmul:
+            node.target = operator.matmul
         example = EXAMPLE.get(node)
         name = _input_of_dropout(node)
         if name is None and isinstance(example, Tensor):

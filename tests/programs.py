@@ -482,8 +482,6 @@ def compare_gradients(
 
 
 KNOWN_REFUSALS: dict[str, str] = {
-    r"LostLayout: .*(scan|cond) does not work for every number of samples: Pending unbacked symbols": "the op may "
-    "not stand behind a number read of a tensor; whether it refuses depends on what is cached",
     r"UnsupportedOp: \w+_ writes into a function of parameters that is handed to all samples": "read by the samples "
     "after the write",
     r"UnsupportedOp: \w+_ writes into a function of parameters whose size changes": "a batch size taken from an input "

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxgrad
 from fxgrad.compile.inductor import inner_compiler
-from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.errors import BatchSizeError, OptionError, UnsupportedOp
 from fxgrad.samples.batch import SHARED, Roles
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
 
@@ -358,3 +359,54 @@ def test_another_size_of_such_an_input_is_not_the_batch(device: torch.device) ->
     _, copies = gs({"ids": torch.zeros(5, 5, dtype=torch.long, device=device)}, torch.randn(5, 3, device=device))
     with pytest.raises(fxgrad.errors.UniformOutput, match="depends on parameters alone"):
         copies.sum().backward()
+
+
+class Bags(nn.Module):
+    """One bag for each sample, by offsets or by rows."""
+
+    def __init__(self, lookup: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.lookup = nn.Parameter(torch.randn(7, 3)), lookup
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.lookup(ids, self.table)
+
+
+LIMITED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "offsets": lambda ids, w: F.embedding_bag(ids.flatten(), w, torch.arange(len(ids)) * 4, max_norm=0.5),
+    "rows": lambda ids, w: F.embedding_bag(ids, w, max_norm=0.5),
+    "a view": lambda ids, w: F.embedding(ids, w[1:6], max_norm=0.5),
+}
+
+
+@pytest.mark.parametrize("quantity", [fxgrad.GradSample(), fxgrad.NormSample()], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("form", LIMITED)
+def test_a_table_that_its_lookup_shortens(form: str, batch: int, quantity: fxgrad.Quantity) -> None:
+    """It is refused for one sample, as for more."""
+    gs = fxgrad.transform(Bags(LIMITED[form]), quantity=quantity, backend="eager")
+    with pytest.raises(UnsupportedOp, match="max_norm= has no per-sample gradient: it renormalises the weight"):
+        gs(torch.randint(5, (batch, 4)))
+
+
+class Written(nn.Module):
+    """Returns copies of a parameter into which samples were written by the name of a dropout that is off."""
+
+    def __init__(self, p: float, training: bool, kept: bool) -> None:
+        super().__init__()
+        self.scale, self.kept = nn.Parameter(torch.randn(3)), kept
+        self.options: dict[str, Any] = dict(p=p, training=training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        copies = self.scale.repeat(len(x), 1)
+        dropped = F.dropout(copies, **self.options)
+        (dropped if self.kept else copies).mul_(x)
+        return copies if self.kept else dropped
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("options", [(0.0, True), (0.5, False)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_copies_behind_a_dropout_that_is_off(batch: int, options: Any, kept: bool, device: torch.device) -> None:
+    model = Written(*options, kept=kept).double().to(device)
+    assert_per_sample_grads(model, torch.randn(batch, 3, dtype=torch.double, device=device), backend="eager")

@@ -103,9 +103,27 @@ def a_loop_from_a_layer(m: Model, x: Tensor) -> Tensor:
     return out
 
 
+def a_branch_behind_a_number(m: Model, x: Tensor) -> Tensor:
+    scale = m.flag.item()
+    out: Tensor = torch.cond(m.flag > 0, lambda t: m.a(t).tanh(), lambda t: m.b(t) * 2, (x * scale,))
+    return out * m.b.bias + m.flag.cos().item()
+
+
+def a_branch_by_a_number(m: Model, x: Tensor) -> Tensor:
+    out: Tensor = torch.cond(m.flag.long().item() > 0, lambda t: m.a(t).tanh(), lambda t: m.b(t) * 2, (x,))
+    return out * m.b.bias
+
+
+def a_scan_behind_a_number(m: Model, x: Tensor) -> Tensor:
+    scale = m.flag.long().item()
+    last, every = scan(lambda c, t: (torch.tanh(m.b(c) + t), c * 2), m.a(x[:, 0]), x.transpose(0, 1) * scale)
+    return last + every.sum(0)
+
+
 BODIES = [
     a_branch, the_other_branch, a_parameter_decides, a_branch_with_merged_samples, a_scan_over_time,
     a_map_over_time, a_map_over_samples, a_loop, a_branch_of_constants, a_scan_from_a_layer, a_loop_from_a_layer,
+    a_branch_behind_a_number, a_branch_by_a_number, a_scan_behind_a_number,
 ]  # fmt: skip
 
 

@@ -582,6 +582,19 @@ def _(host: Any) -> None:
     assert host.flat_weights(layer)[0] is layer.weight_ih_l0
 
 
+@check("rnn.refresh_weights")
+def _(host: Any) -> None:
+    layer = nn.GRU(2, 3)
+    weights = {name: p * 1 for name, p in layer.named_parameters()}
+    torch.func.functional_call(layer, weights, (torch.zeros(1, 1, 2),))
+    assert not layer._flat_weights[0].is_leaf
+    host.refresh_weights(layer)
+    assert layer._flat_weights[0] is layer.weight_ih_l0
+    layer._flat_weights[0] = other = torch.zeros(9, 2)
+    host.refresh_weights(layer)
+    assert layer._flat_weights[0] is other
+
+
 # modules
 
 

@@ -400,7 +400,6 @@ def test_states_with_the_batch_first(kind: Any, options: Any, batch: int, batch_
     unsaid(model, x, *states_for(model.rnn, batch), batch_size=batch if batch_size else None)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at the last loop's weights
 def test_states_at_every_batch_size() -> None:
     model = Recurrent(nn.LSTM, batch_first=True, num_layers=2).double()
     view = fxgrad.transform(model, backend="eager")

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.backends import opt_einsum
 
 from fxgrad.capture.captured import SAMPLE_DIM
@@ -73,8 +73,15 @@ _CURRENT = _Current()
 class CapturedCall:
     """One call of a compiled function, in which every size that can be dynamic is."""
 
-    def __init__(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any], every_size: bool = True) -> None:
-        self.batch, self.args, self.kwargs, self.every_size = batch, args, kwargs, every_size
+    def __init__(
+        self,
+        batch: Batch,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        every_size: bool = True,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.batch, self.args, self.kwargs, self.every_size, self.model = batch, args, kwargs, every_size, model
         self.settings: contextlib.ExitStack | None = None
 
     def run(self, compiled: Callable[..., Any]) -> Any:
@@ -110,7 +117,7 @@ class CapturedCall:
             return
         self.settings = contextlib.ExitStack()
         marks = marked(self.batch, self.every_size)
-        patches = (sizes_unseen(), symbolic_shape_rules(), recurrent_modules(), messages_ignored())
+        patches = (sizes_unseen(), symbolic_shape_rules(), recurrent_modules(self.model), messages_ignored())
         for setting in (compile_lock, marks, *patches):
             self.settings.enter_context(setting)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from fxgrad.host.dynamo import graph_break, recurrent_modules_allowed, substitute
-from fxgrad.host.rnn import flat_weights
+from fxgrad.host.rnn import flat_weights, refresh_weights
 
 
 def _shapes(
@@ -135,13 +135,18 @@ _depth = 0  # of captures that are in progress
 
 
 @contextlib.contextmanager
-def recurrent_modules() -> Iterator[None]:
+def recurrent_modules(model: nn.Module | None) -> Iterator[None]:
     """Let Dynamo see recurrent modules as one node each; eager calls are what they were.
+
+    Those of the model forget the weights of an earlier functional_call, which Dynamo would look at.
 
     All threads share the classes, so the caller has Dynamo's lock.
     """
     global _depth
     _substitute()
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, _KINDS):
+            refresh_weights(module)
     originals = [(kind, kind.forward) for kind in _KINDS]
     try:
         _depth += 1

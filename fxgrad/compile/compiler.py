@@ -19,7 +19,7 @@ from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.compile.interface import Interface, Uniform, input_writes, interface_of, output_roles, outputs_of
 from fxgrad.compile.memory_limit import Room
-from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, ONE, SINGLE, passes_of, run_passes
+from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, passes_of, run_passes
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.graph.context import Context
@@ -52,7 +52,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
         if not captured.single:
             _rehearse(gm, ctx, captured.batch_size, options, room)
     room.check(captured.batch_size)
-    interface = interface_of(captured, gm)
+    interface = interface_of(captured, gm, run_passes(captured.gm, ctx, NAMES) if captured.single else None)
     with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, options))
     keep_memory()

@@ -37,8 +37,8 @@ class Interface:
     tolerance: float  # by the coarsest dtype that the graph computes in
 
 
-def interface_of(captured: Captured, gm: fx.GraphModule) -> Interface:
-    """Read off what a graph's callers have to know."""
+def interface_of(captured: Captured, gm: fx.GraphModule, single: fx.GraphModule | None) -> Interface:
+    """Read off what a graph's callers have to know; ``single``: of one sample, the user's."""
     samples = _samples(gm)
     layouts = {i: one.layout for i, one in samples.items()}
     dtypes = {value.dtype for node in gm.graph.nodes for value in tensors_of(FAKE.get(node))}
@@ -48,7 +48,7 @@ def interface_of(captured: Captured, gm: fx.GraphModule) -> Interface:
         captured.dims,
         captured.packed,
         input_writes(captured, gm),
-        _reached_by_parameters_alone(captured) if captured.single else _uniform(gm, samples),
+        _uniform(gm, samples) if single is None else _reached_by_parameters_alone(captured, single),
         {i: layout for i, layout in layouts.items() if layout is not None},
         {} if captured.single or captured.fullgraph else output_roles(gm),
         max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0),
@@ -94,16 +94,16 @@ def input_writes(captured: Captured, gm: fx.GraphModule) -> Writes | None:
     return Writes(by_input, [captured.described(i) for i in range(len(inputs))]) if by_input else None
 
 
-def _reached_by_parameters_alone(captured: Captured) -> list[int]:
+def _reached_by_parameters_alone(captured: Captured, gm: fx.GraphModule) -> list[int]:
     """Return the uniform outputs for a batch of one, whose graph says nothing about samples."""
-    examples, nodes = captured.examples, captured.placeholders
+    examples, nodes = captured.examples, gm.graph.find_nodes(op="placeholder")
     held = {nodes[i] for i in captured.inputs if getattr(examples[i], SAMPLE_DIM, None) != SHARED}
     traced = {nodes[i] for i in captured.trainable.values()}
-    for node in captured.gm.graph.nodes:
+    for node in gm.graph.nodes:
         for reached in (held, traced):
             if reached.intersection(node.all_input_nodes):
                 reached.update((node, *_changed(node)))
-    return [i for i, node in enumerate(outputs_of(captured.gm)) if node in traced and node not in held]
+    return [i for i, node in enumerate(outputs_of(gm)) if node in traced and node not in held]
 
 
 def _changed(node: fx.Node) -> list[fx.Node]:

@@ -93,7 +93,8 @@ PASSES: tuple[Pass, ...] = (
 ANALYSIS: tuple[Pass, ...] = PASSES[: PASSES.index(infer_samples) + 1]  # up to where a graph's samples are known
 
 # A batch of one needs no samples found: its ordinary gradient is the sample's.
-DEFINITIONS: tuple[Pass, ...] = (inline_regions, unite_names, decompose_recurrent)  # the graph in ops with rules
+NAMES: tuple[Pass, ...] = (inline_regions, unite_names)  # the graph with one name for each tensor
+DEFINITIONS: tuple[Pass, ...] = (*NAMES, decompose_recurrent)  # the graph in ops with rules
 SINGLE: tuple[Pass, ...] = (*DEFINITIONS, take_whole_gradient)
 
 # But autograd adds that up in the model's dtype. Where norms are bounded, rules make it of the sample's whole values.

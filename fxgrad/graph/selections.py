@@ -108,13 +108,12 @@ class Selections:
         if names and not call.inplace:
             self.known |= {node: self.known[names[0]]} if _one_by_one(call) else {}
             return _one_by_one(call)
-        if _one_by_one(call):
-            whole = self._spread(node, call, {arg: self._only(node, mask, arg, after) for arg in others})
-        elif _by_row(call, after):
-            rows = {arg: self.known[arg].whole for arg in node.all_input_nodes if arg in self.known}
-            whole = self._spread(node, call, {arg: self._only(node, mask, row, after) for arg, row in rows.items()})
-        else:
+        values = {arg: arg for arg in others} if _one_by_one(call) else {}
+        if _by_row(call, after) or _divides_integers(node, call):
+            values |= {arg: self.known[arg].whole for arg in node.all_input_nodes if arg in self.known}
+        elif not _one_by_one(call):
             return False
+        whole = self._spread(node, call, {arg: self._only(node, mask, one, after) for arg, one in values.items()})
         if whole is None or (call.inplace and not names):
             return False
         TRACED.put(whole, TRACED.of(node))
@@ -222,6 +221,11 @@ def _is_mask(node: fx.Node) -> bool:
 def _one_by_one(call: Call) -> bool:
     """Return whether each element of the result is a function of the elements at its place: no draws, no dims."""
     return family_of(call.op) is Family.ELEMENTWISE and call.op not in RANDOM and "out" not in call.given
+
+
+def _divides_integers(node: fx.Node, call: Call) -> bool:
+    """Return whether an op raises where its divisor is zero; in places that a mask leaves out it divides by one."""
+    return call.op in ("div", "floor_divide", "fmod", "remainder") and not FAKE.of(node).is_floating_point()
 
 
 def _by_row(call: Call, after: int) -> bool:

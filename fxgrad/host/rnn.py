@@ -32,3 +32,14 @@ def flat_weights(module: nn.RNNBase) -> list[Tensor]:
         return weights  # the list may hold tensors of functional_call, which are no leaves: Dynamo must not see it
     cached: Any = module._flat_weights
     return list(cached)
+
+
+def refresh_weights(module: nn.RNNBase) -> None:
+    """Let a recurrent module's list hold its attributes again, as PyTorch's forward does first of all.
+
+    Why: after functional_call the list and its references lead to that call's tensors, whose ``.grad`` Dynamo reads.
+    Since: torch 2.11 to 2.13, tested.
+    Without: a call after functional_call warns of the ``.grad`` of a tensor that is not a leaf.
+    """
+    if not is_parametrized(module):
+        module._update_flat_weights()

@@ -26,7 +26,8 @@ class SampleProgram:
     """One sample's call of an op on ``values``, of which the operator takes three lists.
 
     ``batched``, ``shared`` and ``numbers`` are the positions in ``values`` of tensors with samples, of other tensors
-    and of numbers. ``own_vjp`` is the vjp by the parameters, where that is not autograd's to decide.
+    and of integers. Other numbers come in tensors, at ``scalars``, a part of ``shared``. ``own_vjp`` is the vjp by the
+    parameters, where that is not autograd's to decide.
     """
 
     words: str  # the computation in words, the same in every process
@@ -35,17 +36,19 @@ class SampleProgram:
     shared: tuple[int, ...]
     numbers: tuple[int, ...] = ()
     own_vjp: OwnVjp | None = None
+    scalars: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
         """Return the whole computation: equal keys are one entry of the table, in this and in every other process."""
-        return f"{self.words} shared={list(self.shared)} numbers={list(self.numbers)}"
+        scalars = f" scalars={list(self.scalars)}" if self.scalars else ""
+        return f"{self.words} shared={list(self.shared)} numbers={list(self.numbers)}{scalars}"
 
     def values(self, batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int]) -> Values:
         """Return the operands in the call's order."""
         positions = (*self.batched, *self.shared, *self.numbers)
         at = dict(zip(positions, (*batched, *shared, *numbers), strict=True))
-        return [at[i] for i in range(len(at))]
+        return [at[i].item() if i in self.scalars else at[i] for i in range(len(at))]
 
     def vjp(self, values: Values, wrt: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         """Differentiate every sample's call by ``values[i], i in wrt``, through the operator."""

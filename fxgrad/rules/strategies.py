@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import SymBool, SymFloat, Tensor, fx
 
 from fxgrad.errors import UnsupportedOp
 from fxgrad.kernels.generic import SampleProgram
@@ -155,13 +155,21 @@ class Generic(Strategy):
     name = "generic"
 
     def contributions(self, use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contributions:
+        scalars = tuple(i for i, value in enumerate(values) if isinstance(value, float | bool | SymFloat | SymBool))
+        values = [_in_tensor(value) if i in scalars else value for i, value in enumerate(values)]
         operands = list(enumerate(zip(values, use.layouts, strict=True)))
         batched = tuple(i for i, (value, layout) in operands if layout is not None and value is not None)
         shared = tuple(i for i, (value, _) in operands if isinstance(value, Tensor) and i not in batched)
         numbers = tuple(i for i, _ in operands if i not in (*batched, *shared))
         own_vjp = use.own_vjp if isinstance(use.target, UserFunction) else None
-        program = SampleProgram(use.key(), use.outputs, batched, shared, numbers, own_vjp)
+        program = SampleProgram(use.key(), use.outputs, batched, shared, numbers, own_vjp, scalars)
         return list(zip(use.wrt, program.vjp(values, list(use.wrt), grads), strict=True))
+
+
+def _in_tensor(number: Any) -> Tensor:
+    """Return a number that was read of a tensor as one: the generic rule's operator takes integers alone."""
+    boolean = isinstance(number, bool | SymBool)
+    return torch.scalar_tensor(number, dtype=torch.bool if boolean else torch.float64)
 
 
 @dataclass(frozen=True)

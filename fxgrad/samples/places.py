@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxgrad.ops.facts import FAKE
 from fxgrad.samples.ids import sample_ids
 from fxgrad.samples.layouts import Kind, Layout, kind_of
 from fxgrad.samples.operands import Answer, Mixes, Op, Operand, by_shape
@@ -16,6 +17,7 @@ BY_OFFSETS = Mixes(
     "its bags are given by offsets, so a row is not a sample",
     advice="Give it ids of two dimensions, one row for each sample, and no offsets.",
 )
+_BY_INDEX = "Write at an index, such as h[torch.arange(x.shape[0])] = x, or choose by torch.where(mask, x, h)."
 _ADDED = frozenset({"index_add", "index_copy", "scatter_add"})
 _VALUES = ("source", "src", "values")  # the ops' argument names of the written values
 
@@ -92,9 +94,11 @@ def _by_places(op: Op, output: Tensor, values: Operand) -> Answer:
     Replay the write on sample ids, as for ``index_add(zeros(B*T, d), 0, arange(B*T*k) // k, x)``. Each element may get
     ids of one sample only: the sample to which the element belongs.
     """
-    base = op.operand("input")
-    if base is None or any(kind_of(node) is not Kind.CONSTANT for node in _indices(op)):
+    base, indices = op.operand("input"), _indices(op)
+    if base is None or any(kind_of(node) is not Kind.CONSTANT for node in indices):
         return Mixes("the data decides to which samples' places it writes")
+    if any(FAKE.of(node).dtype in (torch.bool, torch.uint8) for node in indices):
+        return Mixes("a mask decides to which samples' places it writes", advice=_BY_INDEX)
     blank = _replayed(op, output, None, values) if kind_of(base.node) is Kind.CONSTANT else None
     if blank is not None or base.layout is None:
         return blank or _FOREIGN

@@ -78,6 +78,10 @@ class Symbols:
         """Decide whether an op specialised B or a row count to a constant."""
         return not self.env.replacements.keys().isdisjoint({self.symbol, *self.rows})
 
+    def settle(self) -> None:
+        """Note that each number read of a tensor has its place: PyTorch's cond and scan trace no body before."""
+        self.env.pending_fresh_unbacked_symbols.clear()
+
     def is_linear(self, number: Any) -> bool:
         """Decide whether a number is ``a B + b``, without a quotient, remainder, minimum or comparison of B."""
         expr = expression(number)

@@ -387,6 +387,35 @@ def constant_by_view(m: Any, x: Tensor) -> Tensor:
     return m(x + name)
 
 
+def a_product_under_its_name(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    before = h
+    h @= m.weight
+    return before + h.sin()
+
+
+def a_weight_under_its_name(m: Any, x: Tensor) -> Tensor:
+    twice = m.weight * 2
+    before = twice.t()
+    twice @= m.weight
+    return x @ before @ twice
+
+
+def shifted_under_a_name(m: Any, x: Tensor) -> Tensor:
+    signs = torch.ones(3, dtype=torch.long)
+    name = signs.view(1, 3)
+    signs <<= (x > 0).sum(0)
+    return m(x * name)
+
+
+def shifted_samples(m: Any, x: Tensor) -> Tensor:
+    signs = (x > 0).long()
+    name = signs.view(-1)
+    signs <<= 2
+    signs >>= 1
+    return m(x) * name.view(-1, 3)
+
+
 ATTACKS = attacks(
     "writes",
     right={
@@ -394,6 +423,9 @@ ATTACKS = attacks(
         "an own sum between two calls": own_sum_between,
         "own rows, by a view": own_rows_by_view,
         "a constant, by a view": constant_by_view,
+        "a product under its name": a_product_under_its_name,
+        "a weight under its name": a_weight_under_its_name,
+        "shifted samples": shifted_samples,
     },
     refused={
         "a sine before and after": sine_before_and_after,
@@ -413,6 +445,7 @@ ATTACKS = attacks(
         "a layer's output between two calls": layer_output_between,
         "a slot between two calls": slot_between,
         "two tensors of zeros": two_zeros,
+        "shifted under a name": shifted_under_a_name,
         "read by a slice": by_slice,
         "read by a row": by_row,
         "read by a view": by_view,

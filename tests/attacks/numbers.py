@@ -32,6 +32,9 @@ ATTACKS = attacks(
         "a sum over features": lambda m, x: m(x) * x.sum(1, keepdim=True),
         "scaled by a number of parameters": lambda m, x: m(x) * read(m, 2),
         "clamped at a number of parameters": lambda m, x: m(x).clamp(max=read(m, 2)),
+        "a weight's rows, no longer than a number read": lambda m, x: (
+            m(x) * m.weight.renorm(2, 0, m.memory.sum().item() / 9).sum()
+        ),
         "as many ones as parameters say": lambda m, x: (m(x)[:, :1] * torch.ones(read(m, 3))).sum(1),
         "as many largest as parameters say": lambda m, x: m(x) * x.topk(read(m, 2), 1).values.sum(1, keepdim=True),
     },

@@ -197,6 +197,10 @@ ATTACKS = attacks(
         "scattered to places": lambda m, x: m(torch.zeros_like(x).scatter_add(0, bent(x)[:, None].expand(-1, 3), x)),
         "reduced to places": lambda m, x: m(torch.zeros_like(x).index_reduce(0, n(x) // 2, x, "amax")),
         "assigned to places": assigned,
+        "put under a mask of sizes": lambda m, x: m(x).index_put((n(x) >= 0,), m(x) * 2),
+        "put under a mask of other rows": lambda m, x: (
+            torch.zeros_like(x).repeat(2, 1).index_put((torch.arange(2 * x.shape[0]) >= x.shape[0],), m(x)).view(-1, 6)
+        ),
         "looked up by two indices": lambda m, x: m(x[None][torch.zeros_like(n(x)), bent(x)]),
         "a backward from places": lambda m, x: Bent.apply(m(x)),
         "the order of low bits": lambda m, x: m(x)[(n(x) & 127).argsort(stable=True)],

@@ -25,6 +25,7 @@ from tests.attacks import (
     lookups,
     loops,
     losses,
+    masks,
     numbers,
     packed,
     pieces,
@@ -42,6 +43,7 @@ from tests.programs import quick_dynamo
 TABLES = (
     *(numbers, writes, indices, factories, views, lookups, functions, losses, doors),
     *(aliases, places, bags, packed, backward, loops, totals, attention, signals, pieces, put_back, copies),
+    *(masks,),
 )
 ATTACKS = [attack for table in TABLES for attack in table.ATTACKS]
 
@@ -76,7 +78,10 @@ def test_by_the_proof_alone(attack: Attack, device: torch.device, monkeypatch: p
     assert found == REFUSED or not reached, said
 
 
-@pytest.mark.parametrize("attack", [*pieces.ATTACKS, *put_back.ATTACKS], ids=str)
+REWRITTEN = [*pieces.ATTACKS, *put_back.ATTACKS, *masks.ATTACKS, *(one for one in aliases.ATTACKS if one.right)]
+
+
+@pytest.mark.parametrize("attack", REWRITTEN, ids=str)
 def test_one_sample(attack: Attack, device: torch.device) -> None:
     """A batch of one sample meets no other; what rewrites the graph runs for it, too."""
     torch._dynamo.reset()
