@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ from fxgrad.runtime.store import Store
 from fxgrad.samples.batch import Batch, Roles
 from fxgrad.samples.recurrent_states import inputs_as_states
 
+_ONLY_TENSORS = {Tensor}
+_requires_grad = attrgetter("requires_grad")  # for `map`, which adds no Python frame
+
 
 class StatesMoved(Exception):
     """Raised in the backend if inputs turn out to be states of recurrent layers. See Note [States]."""
@@ -59,6 +63,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.named = NamedParameters(self.model)
+        self.grouped = any(q.group_size != 1 for q in self.options.quantities)
         self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
         if self.store.guard is not None:  # p.grad is guarded from now on
             self.store.guard.watch(self.parameters(), self.model)
@@ -81,16 +86,16 @@ class Engine:
         return self._call(method, args, kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        every = self.parameters() if torch.is_grad_enabled() else {}
+        every = self.named.now() if torch.is_grad_enabled() else {}
         parameters = every
-        if not all([p.requires_grad for p in every.values()]):
+        if not all(map(_requires_grad, every.values())):
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             self._pop_sample_weight(kwargs)
             outputs = self._original(method)(*args, **kwargs)
             check_frozen_outputs(outputs, (args, kwargs))
             return outputs
-        nested = bool(kwargs) or any(type(arg) is not Tensor for arg in args)
+        nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
         if not is_ordinary(parameters, leaves):
             check_call(self.model, parameters, leaves)
@@ -99,7 +104,8 @@ class Engine:
         if nested:
             args, kwargs = with_indices((args, kwargs), indices_of_packs)
         batch = self.roles[method].find(args, kwargs)
-        check_groups(self.options.quantities, batch.size)
+        if self.grouped:
+            check_groups(self.options.quantities, batch.size)
         if weight is not None and self.weighted is not None:
             check_sample_weight(weight, self.weighted.units(batch.size))
         forward = Forward(batch.size, parameters, weight, method)

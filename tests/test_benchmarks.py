@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kept, page, peers, plot, reference, report, results, roofline, tasks
+from benchmarks import calls, kept, page, peers, plot, reference, report, results, roofline, tasks
 from benchmarks.measure import Comparison, median_ratio
 from benchmarks.models import MODELS, find_models
 from benchmarks.models.perceptrons import perceptron
@@ -190,3 +190,11 @@ def test_median_ratio_of_paired_rounds_cancels_a_common_drift() -> None:
     interval = median_ratio([2 * seconds for seconds in plain], plain)
 
     assert interval.median == interval.low == interval.high == 2.0
+
+
+def test_a_step_is_timed_and_its_calls_are_counted() -> None:
+    plain, private = calls.steps_of(2, "aot_eager")
+    plain(), private()
+
+    assert [len(times) for times in calls.times_in_turn((plain, private), 3)] == [3, 3]
+    assert 0 < calls.calls_of(plain) < calls.calls_of(private)

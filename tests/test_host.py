@@ -384,6 +384,21 @@ def _(host: Any) -> None:
     assert said == [(True, True, True), (True, False, True), (False, False, False)]
 
 
+@check("functorch.unwrap_if_dead")
+def _(host: Any) -> None:
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.sum()
+
+    x = torch.ones(3)
+    torch.func.grad(keep)(x)
+    assert host.is_wrapped(kept[0])
+    assert not host.is_wrapped(host.unwrap_if_dead(kept[0]))
+    assert host.unwrap_if_dead(x) is x
+
+
 @check("functorch.forward_level")
 def _(host: Any) -> None:
     from torch.autograd import forward_ad

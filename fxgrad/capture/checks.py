@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,16 +20,23 @@ from fxgrad.quantities import Quantity
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.slot import Slot
 
+_PARAMETERS, _STRIDED = {nn.Parameter}, {torch.strided}
+_is_leaf, _layout = attrgetter("is_leaf"), attrgetter("layout")  # for `map`, which adds no Python frame
+
 
 def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
-    """Return whether `check_call` has nothing to refuse: in every call, so each tensor is met once."""
+    """Return whether `check_call` has nothing to refuse: in every call, so it has no Python frame for a tensor."""
     if innermost_transform() is not None or forward_level() >= 0:
         return False
-    for name, parameter in parameters.items():
-        plain = type(parameter) is nn.Parameter and parameter.is_leaf and not name.endswith(FSDP_FLAT)
-        if not plain or parameter.layout is not torch.strided or parameter.is_complex() or is_batched(parameter):
+    tensors = parameters.values()
+    if set(map(type, tensors)) != _PARAMETERS or set(map(_layout, tensors)) != _STRIDED:
+        return False
+    if any(map(is_batched, tensors)) or any(map(Tensor.is_complex, tensors)) or not all(map(_is_leaf, tensors)):
+        return False
+    for value in inputs:
+        if type(value) is not Tensor or value.grad_fn is not None or is_batched(value):
             return False
-    return all([type(value) is Tensor and value.grad_fn is None and not is_batched(value) for value in inputs])
+    return FSDP_FLAT not in "".join(parameters)
 
 
 def check_call(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> None:

@@ -91,8 +91,9 @@ class CapturedCall:
         enclosing, _CURRENT.call = _CURRENT.call, self
         CAPTURING.depth += 1
         try:
-            if any(not _MARKED.isdisjoint(tensor.__dict__) for tensor in self.batch.tensors):
-                self.configure()  # guards would see the user's marks
+            for tensor in self.batch.tensors:
+                if not _MARKED.isdisjoint(tensor.__dict__):
+                    self.configure()  # guards would see the user's marks
             try:
                 return compiled(*self.args, **self.kwargs)
             except TorchDynamoException:

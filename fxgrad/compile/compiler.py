@@ -184,32 +184,37 @@ class Transformed:
     batch_size: int
     room: Room
 
+    def __post_init__(self) -> None:
+        self.names, self.positions = tuple(self.interface.trainable), tuple(self.interface.trainable.values())
+
     def __call__(self, *args: Any) -> Any:
         n = self.size_of(args)
-        interface = self.interface
-        parameters = {name: args[i] for name, i in interface.trainable.items()}
+        interface, names, positions = self.interface, self.names, self.positions
+        parameters = dict(zip(names, map(args.__getitem__, positions), strict=True))
         forward = self.store.current.forward or self._own_forward(n, parameters)
-        self._check_size(n, forward.size)
-        self.room.check(forward.size)
-        names = tuple(parameters)
+        if n != forward.size:
+            raise self._other_size(n, forward.size)
+        if n > self.room.largest:
+            self.room.check(n)
         if interface.frozen or names != forward.names:
             check_frozen(interface.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
-        placeholders = Placeholders.apply(self.store, forward, names, *parameters.values())  # type: ignore[no-untyped-call]
+        placeholders = Placeholders.of(self.store, forward, names, parameters.values())
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
         if interface.writes is not None:
             interface.writes.check((*args, *given))
         if forward.first_batch is not None:
             forward.first_batch.check(self, args, parameters, given)
         inputs = list(args)
-        for i in interface.trainable.values():
+        for i in positions:
             inputs[i] = args[i].detach()
         outputs = list(self.compiled(*inputs, *placeholders, *given))
         for i in interface.uniform:
             outputs[i] = Uniform.apply(outputs[i], placeholders[0])  # type: ignore[no-untyped-call]
-        _with_roles(outputs, interface.roles)
+        if interface.roles:
+            _with_roles(outputs, interface.roles)
         if torch.is_grad_enabled():
             self.store.began(forward, placeholders[0].grad_fn)
-            watch([out for out in outputs if isinstance(out, Tensor)], self.store, forward)
+            watch(outputs, self.store, forward)
         return outputs
 
     def _own_forward(self, n: int, parameters: dict[str, Tensor]) -> Forward:
@@ -221,13 +226,12 @@ class Transformed:
             self.store.check_clear(forward, forward.enclosing, "a forward")
         return forward
 
-    def _check_size(self, n: int, size: int) -> None:
+    def _other_size(self, n: int, size: int) -> LostLayout:
         """What was batched by its size at a graph break has to go on being so."""
-        if n != size:
-            raise LostLayout(
-                f"a value that held the samples before has {n} rows for {size} samples now",
-                advice="Pass in_dims= to say which inputs hold samples, and remove graph breaks between them.",
-            )
+        return LostLayout(
+            f"a value that held the samples before has {n} rows for {size} samples now",
+            advice="Pass in_dims= to say which inputs hold samples, and remove graph breaks between them.",
+        )
 
     def size_of(self, args: Sequence[Any]) -> int:
         """Return the number of samples in the graph's inputs."""

@@ -14,9 +14,11 @@ from torch.autograd import forward_ad as _forward_ad
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_batchedtensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 forward_level: Callable[[], int] = partial(getattr, _forward_ad, "_current_level")
 """The transform of torch.func that runs, or None; whether a tensor is vmap's, or any transform's; the forward level.
 
+`unwrap_if_dead` takes away the wrapper that a finished transform left on a tensor, as `autograd.Function.apply` does.
 The forward level is the number of open `dual_level`s, less one: -1 outside of forward mode. As each step asks for it,
 it has no Python frame.
 

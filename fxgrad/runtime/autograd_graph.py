@@ -43,7 +43,7 @@ def _roots_in(frame: FrameType | None) -> list[Any]:
     """Those of the innermost backward call among a frame and its callers; in each step, so without a generator."""
     while frame is not None and frame.f_code is not BACKWARD_CODE:
         frame = frame.f_back
-    return [] if frame is None else [_node_of(output) for output in outputs_of_backward(frame.f_locals)]
+    return [] if frame is None else [*map(_node_of, outputs_of_backward(frame.f_locals))]
 
 
 def _is_running(root: Any) -> bool:
@@ -116,6 +116,8 @@ def _below(roots: Sequence[Any]) -> Iterator[Any]:
 
 def is_scaled(root: Any) -> bool:
     """Whether a loss is a product with a number or a tensor of one that needs no gradient, divided at the most."""
+    if type(root).__name__[:3] not in ("Mul", "Div"):  # in each step, so first
+        return False
     op = _op(root)
     while op == "div" and _is_linear(root):
         root = _children(root)[0]

@@ -62,7 +62,7 @@ class Forward:
 
     def delivers(self) -> bool:
         """Decide whether the running backward call reaches the parameters; ``autograd.grad(loss, x)`` does not."""
-        return bool(self.outside) or any(will_execute(placeholder) for placeholder in self.placeholders)
+        return bool(self.outside) or any(map(will_execute, self.placeholders))
 
 
 class CurrentForward(threading.local):

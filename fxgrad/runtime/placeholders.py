@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxgrad.host.functorch import innermost_transform, unwrap_if_dead
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.store import Store
+
+_data = attrgetter("data")
 
 
 class Placeholders(torch.autograd.Function):
     """parameters -> gradient placeholders; its backward stores what arrives, and hands on what is for p.grad."""
 
     _fxgrad_delivers = True
+
+    @classmethod
+    def of(cls, store: Store, forward: Forward, names: tuple[str, ...], parameters: Iterable[Tensor]) -> Any:
+        """Return the placeholders: as `apply` does, without a Python frame for each parameter."""
+        if innermost_transform() is not None:  # `apply` raises
+            return cls.apply(store, forward, names, *parameters)  # type: ignore[no-untyped-call]
+        above: Any = super(torch.autograd.Function, cls)  # `apply` in C++
+        return above.apply(store, forward, names, *map(unwrap_if_dead, parameters))
 
     @staticmethod
     def forward(  # with its context: without, PyTorch binds the arguments' names at every call
@@ -24,7 +36,7 @@ class Placeholders(torch.autograd.Function):
         ctx.store, ctx.of, ctx.names = store, forward, names
         ctx.set_materialize_grads(False)
         # New tensors, not views, each over one element of memory that no code reads.
-        return tuple([placeholder.data for placeholder in store.asked_of(forward, names).placeholders])
+        return tuple(map(_data, store.asked_of(forward, names).placeholders))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -47,11 +59,11 @@ class Unseen(torch.autograd.Function):
         return (None,) * ctx.parameters
 
 
-def watch(outputs: Sequence[Tensor], store: Store, forward: Forward) -> None:
+def watch(outputs: Iterable[Any], store: Store, forward: Forward) -> None:
     """Check each backward call through these outputs before it computes anything; each node has one hook."""
-    nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
-    if forward.watched is not None:
-        nodes -= forward.watched
-        forward.watched |= nodes
-    for node in nodes:
-        node.register_prehook(lambda grads: store.begin_backward(forward))
+    watched = set() if forward.watched is None else forward.watched
+    for output in outputs:
+        node = getattr(output, "grad_fn", None)
+        if node is not None and node not in watched:
+            watched.add(node)
+            node.register_prehook(lambda grads: store.begin_backward(forward))

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import torch
@@ -39,6 +41,7 @@ from fxgrad.runtime.guard import Guard, undone
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
 POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
+_KINDS = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")  # of a tensor; for `map`, without frames
 _TASK = "_fxgrad_task"  # on a result: the backward call that set it
 
 
@@ -65,7 +68,7 @@ class Store:
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
         self.asked: dict[Any, Asked] = {}
         self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
-        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.forwards: dict[int, weakref.ref[Forward]] = {}  # by number: those that wait for a backward, or run
         self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
 
     def enter(self, forward: Forward) -> Forward | None:
@@ -82,7 +85,11 @@ class Store:
     def began(self, forward: Forward, placeholder: Any) -> None:
         """One more graph of a forward has run."""
         forward.placeholders.append(placeholder)
-        self.forwards.add(forward)
+        self._add(forward)
+
+    def _add(self, forward: Forward) -> None:
+        number = forward.number
+        self.forwards[number] = weakref.ref(forward, partial(self.forwards.pop, number))
 
     def result(self, quantity: Quantity) -> Any:
         """Return what the last backward found of a quantity; see `fxgrad.result`."""
@@ -139,8 +146,7 @@ class Store:
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
         """Return the quantities' own answers; remembered, since every step asks for the same."""
         tensors = parameters.values()
-        shapes, dtypes, devices = [p.shape for p in tensors], [p.dtype for p in tensors], [p.device for p in tensors]
-        key = n, tuple(parameters), tuple(shapes), tuple(dtypes), tuple(devices)
+        key = n, tuple(parameters), *[tuple(map(kind, tensors)) for kind in _KINDS]
         last = self.last_asked
         if last is not None and last[0] == key:
             return last[1]
@@ -182,17 +188,18 @@ class Store:
         if self.observers:  # asked first: a WeakSet's iterator costs a microsecond
             for observer in self.observers:
                 observer.began(forward)
-        self.forwards.add(forward)  # again, where an earlier backward retained the graph
-        autograd_engine.queue_callback(lambda: self._end_at_last(forward))
+        self._add(forward)  # again, where an earlier backward retained the graph
+        autograd_engine.queue_callback(partial(self._end_at_last, forward))
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
         # A reentrant checkpoint's forward runs when another one's backward may have ended in the same call.
         met = self.last is not None and self.last[0] == forward.task() and self.last[1] != forward.number
-        is_only_one = len(self.forwards) == 1 and forward in self.forwards and not met
+        is_only_one = self.forwards.keys() == {forward.number} and not met
         if is_only_one or self.alone is None:
             return
-        others = (other for other in self.forwards if other is not forward)
+        forwards = [reference() for reference in list(self.forwards.values())]
+        others = [other for other in forwards if other is not None and other is not forward]
         if met or any(other.delivered == forward.task() or other.delivers() for other in others):
             raise AlreadySet(
                 f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
@@ -227,13 +234,13 @@ class Store:
         if forward.averaged or forward.enclosing != -1:
             self._end_backward(forward)
         else:
-            autograd_engine.queue_callback(lambda: self._end_backward(forward))
+            autograd_engine.queue_callback(partial(self._end_backward, forward))
 
     @undone
     def _end_backward(self, forward: Forward) -> None:
         """Zeros where no gradient reached."""
         task = forward.task()
-        self.forwards.discard(forward)
+        self.forwards.pop(forward.number, None)
         if self.guard is not None:
             self.guard.check_held(task, forward.averaged)
         for place, kinds in enumerate(self.asked_of(forward).by_quantity):
@@ -280,7 +287,8 @@ class Store:
                     continue
                 if is_view(grad):  # views share one version, by which the guard knows them: each gets its own
                     grad = grad.data
-                sent[name] = _as_kept(forward.parameters[name], grad)
+                dtype = getattr(forward.parameters[name], "grad_dtype", None)
+                sent[name] = grad if dtype is None or dtype is grad.dtype else grad.to(dtype)
             for i, delivery in kinds.attributes:
                 grad = grads[i]
                 if grad is not None:
