@@ -151,7 +151,7 @@ class _Inference:
 
     def _call(self, op: Op) -> list[Samples | None]:
         """Return the samples of each output, by the op's family and by the kinds of its operands."""
-        family = family_of(op.call.op) if not _read_as_another(op) else None
+        family = _reinterpreted(op) if _read_as_another(op) else family_of(op.call.op)
         if decide(op):
             op = Op(op.node, op.call, self._operands(op.call), self.replay)
         shaped = op.call.get("input") if op.call.op in SHAPED_AS else None
@@ -351,6 +351,16 @@ def _as_lists(output: Any) -> Any:
     if isinstance(output, tuple | list):
         return [_as_lists(item) for item in output]
     return output if isinstance(output, fx.Node) else (None, None)
+
+
+def _reinterpreted(op: Op) -> Family | None:
+    """Return the family of a view of another dtype.
+
+    A dtype of the same width leaves each element in its place; of another, memory is divided anew.
+    """
+    values = [FAKE.of(op.node.args[0]), FAKE.of(op.node)]
+    alike = values[0].element_size() == values[1].element_size() and not any(value.is_complex() for value in values)
+    return Family.ELEMENTWISE if alike else None
 
 
 def _read_as_another(op: Op) -> bool:
