@@ -599,7 +599,7 @@ def _(host: Any) -> None:
 
 @check("rnn.refresh_weights")
 def _(host: Any) -> None:
-    layer = nn.GRU(2, 3)
+    layer: Any = nn.GRU(2, 3)
     weights = {name: p * 1 for name, p in layer.named_parameters()}
     torch.func.functional_call(layer, weights, (torch.zeros(1, 1, 2),))
     assert not layer._flat_weights[0].is_leaf

@@ -101,7 +101,7 @@ class Selections:
         mask, after = selections[0].mask, selections[0].after
         others = [arg for arg in node.all_input_nodes if arg not in self.known and is_tensor(arg)]
         alike = all(one.after == after and self._same(one.mask, mask, node) for one in selections)
-        small = all(FAKE.of(arg).dim() <= after for arg in others)
+        small = all(FAKE.of(arg).dim() <= after for arg in others) or _is_product(call, selections, others)
         names = [one for one in self.known if _memory(one) == _memory(node)]  # the same tensor, before the call
         if not (alike and small and is_tensor(node)) or (names and not self._keeps_names(node, call, names)):
             return False
@@ -109,7 +109,7 @@ class Selections:
             self.known |= {node: self.known[names[0]]} if _one_by_one(call) else {}
             return _one_by_one(call)
         values = {arg: arg for arg in others} if _one_by_one(call) else {}
-        if _by_row(call, after) or _divides_integers(node, call):
+        if _by_row(call, after) or _is_product(call, selections, others) or _divides_integers(node, call):
             values |= {arg: self.known[arg].whole for arg in node.all_input_nodes if arg in self.known}
         elif not _one_by_one(call):
             return False
@@ -228,8 +228,18 @@ def _divides_integers(node: fx.Node, call: Call) -> bool:
     return call.op in ("div", "floor_divide", "fmod", "remainder") and not FAKE.of(node).is_floating_point()
 
 
+def _is_product(call: Call, selections: list[Selection], others: list[fx.Node]) -> bool:
+    """Return whether a call multiplies rows under a mask by one matrix for all."""
+    matrix = call.get("weight") if call.op == "linear" else call.get("other") if call.op == "matmul" else None
+    rows = len(selections) == 1 and selections[0].after > 0 and call.get("input") not in others
+    return rows and matrix in others and FAKE.of(matrix).dim() == 2
+
+
 def _by_row(call: Call, after: int) -> bool:
     """Return whether an op treats each row under a mask alone, and has derivatives where a row is all ones."""
+    dim = call.get("dim")
+    if call.op in ("softmax", "log_softmax") and isinstance(dim, int):
+        return -after <= dim < 0
     shape = call.get("normalized_shape")
     rows = call.op in ("layer_norm", "rms_norm") and isinstance(shape, tuple | list) and len(shape) <= after
     return rows and call.get("eps") != 0

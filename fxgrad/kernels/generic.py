@@ -47,7 +47,7 @@ class SampleProgram:
     def values(self, batched: Sequence[Tensor], shared: Sequence[Tensor], numbers: Sequence[int]) -> Values:
         """Return the operands in the call's order."""
         positions = (*self.batched, *self.shared, *self.numbers)
-        at = dict(zip(positions, (*batched, *shared, *numbers), strict=True))
+        at: dict[int, Any] = dict(zip(positions, (*batched, *shared, *numbers), strict=True))
         return [at[i].item() if i in self.scalars else at[i] for i in range(len(at))]
 
     def vjp(self, values: Values, wrt: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:

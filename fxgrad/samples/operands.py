@@ -78,10 +78,16 @@ class Op:
 
     @property
     def family(self) -> Family | None:
-        """Return the family of the op; none for ``x.view(torch.int32)``, memory read as numbers of another dtype."""
+        """Return the family of the op.
+
+        A view of another dtype leaves each element in its place if it has the same width; else it has no family.
+        """
         values = (*self.node.args, *self.node.kwargs.values())
-        read_as_another = self.call.op == "view" and any(isinstance(value, torch.dtype) for value in values)
-        return None if read_as_another else family_of(self.call.op)
+        if self.call.op != "view" or not any(isinstance(value, torch.dtype) for value in values):
+            return family_of(self.call.op)
+        fakes = [FAKE.of(self.node.args[0]), FAKE.of(self.node)]
+        alike = fakes[0].element_size() == fakes[1].element_size() and not any(fake.is_complex() for fake in fakes)
+        return Family.ELEMENTWISE if alike else None
 
     @property
     def outputs(self) -> list[Any]:

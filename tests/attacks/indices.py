@@ -65,6 +65,7 @@ THRESHOLDS = attacks(
         "compared with a float": up_to(lambda i, b: i * (i < 150.0)),
         "shifted bits": up_to(lambda i, b: i - (i >> 7)),
         "bits": up_to(lambda i, b: i & 255),
+        "a remainder, through its bits": up_to(lambda i, b: (i % 200).view(torch.float64).view(torch.int64)),
         "an order that turns": up_to(lambda i, b: (i - 150).abs().argsort(descending=True)),
         "an index of a table": up_to(lambda i, b: torch.arange(1000)[i.clamp(max=150)]),
         "put together": up_to(lambda i, b: torch.cat([i[:150], i[150:] * 0])),

@@ -1,10 +1,11 @@
-"""Values under a mask whose op does not work, or is another one, on the values that the mask leaves out."""
+"""Values under a mask: ops that fail on what the mask leaves out, and ops on whole rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.attacks.model import Program, attacks
@@ -57,6 +58,26 @@ def by_the_first(m: Any, x: Tensor) -> Tensor:
     return m(x) * c
 
 
+def rows(how: Any) -> Program:
+    """The program that replaces rows of a layer's output, where the first feature is positive, by ``how`` of them."""
+
+    def program(m: Any, x: Tensor) -> Tensor:
+        h, mask = m(x), x[:, 0] > 0
+        new = h.clone()
+        new[mask] = how(m, h[mask], x[mask])
+        return new
+
+    return program
+
+
+def tokens(m: Any, x: Tensor) -> Tensor:
+    """Two tokens a sample, those chosen through a small network."""
+    h, mask = torch.stack([m(x), x], 1), x[:, :2] > 0
+    new = h.clone()
+    new[mask] = F.linear(m(h[mask]).relu(), m.weight).softmax(-1)
+    return new.sum(1)
+
+
 ATTACKS = attacks(
     "masks",
     right={
@@ -74,6 +95,17 @@ ATTACKS = attacks(
         "a power": divided(lambda c: 2 ** (c - 1)),
         "shifted in place": divided(shifted_in_place),
         "a remainder of a float": of_a_float,
+        "rows by softmax": rows(lambda m, h, x: h.softmax(-1)),
+        "rows that are not finite elsewhere": rows(lambda m, h, x: (h / (x - 1)).log_softmax(-1)),
+        "rows by a layer": rows(lambda m, h, x: m(h)),
+        "rows by a matrix, in two names": rows(lambda m, h, x: (h @ m.weight).mul_(2) + m.bias),
+        "tokens by layers": tokens,
     },
-    refused={"a quotient by the first": by_the_first},
+    refused={
+        "a quotient by the first": by_the_first,
+        "rows by softmax over rows": rows(lambda m, h, x: h.softmax(0)),
+        "rows by their own products": rows(lambda m, h, x: h @ h.t() @ h),
+        "rows by a matrix of all": rows(lambda m, h, x: h @ (m.weight * x.sum())),
+        "rows by a vector of all": rows(lambda m, h, x: m.weight @ h.sum(0)),
+    },
 )

@@ -155,6 +155,9 @@ ATTACKS = attacks(
     right={
         "bits of a parameter": bits_of_a_parameter,
         "bits of a buffer": bits_in_the_middle,
+        "bits of samples": bits,
+        "bits of samples, by aten": bits_by_aten,
+        "bits as numbers": bits_as_numbers,
         "views by named arguments": named_arguments,
         "cut at one place": as_split((4,)),
         "cut at one place from the end": as_split((-2,)),
@@ -171,9 +174,6 @@ ATTACKS = attacks(
         "sizes summed to one column": rows_of_one_column,
     },
     refused={
-        "bits as numbers": bits_as_numbers,
-        "bits of samples, by aten": bits_by_aten,
-        "bits of samples": bits,
         "that overlap": as_split((4, 2)),
         "out of order": as_split((3, 1, 2)),
         "from both ends": as_split((4, -4)),

@@ -95,6 +95,32 @@ def beside_a_flat_constant(m: Any, x: Tensor) -> Tensor:
     return m(x + first.as_strided((3,), (1,), 3))
 
 
+def low_bits_cleared(m: Any, x: Tensor) -> Tensor:
+    copy = x.clone()
+    bits = copy.view(torch.int64)
+    bits &= -16
+    return m(copy)
+
+
+def bits_of_the_first(m: Any, x: Tensor) -> Tensor:
+    copy = x.clone()
+    bits = copy.view(torch.int64)
+    bits &= bits[0]
+    return m(copy)
+
+
+def bits_after_a_write(m: Any, x: Tensor) -> Tensor:
+    copy = x.clone()
+    bits = copy.view(torch.int64)
+    copy.mul_(x.mean(0))
+    return m(x) * (bits > 0)
+
+
+def diagonal(values: Tensor) -> Tensor:
+    values.fill_diagonal_(0.5)
+    return values
+
+
 ATTACKS = attacks(
     "views",
     right={
@@ -105,6 +131,11 @@ ATTACKS = attacks(
         "patches of a sample": patches,
         "channels shuffled to samples": shuffled_channels,
         "expanded": lambda m, x: m(x.unsqueeze(1).expand(-1, 4, -1)).sum(1),
+        "read as the same dtype": lambda m, x: m(x.view(x.dtype)),
+        "read as integers": lambda m, x: m(x) * x.t().view(torch.int64).sign().t(),
+        "written as integers": low_bits_cleared,
+        "a diagonal of a constant": lambda m, x: m(x @ diagonal(torch.zeros(3, 3))),
+        "a diagonal of a weight": lambda m, x: x @ diagonal(m.weight * 2),
         "flattened": lambda m, x: m(x.unsqueeze(1).expand(-1, 4, -1).reshape(-1, 3)).view(-1, 4, 3).sum(1),
         "chunks of features": lambda m, x: torch.cat([part * 2 for part in m(x).chunk(3, 1)], 1),
         "flipped features": lambda m, x: m(x.flip(1)),
@@ -120,6 +151,11 @@ ATTACKS = attacks(
     },
     refused={
         "strided by less": strided_by_less,
+        "written as the first's bits": bits_of_the_first,
+        "read as integers after a write": bits_after_a_write,
+        "read as integers of others": lambda m, x: m(x) * x.view(torch.int64).flip(0).sign(),
+        "a diagonal of products": lambda m, x: m(x @ diagonal(x.t() @ x)),
+        "a diagonal of samples": lambda m, x: diagonal(m(x)),
         "memory beside a constant": beside_a_constant,
         "memory beside a flat constant": beside_a_flat_constant,
         "windows over samples": windows,

@@ -15,9 +15,12 @@ from fxgrad.proof.rules.registry import follows
 
 @follows("view _unsafe_view reshape _reshape_alias view_copy _reshape_copy")
 def view(call: Call) -> Tensor:
-    if "dtype" in call.arguments:
-        raise Undecided("it reads values as another dtype")
     source = call.ids("self")
+    if "dtype" in call.arguments:
+        values = call.arguments["self"], call.outputs[0]
+        if any(value.is_complex() for value in values) or len({value.element_size() for value in values}) > 1:
+            raise Undecided("it reads values as another dtype, of another width")
+        return source
     if source.numel() == 1:
         return source.reshape([1] * call.out_rank())
     return regrouped(source, call.shape("self"), call.out_shape())
@@ -193,6 +196,15 @@ def as_strided(call: Call) -> Tensor:
     memory = torch.full([count], MANY, dtype=torch.int32)
     memory.as_strided(shape, strides).copy_(ids.expand(shape))
     return memory.as_strided(size, new, offset)
+
+
+@follows("as_strided_scatter")
+def as_strided_scatter(call: Call) -> Tensor:
+    """Write into memory by other strides (`fill_diagonal_`), where nothing is of samples, nor as many as they."""
+    sizes = [size for name in ("self", "src") for size in call.arguments[name].shape]
+    if any(bool(ids.any()) for ids in call.all_ids()) or any(isinstance(size, torch.SymInt) for size in sizes):
+        raise Undecided("it writes to memory by strides")
+    return no_samples(call.out_rank())
 
 
 def _last(shape: Sequence[int], strides: Sequence[int]) -> int:
