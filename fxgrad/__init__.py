@@ -32,6 +32,7 @@ from fxgrad.terms import OneHot, Term
 from fxgrad.tracing import Trace, trace
 from fxgrad.verification.verdict import Verdict
 from fxgrad.verification.verifying import verify
+from fxgrad.warming import warm_up
 
 __version__ = "0.1.0"
 
@@ -68,5 +69,6 @@ __all__ = [
     "trace",
     "transform",
     "verify",
+    "warm_up",
     "zero_grad",
 ]

@@ -23,6 +23,7 @@ from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, cur
 from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
+from fxgrad.capture.progress import stage
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch.check import FirstBatch
@@ -194,6 +195,8 @@ class Engine:
         check_configured()
         forward = self.store.current.forward
         assert forward is not None
+        ops = sum(node.op.startswith("call") for node in gm.graph.nodes)
+        stage(f"TorchDynamo captured {ops} ops of {type(self.model).__name__}, a batch of {forward.size},")
         return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
 
     def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward") -> Captured:

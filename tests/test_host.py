@@ -802,8 +802,11 @@ def _(host: Any) -> None:
 @check("dynamo.compilation", "dynamo.compile_lock")
 def _(host: Any) -> None:
     begun: list[bool] = []
+    triggers: list[str] = []
 
-    def begin(_: Any) -> None:
+    def begin(event: Any) -> None:
+        triggers.append(event.callback_trigger.name)
+
         def grab() -> None:
             begun.append(not host.compile_lock.acquire(blocking=False))
 
@@ -818,6 +821,7 @@ def _(host: Any) -> None:
     finally:
         host.compilation.remove_start_callback(begin)
     assert begun == [True], "a compilation begins with its callbacks, and holds its lock"
+    assert triggers == ["DYNAMO"], "a callback gets what a compilation begins with"
     with host.compile_lock, host.compile_lock:  # the same thread may take it again
         pass
 

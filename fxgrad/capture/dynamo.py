@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.backends import opt_einsum
 
+from fxgrad.capture import progress
 from fxgrad.capture.captured import SAMPLE_DIM
 from fxgrad.capture.recurrent_modules import recurrent_modules
 from fxgrad.capture.shape_rules import symbolic_shape_rules
@@ -121,12 +122,15 @@ class CapturedCall:
         patches = (sizes_unseen(), symbolic_shape_rules(), recurrent_modules(self.model), messages_ignored())
         for setting in (compile_lock, marks, *patches):
             self.settings.enter_context(setting)
+        self.settings.callback(progress.end)
 
 
-def _on_start(_: Any) -> None:
+def _on_start(event: Any) -> None:
     """Configure Dynamo for this thread's call; Dynamo calls this at the start of every compilation."""
     if _CURRENT.call is not None:
         _CURRENT.call.configure()
+        if event.callback_trigger.name == "DYNAMO":  # not a backward
+            progress.begin()
 
 
 def current_call() -> CapturedCall | None:

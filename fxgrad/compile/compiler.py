@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.options import Inner, Options
+from fxgrad.capture.progress import compilation, stage
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.inductor import inner_compiler
@@ -35,6 +36,7 @@ from fxgrad.runtime.targets import TAPS
 from fxgrad.terms.work import Way
 
 
+@compilation()
 def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
     """Compile a graph: Dynamo runs what is returned in the graph's place."""
     captured.check_leaves()
@@ -53,8 +55,11 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
             _rehearse(gm, ctx, captured.batch_size, options, room)
     room.check(captured.batch_size)
     interface = interface_of(captured, gm, run_passes(captured.gm, ctx, NAMES) if captured.single else None)
+    taps = sum(isinstance(node.target, TAPS) for node in gm.graph.nodes)
+    stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     with _outputs_kept(gm):
         compiled = inner(gm, _inner_inputs(captured, options))
+    stage(f"the backend {getattr(options.backend, '__name__', options.backend)} finished")
     keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this

@@ -19,6 +19,7 @@ import torch
 import torch.compiler.config
 from torch import Tensor, fx
 
+from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
 from fxgrad.errors import OptionError
 from fxgrad.host import inductor
@@ -28,17 +29,24 @@ from fxgrad.kernels.compiled import ask_about_vectors
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own entry point; on CPU another thread asks about vectors while the model is traced."""
-    inductor.import_compiler()
+    _import_inductor()
     _keep_renames()
-    if not any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples):
-        return inductor.compile_fx(gm, examples, **kwargs)
-    vectors = ask_about_vectors()
+    on_cpu = any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples)
+    vectors = ask_about_vectors() if on_cpu else None
 
     def compile_traced(*args: Any, **kwargs: Any) -> Any:
-        vectors.result()
-        return inductor.compile_traced(*args, **kwargs)
+        with progress.inductor(kwargs.get("is_backward", False)):
+            if vectors is not None:
+                vectors.result()
+            return inductor.compile_traced(*args, **kwargs)
 
     return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
+
+
+@functools.lru_cache(maxsize=1)
+def _import_inductor() -> None:
+    inductor.import_compiler()
+    progress.stage("imported Inductor")
 
 
 @functools.lru_cache(maxsize=1)

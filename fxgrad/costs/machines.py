@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -32,6 +33,8 @@ from torch import Tensor
 from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.kernels.onednn import outer_products
 from fxgrad.kernels.products import product_norms
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,9 @@ def _kept(path: Path, entry: str, device: torch.device) -> Machine:
     known = _read(path).get(entry)
     if known is not None and not known.may_be_slow():
         return known.machine
+    start = time.perf_counter()
     machine = measure(device, name=entry)
+    log.info("measured this machine in %.2f s, for %s", time.perf_counter() - start, path)
     if machine is REFERENCE:  # it could not be measured
         return known.machine if known is not None else machine
     measured = [*(known.measured if known is not None else ()), time.time()]

@@ -3,37 +3,23 @@
 fxgrad runs two steps on the compiled graph before the user's forward: one on the original batch, one with two samples
 changed. Both start from the same random state, on copies of the inputs and buffers. Their results are gradients by
 placeholders that lead to no parameter, so nothing is delivered, counted or added.
-
-Note [What the two steps can see]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The user's loss is outside the model, so fxgrad gives each output a gradient. If row i of an output belongs to sample i,
-the gradient is r (1 + softsign(y / rms)). It has to depend on y: under a constant gradient, the per-sample gradients of
-the layer before ``y - y.mean(0)`` would not change, and under a user's loss they do. softsign never increases a
-relative error of y. An output that sums over samples gets only r, since a loss inside the model is linear in it.
-
-r varies between elements and depends only on each index. Changed lengths may make an output longer, and the elements of
-sample i have to keep their r. Along a dimension with more than the sample index (rows of packed data), r is constant,
-because the positions of a sample may change there.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxgrad.capture.distributed import group_around, largest_of_all
-from fxgrad.capture.shared_memory import copies
 from fxgrad.errors import MixedSamples, OptionError
 from fxgrad.first_batch.changes import BatchedInput, batched_inputs, chosen
 from fxgrad.first_batch.compared_rows import Rows, largest, moved, sketch
-from fxgrad.host.autograd import saved_tensors_hooks_aside
-from fxgrad.kernels.precision import accumulating
+from fxgrad.first_batch.step import Step, device_of
 from fxgrad.quantities import RESULT, Delivery, Quantity
 
 if TYPE_CHECKING:
@@ -80,7 +66,7 @@ class FirstBatch:
         """Decide whether every process can check this call's batch; all processes have to ask at the same call."""
         self._agreeing = None if self.settles else group_around()
         too_few = _units(self.quantities, size) < 2
-        return not largest_of_all(int(too_few), self._agreeing, _device(parameters))
+        return not largest_of_all(int(too_few), self._agreeing, device_of(parameters))
 
     def check(
         self, graph: Transformed, args: Sequence[Any], parameters: Mapping[str, Tensor], weights: Sequence[Tensor]
@@ -94,7 +80,7 @@ class FirstBatch:
         try:
             verdict, seen = _TwoSteps(graph, args, self.quantities, parameters, weights).outcome()
         finally:  # otherwise the others would wait for a failed process
-            agreed = largest_of_all(verdict, self._agreeing, _device(parameters))
+            agreed = largest_of_all(verdict, self._agreeing, device_of(parameters))
         if agreed == Verdict.MIXED and self.settles:
             self._seen = seen
         elif agreed == Verdict.MIXED:
@@ -128,18 +114,12 @@ def _mixed(seen: str | None) -> MixedSamples:
 
 
 @dataclass
-class _TwoSteps:
+class _TwoSteps(Step):
     """The two forwards and backwards of one compiled graph, and their comparison."""
 
-    graph: Transformed
-    args: Sequence[Any]
-    quantities: Sequence[Quantity]
-    parameters: Mapping[str, Tensor]
-    weights: Sequence[Tensor]  # the inputs that quantities add, such as sample weights
-
     def __post_init__(self) -> None:
-        self.scales: dict[int, Tensor] = {}  # the rms of each output in the first step
-        size = self.graph.size_of(self.args)
+        super().__post_init__()
+        size = self.size
         self.batched = batched_inputs(self.args, size, self.graph.interface.dims, self.graph.interface.packed)
         self.change = chosen(self.batched, size, min(2, _units(self.quantities, size) - 1))
         self.asked = [
@@ -180,18 +160,6 @@ class _TwoSteps:
         first, *rest = sorted(self.change.samples)
         return f"samples {first} and {rest[0]} have" if rest else f"sample {first} has"
 
-    def inputs(self) -> list[Any]:
-        """Copy the graph's inputs, except parameters that it only reads."""
-        writes = self.graph.interface.writes
-        written = () if writes is None else writes.by_input
-        copied = {
-            i: arg
-            for i, arg in enumerate(self.args)
-            if isinstance(arg, Tensor) and (i in written or not isinstance(arg, nn.Parameter))
-        }
-        new = {i: self.args[i].detach() for i in self.graph.interface.trainable.values()} | copies(copied, written)
-        return [new.get(i, arg) for i, arg in enumerate(self.args)]
-
     def altered(self, batched: Mapping[int, BatchedInput]) -> list[Any] | None:
         """Copy the inputs with new values of the changed samples; return None if no number differs."""
         new = self.inputs()
@@ -199,34 +167,8 @@ class _TwoSteps:
 
     def run(self, inputs: Sequence[Any]) -> list[Rows]:
         """Run a step and return the results of the unchanged samples."""
-        placeholders = [_placeholder(delivery) for _, _, delivery, _ in self.asked]
-        with _undisturbed(self.args):
-            outputs = enumerate(self.graph.compiled(*inputs, *placeholders, *self.weights))
-            real = [(i, y) for i, y in outputs if isinstance(y, Tensor) and y.requires_grad]
-            taken = {i: y for i, y in real if i not in self.graph.interface.uniform}
-            if not taken:
-                return []
-            with torch.autocast(_device(self.parameters).type, enabled=False):  # as in the user's backward
-                grads = [self._gradient(i, y.detach()) for i, y in taken.items()]
-                results = torch.autograd.grad(list(taken.values()), placeholders, grads, allow_unused=True)
-        pairs = zip(self.asked, results, strict=True)
+        pairs = zip(self.asked, self.results(inputs), strict=True)
         return [self._rows(*one, result) for one, result in pairs if one[-1] and result is not None]
-
-    def _gradient(self, i: int, y: Tensor) -> Tensor:
-        """Return the gradient of an output. See Note [What the two steps can see]."""
-        real = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
-        wide_y = real.to(accumulating(real.dtype))
-        if not y.dim():
-            return torch.ones_like(y)
-        layout = self.graph.interface.batched.get(i)
-        r = _varied(wide_y, layout.dim if layout is not None and layout.merged else None)
-        if layout is not None:
-            if i not in self.scales:
-                finite = torch.where(wide_y.isfinite(), wide_y, 0)
-                self.scales[i] = finite.square().mean().sqrt().clamp_min(torch.finfo(wide_y.dtype).tiny)
-            r = r * (1 + torch.nn.functional.softsign(wide_y / self.scales[i]))
-        r = r.to(real.dtype)
-        return torch.view_as_complex(r) if y.is_complex() else r
 
     def _rows(self, quantity: Quantity, n: int, delivery: Delivery, dims: list[int], grad: Tensor) -> Rows:
         """Return the results of the unchanged samples, one a row."""
@@ -240,30 +182,3 @@ class _TwoSteps:
         if delivery.place == RESULT:
             return Rows(f"the {RESULT} of {quantity}", kept, None, sketch(rows))
         return Rows(f"{delivery.place} of '{delivery.parameter}'", kept, delivery.place, sketch(rows))
-
-
-def _placeholder(spec: Delivery) -> Tensor:
-    strides = (0,) * len(spec.shape)
-    return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=spec.device, requires_grad=True)
-
-
-def _varied(y: Tensor, constant: int | None) -> Tensor:
-    """Return a number per element, a function of its indices. See Note [What the two steps can see]."""
-    r = y.new_ones(())
-    for d, size in enumerate(y.shape):
-        if d != constant:
-            by_index = torch.arange(size, dtype=y.dtype, device=y.device).mul(1.7).add(d).cos() + (1.5 if d == 0 else 0)
-            r = r * by_index.view(-1, *[1] * (y.dim() - 1 - d))
-    return r.expand(y.shape)
-
-
-def _device(parameters: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(parameters.values())).device
-
-
-@contextlib.contextmanager
-def _undisturbed(args: Sequence[Any]) -> Iterator[None]:
-    """Preserve the random state and remove saved-tensor hooks: a checkpoint around the model counts tensors."""
-    devices = {arg.device.index for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
-    with saved_tensors_hooks_aside(), torch.random.fork_rng(sorted(devices)):
-        yield

@@ -73,8 +73,10 @@ compilation = torch._dynamo.callback.callback_handler
 compile_lock = torch._dynamo.convert_frame.compile_lock
 """Dynamo's callbacks (``start_callbacks``, a list), and the lock it compiles under; a thread may take it several times.
 
-Why: what a capture needs is configured where a compilation begins, and each step only looks at the list. Marks on
-tensors and settings of Dynamo are every thread's.
+A callback gets an object whose ``callback_trigger.name`` is "DYNAMO" where Dynamo captures.
+
+Why: what a capture needs is configured where a compilation begins, and its clock starts there; each step only looks at
+the list. Marks on tensors and settings of Dynamo are every thread's.
 Without: each step would configure Dynamo, and two threads that capture at once would disturb each other.
 """
 

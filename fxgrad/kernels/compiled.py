@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from fxgrad.host.inductor import find_vectors, import_toolchain, load_library
 from fxgrad.kernels.precision import accumulating
+
+log = logging.getLogger(__name__)
 
 LARGEST = 64 << 20  # bytes of a sample's inputs that a thread may copy
 COPIED = 4 << 20  # bytes of a sample's gradients that it copies at once, about
@@ -94,11 +98,13 @@ class Library:
 
     def _compile(self, vectors: Future[None]) -> ctypes.CDLL:
         vectors.result()
+        start = time.perf_counter()
         text = "\n".join((_FOLDER / source).read_text(encoding="utf-8") for source in self.sources)
         library = load_library(text)
         for name, arguments in _EXPORTED.findall(text):
             function = getattr(library, name)
             function.argtypes, function.restype = [_type_of(argument) for argument in arguments.split(",")], None
+        log.info("compiled the kernels of %s in %.2f s, beside", self.computes, time.perf_counter() - start)
         return library
 
 

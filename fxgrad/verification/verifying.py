@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +18,11 @@ from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.precision import TOLERANCE, wide
 from fxgrad.samples.batch import map_tensors, tensors_in
 from fxgrad.tracing import settled_batch
+from fxgrad.untouched import random_numbers_kept
 from fxgrad.verification.oracle import Grads, LossFn, dense, relative_errors
 from fxgrad.verification.probe import probe
 from fxgrad.verification.verdict import Influence, ParameterVerdict, Verdict
-from fxgrad.verification.witness import Inputs, Nest, NotAlone, Whole, Witness, copied_alike, cuda_devices
+from fxgrad.verification.witness import Inputs, Nest, NotAlone, Whole, Witness, copied_alike
 
 Row = tuple[str, float | None, int | None]  # a parameter's verdict, error and worst sample
 
@@ -72,23 +71,13 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
             "verify cannot take single samples out of a PackedSequence",
             advice="Pass padded inputs to a model that packs them itself.",
         )
-    with _random_numbers_kept(original):
+    with random_numbers_kept(original):
         may_mix = engine is None or engine.options.takes(mixing="allow")
         return _Verification(original, options, (args, kwargs), loss_fn, may_mix).verdict()
 
 
 def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
-
-
-@contextmanager
-def _random_numbers_kept(model: nn.Module) -> Iterator[None]:
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=cuda_devices(model)):
-            yield
-    finally:
-        random.setstate(state)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from fxgrad.host.dispatch import TorchDispatchMode
 from fxgrad.host.tensors import version
 from fxgrad.samples.batch import SHARED, Batch, map_tensors, tensors_in
 from fxgrad.samples.layouts import Layout, samples_first
+from fxgrad.untouched import cuda_devices
 from fxgrad.verification.oracle import Grads, LossFn, default_loss, dense, gradients, state_restored
 
 SEED = 0  # of every forward, so that all draw the same random numbers
@@ -184,12 +185,6 @@ def _stacked(samples: list[Grads]) -> Grads:
 def _random_state(model: nn.Module) -> list[Tensor]:
     states = [torch.get_rng_state()]
     return states + [torch.cuda.get_rng_state(device) for device in cuda_devices(model)]
-
-
-def cuda_devices(model: nn.Module) -> list[torch.device]:
-    """Return the GPUs of a model's parameters."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return sorted(devices, key=str)
 
 
 def row(value: Tensor, place: Layout, n: int, i: int) -> Tensor:

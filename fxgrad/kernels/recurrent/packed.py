@@ -162,13 +162,13 @@ def rows_of_samples(data: Tensor, batch_sizes: Tensor, order: Tensor, gradient: 
     return torch.where(over.view(*over.shape, *[1] * (data.dim() - 1)), padded[:1], padded)
 
 
-def _in_nest(value: Any, replace: Callable[[PackedSequence], PackedSequence]) -> Any:
+def map_packs(value: Any, replace: Callable[[PackedSequence], PackedSequence]) -> Any:
     """Return a nest of tuples, lists and dicts with every PackedSequence replaced."""
     if isinstance(value, PackedSequence):
         return replace(value)
     if type(value) in (tuple, list):
-        return type(value)(_in_nest(item, replace) for item in value)
-    return {key: _in_nest(item, replace) for key, item in value.items()} if type(value) is dict else value
+        return type(value)(map_packs(item, replace) for item in value)
+    return {key: map_packs(item, replace) for key, item in value.items()} if type(value) is dict else value
 
 
 def with_indices(value: Any, made: dict[int, Tensor]) -> Any:
@@ -183,7 +183,7 @@ def with_indices(value: Any, made: dict[int, Tensor]) -> Any:
         made.update({id(indices): indices for indices in new})
         return PackedSequence(data, batch_sizes, order, new[-1] if unsorted is None else unsorted)
 
-    return _in_nest(value, with_order)
+    return map_packs(value, with_order)
 
 
 def as_pytorch_packs(value: Any, made: dict[int, Tensor]) -> Any:
@@ -193,4 +193,4 @@ def as_pytorch_packs(value: Any, made: dict[int, Tensor]) -> Any:
         data, batch_sizes, *indices = packed
         return PackedSequence(data, batch_sizes, *(None if id(one) in made else one for one in indices))
 
-    return _in_nest(value, without_made)
+    return map_packs(value, without_made)

@@ -1,0 +1,54 @@
+"""What a call of a model may change, put back at the end of a context."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxgrad.host.tensors import set_versions, version
+
+
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """Return the GPUs of a model's parameters."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return sorted(devices, key=str)
+
+
+@contextmanager
+def random_numbers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the random states of Python, of the CPU and of the model's GPUs."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices(model)):
+            yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
+def modules_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules, training flags among them, and the values of buffers."""
+    modules = [vars(module) for module in model.modules()]
+    attributes = [(one, dict(one)) for own in modules for one in (own, *own.values()) if type(one) is dict]
+    buffers = [(buffer, buffer.detach().clone(), version(buffer)) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for one, before in attributes:
+            _put_back(one, before)
+        for buffer, value, count in buffers:
+            if version(buffer) != count:
+                buffer.detach().copy_(value)
+                set_versions((buffer,), (count,))
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    same = attributes.keys() == before.keys() and all(attributes[name] is value for name, value in before.items())
+    if not same:
+        attributes.clear()
+        attributes.update(before)

@@ -1,0 +1,188 @@
+"""`fxgrad.warm_up`: compile a transformed model before its first step.
+
+A call compiles the model as a step would. In the place of the check of the first batch, the compiled graph runs forward
+and backward on copies of its inputs (`Step`). The call ends there, before the model's own forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+from fxgrad.api import engine_of
+from fxgrad.engine import Engine
+from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.first_batch.check import FirstBatch
+from fxgrad.first_batch.step import Step
+from fxgrad.kernels.recurrent.packed import map_packs, with_indices
+from fxgrad.samples.batch import SHARED, map_tensors
+from fxgrad.tracing import settled_batch
+from fxgrad.untouched import modules_kept, random_numbers_kept
+
+MODES = ("train", "eval")
+
+
+def warm_up(
+    model: nn.Module, *args: Any, batch_sizes: Sequence[int] | None = None, modes: Sequence[str] = MODES, **kwargs: Any
+) -> None:
+    """Compile forward and backward of a transformed model for ``model(*args, **kwargs)``, before the first step.
+
+    A step at a size and in a mode that were warmed up compiles nothing. warm_up runs each compiled graph once, forward
+    and backward, on copies of the inputs and buffers. Parameters, ``p.grad``, results, buffers, modes and random states
+    stay as they are. Dynamo traces the model's Python code and the user's hooks; neither runs. No loss is needed: the
+    compiled backward is the same for every loss.
+
+    One graph serves all batches of two or more samples, and one serves batches of one. An empty batch needs none. The
+    cost model uses the sizes of the first batch that is compiled, so pass one of the usual size.
+
+    A graph also depends on the inputs' other sizes and dtypes, on frozen parameters and on autocast. Call warm_up for
+    each case that occurs, under the same autocast as the step.
+
+    Args:
+        model: what `transform` returned.
+        args: an example batch, as the model takes it.
+        batch_sizes: the numbers of samples. For each, the example is cut or its samples are repeated; inputs that all
+            samples share stay as they are. None: the example's own size, and one where the model's options allow it.
+        modes: "train", "eval" or both. If the model is in that mode already, its modules keep their own flags, such as
+            a batch norm in eval mode. For the other mode, warm_up calls ``model.train()`` or ``model.eval()``.
+        kwargs: more of the example batch, as the model takes it.
+
+    Raises:
+        FxgradError: any error of the model's first call, such as `MixedSamples`.
+        OptionError: the model is not transformed, or has graph breaks (fullgraph=False); a size or a mode is unknown.
+        BatchSizeError: the example batch is empty.
+        Exception: any error of the model itself.
+
+    >>> model = transform(nn.Linear(3, 2), backend="eager")
+    >>> warm_up(model, torch.randn(8, 3))
+    >>> hasattr(model.weight, "grad_sample")
+    False
+    """
+    engine = _engine(model)
+    modes = _checked(batch_sizes, [modes] if isinstance(modes, str) else modes)
+    if engine.weighted is not None:  # every step has weights, which are ones by default
+        kwargs.pop("sample_weight", None)
+    if not any(p.requires_grad for p in model.parameters()):
+        return  # runs as it is
+    with _as_before(engine):
+        for mode in modes:
+            with modules_kept(model):
+                if model.training != (mode == "train"):  # otherwise its modules may have modes of their own
+                    model.train(mode == "train")
+                _compile(engine, batch_sizes, args, kwargs)
+
+
+def _engine(model: Any) -> Engine:
+    engine = engine_of(model)
+    if engine is None:
+        raise OptionError(
+            f"warm_up takes a transformed model, not {type(model).__name__}",
+            advice="Pass what fxgrad.transform returned, before it is wrapped.",
+        )
+    if not engine.options.fullgraph:
+        raise OptionError(
+            "warm_up needs the whole model as one graph: what is behind a graph break is compiled in a step only",
+            advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
+        )
+    return engine
+
+
+def _checked(sizes: Sequence[int] | None, modes: Sequence[str]) -> Sequence[str]:
+    """Return the modes, after a look at them and at the sizes."""
+    for size in sizes or ():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise OptionError(f"batch_sizes has numbers of samples, not {size!r}", advice="Pass ints, such as (32, 1).")
+    for mode in modes:
+        if mode not in MODES:
+            raise OptionError(f"modes holds 'train' and 'eval', not {mode!r}", advice="Pass one of them, or both.")
+    return modes
+
+
+class _Warm(BaseException):
+    """Raised in the place of the user's forward, once all is compiled; no ``except Exception`` may stop it."""
+
+
+class _Warming(FirstBatch):
+    """A step of the compiled graph in the place of the check of the first batch; the backward compiles in it."""
+
+    def due(self, size: int, parameters: Mapping[str, Tensor]) -> bool:
+        return True
+
+    def check(
+        self, graph: Any, args: Sequence[Any], parameters: Mapping[str, Tensor], weights: Sequence[Tensor]
+    ) -> NoReturn:
+        step = Step(graph, args, self.quantities, parameters, weights)
+        step.results(step.inputs())
+        raise _Warm
+
+
+@contextlib.contextmanager
+def _as_before(engine: Engine) -> Iterator[None]:
+    """Let calls end where they are compiled, whatever results are set; restore the engine behind them."""
+    store, guard = engine.store, engine.store.guard
+    policy, first_batch, released = store.policy, engine.first_batch, guard is not None and not guard.ids
+    store.policy, engine.first_batch = "overwrite", _Warming(engine.options.quantities)
+    try:
+        with random_numbers_kept(engine.model), torch.enable_grad():
+            yield
+    finally:
+        store.policy, engine.first_batch = policy, first_batch
+        if guard is not None and released:
+            guard.release()
+
+
+def _compile(engine: Engine, sizes: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compile for each size what the model's mode needs."""
+    batch = settled_batch(engine, *with_indices((args, kwargs), {}))
+    if not batch.size:
+        raise BatchSizeError("warm_up needs samples: the batch is empty", advice="Pass a batch of one or more.")
+    for size in _default_sizes(engine, batch.size) if sizes is None else sizes:
+        if size:
+            args_of_size, kwargs_of_size = _resized((args, kwargs), batch.dims, batch.size, size)
+            with contextlib.suppress(_Warm):
+                engine.call("__call__", args_of_size, kwargs_of_size)
+
+
+def _default_sizes(engine: Engine, size: int) -> list[int]:
+    """Return the example's size, and one if the model takes single samples."""
+    grouped = any(quantity.group_size > 1 for quantity in engine.options.quantities)
+    fixed = engine.roles["__call__"].batch_size is not None
+    return [size] if size == 1 or grouped or fixed else [size, 1]
+
+
+def _resized(nest: Any, dims: Mapping[int, int], old: int, new: int) -> Any:
+    """Return a nest of inputs with its samples cut or repeated; what is passed twice stays one tensor."""
+    made: dict[int, Tensor] = {}
+
+    def packed(value: PackedSequence) -> PackedSequence:
+        with torch.no_grad():
+            samples = unpack_sequence(value)
+            chosen = [samples[i % old] for i in range(new)]
+            if value.sorted_indices is None:
+                chosen.sort(key=len, reverse=True)
+            result = pack_sequence(chosen, enforce_sorted=value.sorted_indices is None)
+        result.data.requires_grad_(value.data.requires_grad)
+        return result
+
+    def tensor(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = _repeated(x, dims.get(id(x), SHARED), new)
+        return made[id(x)]
+
+    return nest if old == new else map_tensors(map_packs(nest, packed), tensor)
+
+
+def _repeated(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return x with so many samples on a dimension, in the order of dimensions in memory that x has."""
+    if dim < 0:
+        return x
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
+    places = torch.arange(size, device=x.device) % x.shape[dim]
+    rows = x.detach().permute(order).index_select(order.index(dim), places)
+    return rows.permute([order.index(d) for d in range(x.dim())]).requires_grad_(x.requires_grad)
