@@ -20,6 +20,7 @@ from fxgrad.compile.inductor import inner_compiler
 from fxgrad.compile.interface import Interface, Uniform, interface_of, output_roles, outputs_of, writes_of
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, ONE, SINGLE, passes_of, run_passes
+from fxgrad.compile.warm_start import warm_start
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.graph.context import Context
@@ -54,8 +55,9 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
             _rehearse(gm, ctx, captured.batch_size, options, room)
     room.check(captured.batch_size)
     interface = interface_of(captured, gm)
-    with _outputs_kept(gm):
-        compiled = inner(gm, _inner_inputs(captured, options))
+    inputs = _inner_inputs(captured, options)
+    with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
+        compiled = inner(gm, inputs)
     keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this

@@ -28,8 +28,7 @@ from fxgrad.kernels.compiled import ask_about_vectors
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own entry point; on CPU another thread asks about vectors while the model is traced."""
-    inductor.import_compiler()
-    _keep_renames()
+    prepare()
     if not any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples):
         return inductor.compile_fx(gm, examples, **kwargs)
     vectors = ask_about_vectors()
@@ -42,8 +41,9 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
 
 
 @functools.lru_cache(maxsize=1)
-def _keep_renames() -> None:
-    """See Note [Lost renames]."""
+def prepare() -> None:
+    """Import Inductor and mend it, before a graph's own tag is set: see Note [Lost renames]."""
+    inductor.import_compiler()
     if at_least("2.14"):
         return
     torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag} renames kept"

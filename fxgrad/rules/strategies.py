@@ -154,14 +154,22 @@ class Generic(Strategy):
 
     name = "generic"
 
+    def enter(self, values: Sequence[Any]) -> None:
+        """Enter the programs that a compiled graph looks up for such values, in each dtype of gradients."""
+        for use in (self.use, self.use.widened()):
+            self._program(use, values).enter()
+
     def contributions(self, use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contributions:
+        program = self._program(use, values)
+        return list(zip(use.wrt, program.vjp(values, list(use.wrt), grads), strict=True))
+
+    def _program(self, use: Use, values: Sequence[Any]) -> SampleProgram:
         operands = list(enumerate(zip(values, use.layouts, strict=True)))
         batched = tuple(i for i, (value, layout) in operands if layout is not None and value is not None)
         shared = tuple(i for i, (value, _) in operands if isinstance(value, Tensor) and i not in batched)
         numbers = tuple(i for i, _ in operands if i not in (*batched, *shared))
         own_vjp = use.own_vjp if isinstance(use.target, UserFunction) else None
-        program = SampleProgram(use.key(), use.outputs, batched, shared, numbers, own_vjp)
-        return list(zip(use.wrt, program.vjp(values, list(use.wrt), grads), strict=True))
+        return SampleProgram(use.key(), use.outputs, batched, shared, numbers, own_vjp)
 
 
 @dataclass(frozen=True)
