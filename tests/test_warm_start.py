@@ -6,13 +6,17 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fxgrad.compile import warm_start
+from fxgrad.compile.code_text import Unreadable
 from fxgrad.host.versions import at_least
 from tests.key_changes import CHANGES, SAME, UNREADABLE, Step
 from tests.warm_steps import STEPS
@@ -37,8 +41,8 @@ def test_the_same_step_has_the_same_key() -> None:
         assert Step().key() is None
         return
     assert Step().key() == key("nothing")
-    for name, step in SAME.items():
-        assert step.key() == key("nothing"), name
+    for name, (other, step) in SAME.items():
+        assert step.key() == key(other), name
 
 
 @pytest.mark.parametrize("name", [name for name in CHANGES if name != "nothing"])
@@ -57,6 +61,33 @@ def test_what_has_no_text_is_not_stored(name: str, caplog: pytest.LogCaptureFixt
         (record,) = caplog.records
         assert re.search(sentence, record.getMessage()), record.getMessage()
         assert record.getMessage().startswith("AOTAutograd's cache does not store this graph: ")
+
+
+def test_a_key_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: Any) -> str:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(warm_start, "key_of", fails)
+    with caplog.at_level(logging.INFO, "fxgrad"):
+        assert Step().key() is None
+    if at_least("2.13"):
+        assert caplog.messages == ["AOTAutograd's cache does not store this graph: TypeError: no such thing"]
+
+
+def test_the_hash_of_the_source_covers_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes stand behind a link; a file that changed since the process began has no hash."""
+    shutil.copytree(ROOT / "fxgrad", tmp_path / "fxgrad", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(warm_start, "_STARTED", time.time() + 60)
+    hash_of = warm_start.hash_of_source.__wrapped__
+    hashes = [hash_of(tmp_path / "fxgrad")]
+    for file in ("passes/attach_taps.py", "kernels/common.cpp", "errors.py"):
+        with open(tmp_path / "fxgrad" / file, "a") as stream:
+            stream.write("\n")
+        hashes.append(hash_of(tmp_path / "fxgrad"))
+    assert len(set(hashes)) == 4 and hashes[0] == hash_of(ROOT / "fxgrad")
+    monkeypatch.setattr(warm_start, "_STARTED", time.time() - 60)
+    with pytest.raises(Unreadable, match="has changed since this process began"):
+        hash_of(tmp_path / "fxgrad")
 
 
 def run(cache: Path, *options: str, **environment: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fxgrad.compile.code_text import Unreadable, imported_name, text_of_builtin,
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
+from fxgrad.quantities import GradDot
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -80,8 +81,10 @@ class Texts:
             self._open.pop()
 
     def _of_object(self, value: Any) -> str:
+        if isinstance(value, FakeTensor):
+            return self.of_metadata(value)
         if isinstance(value, Tensor):
-            return self.of_tensor(value)
+            raise Unreadable("a tensor, whose numbers may change")
         if isinstance(value, fx.GraphModule):
             return self.of_graph(value)
         if isinstance(value, type):
@@ -107,6 +110,8 @@ class Texts:
             return f"{self.of(kind)}({self._all(tuple(value))})"
         computed = {name for base in kind.__mro__ for name, one in vars(base).items() if type(one) is cached_property}
         own = {name: one for name, one in vars(value).items() if name not in computed}
+        if kind is GradDot:  # each call gets its tensors as inputs
+            own["vectors"] = {name: self.of_metadata(vector) for name, vector in value.vectors.items()}
         return f"{self.of(kind)} {', '.join(f'{name}={self.of(one)}' for name, one in sorted(own.items()))}"
 
     def _named(self, value: Any) -> str:
@@ -119,19 +124,22 @@ class Texts:
             raise Unreadable(f"the module {value.__name__}")
         return f"module {name}"
 
-    def of_tensor(self, value: Tensor) -> str:
-        """Return a tensor's metadata; of a constant the numbers, too."""
+    def of_metadata(self, value: Tensor) -> str:
+        """Return a tensor's text without its numbers."""
         if type(value).__module__.split(".")[0] != "torch" or value.layout != torch.strided:
             raise Unreadable(f"a tensor of the type {type(value).__name__}")
         metadata = (tuple(value.shape), value.stride(), value.storage_offset())
         flags = (value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference())
-        words = f"{type(value).__name__} {self.of(metadata)} {value.dtype} {value.device} {flags}"
-        if isinstance(value, FakeTensor):
-            return words
+        return f"{type(value).__name__} {self.of(metadata)} {value.dtype} {value.device} {flags}"
+
+    def of_constant(self, value: Any) -> str:
+        """Return the text of a graph's attribute; of a tensor with its numbers, and otherwise as of any value."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return self.of(value)
         if value.numel() > _LARGEST:
             raise Unreadable(f"a constant tensor of {value.numel()} elements")
         numbers = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-        return f"{words} {hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}"
+        return f"{self.of_metadata(value)} {hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}"
 
     def of_graph(self, gm: fx.GraphModule) -> str:
         """Return all nodes of a graph, with their targets by value."""
@@ -142,7 +150,7 @@ class Texts:
         if node.op == "call_module":
             raise Unreadable(f"a call of the module {target}")
         if node.op == "get_attr":
-            target = f"{target} = {self.of(_attribute(node))}"
+            target = f"{target} = {self.of_constant(_attribute(node))}"
         facts = {name: fact for name, fact in sorted(node.meta.items()) if name not in _IGNORED}
         return f"{node.name} {node.op} {target} {self.of(node.args)} {self.of(node.kwargs)} {self.of(facts)}"
 

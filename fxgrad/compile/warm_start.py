@@ -69,9 +69,12 @@ def warm_start(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Inner) 
 def _key_or_none(gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
     try:
         return key_of(gm, inputs)
-    except Unreadable as reason:
-        log.info("AOTAutograd's cache does not store this graph: %s", reason)
-        return None
+    except Unreadable as error:
+        reason = str(error)
+    except Exception as error:  # a value that cannot be read is no reason not to compile
+        reason = f"{type(error).__name__}: {error}"
+    log.info("AOTAutograd's cache does not store this graph: %s", reason)
+    return None
 
 
 @contextlib.contextmanager
