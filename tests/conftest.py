@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 
 from fxgrad.costs import machines
@@ -39,6 +40,16 @@ def _exact_float32() -> None:
 def _reference_machine() -> Iterator[None]:
     """What is compiled does not depend on how fast a machine happens to be; processes that tests start inherit it."""
     with mock.patch.dict(os.environ, {machines.VARIABLE: "reference"}):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_warm_starts() -> Iterator[None]:
+    """A test that patches fxgrad neither finds what another process compiled, nor leaves anything for one."""
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}),
+    ):
         yield
 
 

@@ -21,6 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxgrad.host.versions import at_least
+from fxgrad.samples.symbols import Symbols
 from tests.private_names import defined, files, is_private, known_attributes, private_names
 
 ROOT = Path(__file__).parents[1]
@@ -429,6 +431,59 @@ def _(host: Any) -> None:
     graph = make_fx(double)(torch.ones(2)).graph
     tags = [node.meta.get("partitioner_tag") for node in graph.nodes if node.op == "call_function"]
     assert tags == ["must_be_in_backward"]
+
+
+# caching
+
+
+@check("caching.count_as_known", "caching.found_as")
+def _(host: Any) -> None:
+    from torch._functorch._aot_autograd import autograd_cache
+    from torch.fx.graph_module import _format_import_statement
+    from torch.package.importer import sys_importer
+
+    from fxgrad.ops.user_functions import UserFunction
+    from fxgrad.runtime.targets import SingleTarget
+
+    if not at_least("2.13"):
+        return
+    target, graph = SingleTarget(0), torch.fx.Graph()
+    node = graph.call_function(target, (graph.placeholder("x"),))
+    with pytest.raises(autograd_cache.BypassAOTAutogradCache):
+        autograd_cache.check_node_safe(node)
+    host.count_as_known(node, "a key")
+    autograd_cache.check_node_safe(node)
+    with host.found_as(target, "of_x"):
+        assert _format_import_statement("tap", target, sys_importer).endswith(f"{target.__module__} import of_x as tap")
+    assert target.__qualname__ == "single" and not hasattr(importlib.import_module(target.__module__), "of_x")
+    function = UserFunction(torch.fx.GraphModule({}, graph), torch.fx.GraphModule({}, graph), {})
+    with host.found_as(function, "of_y"):
+        assert sys_importer.get_name(function) == (function.__module__, "of_y")
+    assert "__qualname__" not in vars(function)
+
+
+@check("caching.around_the_trace")
+def _(host: Any) -> None:
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        pass
+
+    graphs = [torch.fx.symbolic_trace(lambda x: x + 1)] * 2
+    with torch.device("cpu"):
+        assert host.around_the_trace() == []
+    with Mode():
+        assert host.around_the_trace() == ["the mode Mode"]
+    with torch.autograd.graph.saved_tensors_hooks(*graphs):
+        assert host.around_the_trace() == ["saved_tensors_hooks that are graphs"]
+
+
+@check("caching.ranges_and_guards")
+def _(host: Any) -> None:
+    symbols = Symbols()
+    size = symbols.new("T", 5)
+    before = host.ranges_and_guards([3, size])
+    assert "[2, int_oo]" in before[0] and host.ranges_and_guards([3]) == []
+    assert bool(size > 4)
+    assert len(host.ranges_and_guards([3, size])) == len(before) + 1
 
 
 # fake

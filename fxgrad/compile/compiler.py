@@ -21,6 +21,7 @@ from fxgrad.compile.inductor import inner_compiler
 from fxgrad.compile.interface import Interface, Uniform, input_writes, interface_of, output_roles, outputs_of
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, passes_of, run_passes
+from fxgrad.compile.warm_start import warm_start
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout
 from fxgrad.graph.context import Context
@@ -57,8 +58,9 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     interface = interface_of(captured, gm, run_passes(captured.gm, ctx, NAMES) if captured.single else None)
     taps = sum(isinstance(node.target, TAPS) for node in gm.graph.nodes)
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
-    with _outputs_kept(gm):
-        compiled = inner(gm, _inner_inputs(captured, options))
+    inputs = _inner_inputs(captured, options)
+    with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
+        compiled = inner(gm, inputs)
     stage(f"the backend {getattr(options.backend, '__name__', options.backend)} finished")
     keep_memory()
     if isinstance(options.backend, str):

@@ -29,8 +29,7 @@ from fxgrad.kernels.compiled import ask_about_vectors
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own entry point; on CPU another thread asks about vectors while the model is traced."""
-    _import_inductor()
-    _keep_renames()
+    prepare()
     on_cpu = any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples)
     vectors = ask_about_vectors() if on_cpu else None
 
@@ -44,14 +43,10 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
 
 
 @functools.lru_cache(maxsize=1)
-def _import_inductor() -> None:
+def prepare() -> None:
+    """Import Inductor and mend it, before a graph's own tag is set: see Note [Lost renames]."""
     inductor.import_compiler()
     progress.stage("imported Inductor")
-
-
-@functools.lru_cache(maxsize=1)
-def _keep_renames() -> None:
-    """See Note [Lost renames]."""
     if at_least("2.14"):
         return
     torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag} renames kept"

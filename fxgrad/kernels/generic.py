@@ -50,9 +50,13 @@ class SampleProgram:
         at: dict[int, Any] = dict(zip(positions, (*batched, *shared, *numbers), strict=True))
         return [at[i].item() if i in self.scalars else at[i] for i in range(len(at))]
 
+    def enter(self) -> None:
+        """Let the operator find this program, also when it runs in a graph that PyTorch's caches kept."""
+        _PROGRAMS[self.key] = self
+
     def vjp(self, values: Values, wrt: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         """Differentiate every sample's call by ``values[i], i in wrt``, through the operator."""
-        _PROGRAMS[self.key] = self
+        self.enter()
         batched, shared, numbers = ([values[i] for i in at] for at in (self.batched, self.shared, self.numbers))
         by = [self.shared.index(i) for i in wrt]
         rows = [g.contiguous() for g in grads]

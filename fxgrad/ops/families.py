@@ -168,6 +168,11 @@ def register_family(op: Any, family: Family) -> None:
     family_of.cache_clear()
 
 
+def registered() -> dict[str, Family]:
+    """Return what users said of ops of their own."""
+    return dict(_REGISTERED)
+
+
 def _tagged_pointwise(op: str) -> bool:
     """Return whether ATen itself tags every overload of the op on tensors as pointwise."""
     packet = getattr(torch.ops.aten, op, None)

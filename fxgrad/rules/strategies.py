@@ -154,16 +154,25 @@ class Generic(Strategy):
 
     name = "generic"
 
+    def enter(self, values: Sequence[Any]) -> None:
+        """Enter the programs that a compiled graph looks up for such values, in each dtype of gradients."""
+        for use in (self.use, self.use.widened()):
+            self._program(use, values).enter()
+
     def contributions(self, use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contributions:
+        program = self._program(use, values)
+        values = [_in_tensor(value) if i in program.scalars else value for i, value in enumerate(values)]
+        return list(zip(use.wrt, program.vjp(values, list(use.wrt), grads), strict=True))
+
+    def _program(self, use: Use, values: Sequence[Any]) -> SampleProgram:
         scalars = tuple(i for i, value in enumerate(values) if isinstance(value, float | bool | SymFloat | SymBool))
-        values = [_in_tensor(value) if i in scalars else value for i, value in enumerate(values)]
         operands = list(enumerate(zip(values, use.layouts, strict=True)))
         batched = tuple(i for i, (value, layout) in operands if layout is not None and value is not None)
-        shared = tuple(i for i, (value, _) in operands if isinstance(value, Tensor) and i not in batched)
+        is_tensor = [isinstance(value, Tensor) or i in scalars for i, value in enumerate(values)]
+        shared = tuple(i for i, _ in operands if is_tensor[i] and i not in batched)
         numbers = tuple(i for i, _ in operands if i not in (*batched, *shared))
         own_vjp = use.own_vjp if isinstance(use.target, UserFunction) else None
-        program = SampleProgram(use.key(), use.outputs, batched, shared, numbers, own_vjp, scalars)
-        return list(zip(use.wrt, program.vjp(values, list(use.wrt), grads), strict=True))
+        return SampleProgram(use.key(), use.outputs, batched, shared, numbers, own_vjp, scalars)
 
 
 def _in_tensor(number: Any) -> Tensor:

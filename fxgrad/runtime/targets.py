@@ -137,6 +137,7 @@ class _OfOp(Recorder, Generic[S]):
     """A target at an op that uses parameters, or functions of them: ``target(tape, n, .., handles.., operands..)``."""
 
     prefix: ClassVar[str] = "tap"
+    outputs: ClassVar[int] = 0  # how many outputs of an op with one a call takes
 
     def __init__(self, strategy: S, handles: int) -> None:
         op = re.sub("[^A-Za-z0-9_]+", "_", strategy.use.op.removeprefix("fxgrad::"))
@@ -144,9 +145,16 @@ class _OfOp(Recorder, Generic[S]):
         self.strategy: S = strategy
         self.handles = handles
 
+    def operands(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Return the op's operands among the arguments of a call: all behind tape, n, outputs and handles."""
+        outputs = len(self.strategy.use.several) or self.outputs
+        return args[2 + outputs + self.handles :]
+
 
 class TapTarget(_OfOp[Strategy]):
     """``tap_linear(tape, n, y, handles.., operands..)``: y; its backward hands y's gradient to the op's rule."""
+
+    outputs = 1
 
     def forward(self, tape: Tape, n: int, y: Tensor, *others: Any) -> Tensor:
         return y if self.strategy.use.inplace else y.clone()

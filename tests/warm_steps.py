@@ -1,0 +1,105 @@
+"""Steps of a few models in a process of its own: prints a hash of their results, and what AOTAutograd's cache did.
+
+``python -m tests.warm_steps`` with TORCHINDUCTOR_CACHE_DIR set. ``--save FILE`` writes the cache's artifacts to a file
+after the steps, and ``--load FILE`` reads them before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+
+import fxgrad
+
+
+class Norms(nn.Module):
+    """A function of parameters, and an op with the generic rule, whose program the compiled graph looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.last = nn.Parameter(torch.randn(8)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(x * torch.cumprod(self.w.sigmoid(), 0))
+
+
+class Clamped(torch.autograd.Function):
+    """A function of the user's, with a backward that is not its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g.clamp(-1, 1) * w, (2 * g * x).sum(0)
+
+
+class Functions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Any:
+        return Clamped.apply(x, self.w)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
+def halved(norms: Tensor) -> Tensor:
+    return 0.5 / (norms + 1)
+
+
+STEPS: list[tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], fxgrad.Quantity]]] = [
+    (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), (6, 8), lambda: fxgrad.ClippedGrad(1.0)),
+    (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), (6, 8), fxgrad.GradSample),
+    (lambda: nn.Sequential(nn.Linear(8, 3)), (1, 8), fxgrad.GradSample),
+    (Norms, (6, 8), lambda: fxgrad.ClippedGrad(1.0, weights=halved)),
+    (encoder, (4, 5, 8), fxgrad.NormSample),
+    (Functions, (6, 8), fxgrad.GradSample),
+]
+
+
+def step(make: Callable[[], nn.Module], shape: tuple[int, ...], quantity: fxgrad.Quantity) -> list[Tensor]:
+    """Return all that one backward delivers."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    transformed = fxgrad.transform(model, quantity=quantity)
+    transformed(x).square().sum().backward()
+    of_parameters = [getattr(p, name, None) for p in model.parameters() for name in ("grad", "grad_sample")]
+    result = None if isinstance(quantity, fxgrad.GradSample) else fxgrad.result(transformed, quantity)
+    of_model = result if isinstance(result, tuple) else [result]
+    return [value for value in (*of_parameters, *of_model) if isinstance(value, Tensor)]
+
+
+def main() -> None:
+    option, *file = sys.argv[1:] or [""]
+    if option == "--load":
+        with open(file[0], "rb") as stream:
+            torch.compiler.load_cache_artifacts(stream.read())
+    with config.patch(compile_threads=1):
+        results = [step(make, shape, quantity()) for make, shape, quantity in STEPS]
+    if option == "--save":
+        saved = torch.compiler.save_cache_artifacts()
+        assert saved is not None
+        with open(file[0], "wb") as stream:
+            stream.write(saved[0])
+    hashes = [hashlib.sha256(b"".join(one.numpy().tobytes() for one in of)).hexdigest() for of in results]
+    print(json.dumps({"results": hashes, **counters["aot_autograd"]}))
+
+
+if __name__ == "__main__":
+    main()
