@@ -55,7 +55,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     room.check(captured.batch_size)
     interface = interface_of(captured, gm)
     with _outputs_kept(gm):
-        compiled = inner(gm, _inner_inputs(captured, options))
+        compiled = inner(_bare(gm, captured), _inner_inputs(captured, options))
     keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
@@ -154,6 +154,18 @@ def _with_roles(outputs: Any, roles: Mapping[int, int]) -> Any:
     for i, role in roles.items():
         setattr(outputs[i], SAMPLE_DIM, role)
     return outputs
+
+
+def _bare(gm: fx.GraphModule, captured: Captured) -> fx.GraphModule:
+    """Return the graph without the detaching of parameters: the inner compiler gets them detached."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for i in captured.trainable.values():
+        for node in [user for user in inputs[i].users if user.target == "detach"]:
+            if gm.graph.output_node() not in node.users:
+                node.replace_all_uses_with(inputs[i])
+                gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
 
 
 def _inner_inputs(captured: Captured, options: Options) -> list[Any]:

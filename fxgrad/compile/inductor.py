@@ -24,19 +24,20 @@ from fxgrad.errors import OptionError
 from fxgrad.host import inductor
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors
+from fxgrad.kernels.fusible import opened
 
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own entry point; on CPU another thread asks about vectors while the model is traced."""
     inductor.import_compiler()
     _keep_renames()
-    if not any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples):
-        return inductor.compile_fx(gm, examples, **kwargs)
-    vectors = ask_about_vectors()
+    on_cpu = any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples)
+    vectors = ask_about_vectors() if on_cpu else None
 
-    def compile_traced(*args: Any, **kwargs: Any) -> Any:
-        vectors.result()
-        return inductor.compile_traced(*args, **kwargs)
+    def compile_traced(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if vectors is not None:
+            vectors.result()
+        return inductor.compile_traced(opened(gm), *args, **kwargs)
 
     return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
 
