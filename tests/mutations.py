@@ -129,8 +129,8 @@ MUTATIONS = [
     clipping("small gradients are scaled up", "(c / (norms + EPSILON)).clamp(max=1)", "c / (norms + EPSILON)"),
     clipping(
         "the norm, and no bound of it",
-        "root_sum_squares([both[name][1] for name in group] or [zero], wide)",
-        "root_sum_squares([both[name][0] for name in group] or [zero], wide)",
+        "norms, most = torch.stack(of_groups, 1)",
+        "norms = most = torch.stack(of_groups, 1)[0]",
         "tests/test_bound.py",
     ),
     clipping("a group's weights are another's", "rows[of[g.name]]", "rows[0]"),

@@ -1011,6 +1011,11 @@ def _(host: Any) -> None:
     assert len(seen) == 1
 
 
+@check("inductor.decompositions")
+def _(host: Any) -> None:
+    assert torch.ops.aten.native_layer_norm.default in host.decompositions()
+
+
 @check("inductor.aot_eager")
 def _(host: Any) -> None:
     x = torch.ones(3, requires_grad=True)

@@ -60,7 +60,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     inputs = _inner_inputs(captured, options)
     with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
-        compiled = inner(gm, inputs)
+        compiled = inner(_bare(gm, captured), inputs)
     stage(f"the backend {getattr(options.backend, '__name__', options.backend)} finished")
     keep_memory()
     if isinstance(options.backend, str):
@@ -155,6 +155,18 @@ def _with_roles(outputs: Any, roles: Mapping[int, int]) -> Any:
     for i, role in roles.items():
         setattr(outputs[i], SAMPLE_DIM, role)
     return outputs
+
+
+def _bare(gm: fx.GraphModule, captured: Captured) -> fx.GraphModule:
+    """Return the graph without the detaching of parameters: the inner compiler gets them detached."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for i in captured.trainable.values():
+        for node in [user for user in inputs[i].users if user.target == "detach"]:
+            if gm.graph.output_node() not in node.users:
+                node.replace_all_uses_with(inputs[i])
+                gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
 
 
 def _inner_inputs(captured: Captured, options: Options) -> list[Any]:

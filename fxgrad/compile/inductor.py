@@ -25,6 +25,7 @@ from fxgrad.errors import OptionError
 from fxgrad.host import inductor
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors
+from fxgrad.kernels.fusible import opened
 
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
@@ -33,11 +34,11 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
     on_cpu = any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples)
     vectors = ask_about_vectors() if on_cpu else None
 
-    def compile_traced(*args: Any, **kwargs: Any) -> Any:
+    def compile_traced(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         with progress.inductor(kwargs.get("is_backward", False)):
             if vectors is not None:
                 vectors.result()
-            return inductor.compile_traced(*args, **kwargs)
+            return inductor.compile_traced(opened(gm), *args, **kwargs)
 
     return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxgrad.costs.choices import Planner
 from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns
 from fxgrad.gradients.parts import merged, summed
-from fxgrad.kernels.norms import Norms, bounded
+from fxgrad.kernels.norms import bounded
 from fxgrad.kernels.precision import WIDE, accumulating, at_most
 from fxgrad.terms import Materialised, Part, Term
 from fxgrad.terms.tied import norms_of_tied
@@ -55,16 +55,14 @@ class SampleGrads:
     def _scaled(self, result: Tensor, times: int = 1) -> Tensor:
         return result if isinstance(self.scale, int | float) and self.scale == 1 else result * self.scale**times
 
-    def norms(self) -> Norms:
-        """``[n]`` each, in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
-        norms, bounds = self._norms()
-        return self._scaled(norms), self._scaled(bounds)
+    def norms(self) -> Tensor:
+        """``[2, n]``, in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
+        return self._scaled(self._norms())
 
-    def _norms(self) -> Norms:
+    def _norms(self) -> Tensor:
         parts = merged(self.parts)
         if not parts:
-            zeros = self.like.new_zeros(self.n, dtype=torch.float64)
-            return zeros, zeros
+            return self.like.new_zeros(2, self.n, dtype=torch.float64)
         if len(parts) == 1:
             return parts[0].norms(self._way)
         tied = norms_of_tied(parts, self._way)
@@ -88,7 +86,8 @@ class SampleGrads:
         c = self._scaled(at_most(c, self.accumulating))
         onednn = self.planner.machine.onednn_pays()
         for part in merged(self.parts):
-            sums = part.weighted(c, wide or not isometric, onednn).reshape(self.shape)
+            sums = part.weighted(c, wide or not isometric, onednn)
+            sums = sums if sums.shape == self.shape else sums.reshape(self.shape)
             total = sums if total is None else total + sums
         if total is None:
             return self.like.new_zeros(self.shape, dtype=dtype)

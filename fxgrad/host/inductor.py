@@ -72,6 +72,17 @@ def compile_traced(*args: Any, **kwargs: Any) -> Any:
     return inductor.compile_fx_inner(*args, **kwargs)
 
 
+def decompositions() -> Any:
+    """Return Inductor's table of decompositions, with which AOTAutograd traces for it.
+
+    Why: the ops inside of an operator are traced when AOTAutograd is done.
+    Without: nothing compiles; without the table, Inductor lacks lowerings of some ops.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
 def aot_eager() -> Callable[..., Any]:
     """Return the backend that traces with AOTAutograd and runs the graph as it is.
 

@@ -1,7 +1,7 @@
 """Norms of per-sample gradients, and a bound on what rounding may have hidden.
 
-What measures gradients returns norms in float64, and upper bounds that hold for the gradients in exact arithmetic:
-operators as ``[2, n]``, ops of a traced graph as a pair of ``[n]``, which a compiler does not have to join. A sum of
+What measures gradients returns norms in float64, and upper bounds that hold for the gradients in exact arithmetic, as
+one tensor ``[2, n]``: one node of a traced graph, which a compiler does not have to write to memory. A sum of
 m products in a dtype of unit roundoff u errs by at most γ(m) Σ|products|, whatever its order (Higham, Accuracy and
 Stability of Numerical Algorithms, section 3.1); kernels add blocks of at most `CHAIN` products, and then the blocks.
 Where float32 overflows or loses a sample to underflow, that sample is computed again in float64, scaled. On a GPU the
@@ -17,6 +17,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from fxgrad.kernels.fusible import fusible
 from fxgrad.kernels.precision import unit
 
 CHAIN = 512  # products that a kernel adds one after another, at most
@@ -24,7 +25,6 @@ BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in 
 BLOCK_ON_GPU = 1 << 28  # likewise, where a launch costs more than memory
 TINY = 1e-30  # norms below this may have lost digits to underflow on the way
 SMALL = 1e-12  # likewise, where squares are summed in float32
-Norms = tuple[Tensor, Tensor]  # and their bounds, [n] each
 
 
 def gamma(m: int, dtype: torch.dtype, blocks: int = 0) -> float:
@@ -38,6 +38,12 @@ def in_a_row(m: int, dtype: torch.dtype) -> float:
     return 1.01 * (m + 2) * unit(dtype)
 
 
+def norms_like(rows: Tensor, *others: object) -> Tensor:
+    """Memory for the norms of ``rows`` and their bounds, ``[2, n]``."""
+    return rows.new_empty((2, rows.shape[0]), dtype=torch.float64)
+
+
+@fusible(lambda rows: rows.new_empty(rows.shape[0], dtype=torch.float64))
 def frobenius(rows: Tensor) -> Tensor:
     """‖rows_n‖ in float64, ``[n]``: no finite value over- or underflows on the way."""
     rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
@@ -89,12 +95,22 @@ def as_vectors(rows: Tensor) -> Tensor:
     return rows.unsqueeze(-1).flatten(1)
 
 
+def joined(norms: Tensor, bounds: Tensor) -> Tensor:
+    """Return both as one tensor, ``[2, n]``, in the form that `fusible.opened` takes apart again."""
+    return torch.cat([norms.unsqueeze(0), bounds.unsqueeze(0)])
+
+
+@fusible(lambda norms, wide: norms[0].new_empty(norms[0].shape))
 def root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
-    """m tensors ``[n] -> [n]``: √Σ_m norms².
+    """m tensors of norms and bounds ``[2, n] -> [2, n]``: √Σ_m norms².
 
     ``wide``: of gradients in float64, scaled so that no finite result overflows. Of narrower types the squares fit into
     float64. They are added one by one: joined first, each would be written to memory in a loop of its own.
     """
+    return joined(*(_root_sum_squares([both[i] for both in norms], wide) for i in (0, 1)))
+
+
+def _root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
     if not wide:
         return reduce(torch.add, [norm.square() for norm in norms]).sqrt()
     scale = reduce(torch.maximum, norms)
@@ -112,15 +128,11 @@ def quickly_bounded(norms: Tensor, rounding: Tensor, dtype: torch.dtype) -> Tens
     return torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + rounding])
 
 
-def norms_like(rows: Tensor) -> Tensor:
-    """Memory for the norms of ``rows`` and their bounds, ``[2, n]``."""
-    return rows.new_empty((2, rows.shape[0]), dtype=torch.float64)
-
-
-def bounded(rows: Tensor, rounding: Tensor) -> Norms:
+@fusible(norms_like)
+def bounded(rows: Tensor, rounding: Tensor) -> Tensor:
     """Norms of gradients as they were computed, and bounds of what they were before rounding."""
     norms = frobenius(rows)
-    return norms, norms * (1 + 1e-12) + rounding
+    return joined(norms, norms * (1 + 1e-12) + rounding)
 
 
 def slices(g: Tensor, size: int) -> list[slice]:

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from fxgrad.kernels import gram_kernel, product_kernel
 from fxgrad.kernels.convolutions import CACHED
+from fxgrad.kernels.fusible import fusible
 from fxgrad.kernels.gram import gram_norms
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     SMALL,
-    Norms,
     again,
     by_blocks,
     frobenius,
     gamma,
     is_readable,
     is_wide,
+    joined,
     measured,
     norms_like,
     quick_frobenius,
@@ -34,6 +35,7 @@ from fxgrad.kernels.norms import (
 )
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import computable
+from fxgrad.kernels.sums import positions
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -48,13 +50,14 @@ def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius, dtype: torch.
     return 1.001 * gamma(k, dtype or g.dtype) * lengths.sum(1)
 
 
-def rank_one_norms(g: Tensor, x: Tensor) -> Norms:
-    """‖g_n ⊗ x_n‖ = ‖g_n‖ ‖x_n‖ of ``[n, o]`` and ``[n, i]``."""
+@fusible(norms_like)
+def rank_one_norms(g: Tensor, x: Tensor) -> Tensor:
+    """‖g_n ⊗ x_n‖ = ‖g_n‖ ‖x_n‖ of one position's g and x."""
     if any(is_wide(side) or side.is_complex() for side in (g, x)):
         norms = frobenius(g) * frobenius(x)
     else:
         norms = (sum_squares(g) * sum_squares(x)).sqrt()
-    return norms, norms * (1 + 1e-12)
+    return joined(norms, norms * (1 + 1e-12))
 
 
 def _fake_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
@@ -63,13 +66,13 @@ def _fake_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
 
 
 def _fake_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return g.new_empty(g.shape[0], g.shape[2], x.shape[2]), _fake_norms(g, x, False)
+    return g.new_empty(g.shape[0], g.shape[-1], x.shape[-1]), _fake_norms(g, x, False)
 
 
 @operator(_fake_norms, ANY_LAYOUT)
 def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
-    """``‖Σ_k g[n, k, o] x[n, k, i]‖`` and its bound."""
-    g, x = computable(g), computable(x)
+    """``‖Σ_k g[n, k.., o] x[n, k.., i]‖`` and its bound."""
+    g, x = computable(positions(g)), computable(positions(x))
     (_, k, o), i = g.shape, x.shape[2]
 
     if gram and gram_kernel.applies(g, x):
@@ -94,7 +97,8 @@ def _carefully(g: Tensor, x: Tensor) -> Tensor:
 
 @operator(_fake_rows, ANY_LAYOUT)
 def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ_k g[n, k, o] x[n, k, i]`` as ``[n, o, i]``, with the norms and bounds."""
+    """``Σ_k g[n, k.., o] x[n, k.., i]`` as ``[n, o, i]``, with the norms and bounds."""
+    g, x = positions(g), positions(x)
     (n, k, o), i = g.shape, x.shape[2]
     out = fresh(g, (n, o, i))
     if product_kernel.applies(g, x):

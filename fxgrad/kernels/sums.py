@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from fxgrad.kernels.fusible import fusible
+from fxgrad.kernels.norms import bounded, frobenius, norms_like
 from fxgrad.kernels.onednn import outer_products
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import accumulating
@@ -20,6 +23,13 @@ from fxgrad.kernels.sizes import hint
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 FEW_PRODUCTS = 8 << 20  # of a sum, up to which an operator's call costs more than a faster library gains
 FEW_FACTORS = 1 << 18  # elements of a side, up to which it costs more than one more copy of them
+
+
+def positions(factor: Tensor) -> Tensor:
+    """``[n, k.., features]`` with the positions as one dimension."""
+    if factor.dim() == 3:
+        return factor
+    return factor.unsqueeze(1) if factor.dim() == 2 else factor.flatten(1, -2)
 
 
 def nothing(c: Tensor) -> Tensor | None:
@@ -38,10 +48,10 @@ def weighted(rows: Tensor, c: Tensor, none: Tensor | None) -> Tensor:
     return without(rows, none) * c.view(-1, *[1] * (rows.dim() - 1))
 
 
-@operator(lambda g, x, c, onednn: g.new_empty(g.shape[2], x.shape[2]), ANY_LAYOUT)
+@operator(lambda g, x, c, onednn: g.new_empty(g.shape[-1], x.shape[-1]), ANY_LAYOUT)
 def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
-    """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``; the smaller of the two is multiplied."""
-    c = c.to(g.dtype)
+    """``Σ_nk c[n] g[n, k.., o] x[n, k.., i]`` as ``[o, i]``; the smaller of the two is multiplied."""
+    g, x, c = positions(g), positions(x), c.to(g.dtype)
     none = nothing(c)
     if g.shape[1] == 1:
         return outer_products(without(g.squeeze(1), none), without(x.squeeze(1), none), c, onednn)
@@ -68,6 +78,7 @@ def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbe
     return grad.contiguous()
 
 
+@fusible(lambda rows, c: rows.new_empty(rows.shape[1:], dtype=accumulating(rows.dtype)))
 def small_sum(rows: Tensor, c: Tensor) -> Tensor:
     """``Σ_n c[n] rows[n]`` of small rows, as ops that fuse with others."""
     kind = accumulating(rows.dtype)
@@ -75,8 +86,10 @@ def small_sum(rows: Tensor, c: Tensor) -> Tensor:
     return torch.where(c == 0, 0, rows.to(kind) * c).sum(0)
 
 
+@fusible(lambda g, x, c: g.new_empty(g.shape[-1], x.shape[-1]))
 def small_product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
-    """``Σ_nk c[n] g[n, k, o] x[n, k, i]`` as ``[o, i]``, of few products, likewise."""
+    """``Σ_nk c[n] g[n, k.., o] x[n, k.., i]`` as ``[o, i]``, of few products, likewise."""
+    g, x = positions(g), positions(x)
     c = c.to(g.dtype).view(-1, 1, 1)
     return torch.where(c == 0, 0, g * c).flatten(0, 1).t() @ torch.where(c == 0, 0, x).flatten(0, 1)
 
@@ -96,9 +109,28 @@ def dense_sum(rows: Tensor, c: Tensor) -> Tensor:
     return (c @ without(rows, nothing(c)).unsqueeze(-1).flatten(1).to(kind)).view(rows.shape[1:])
 
 
+@fusible(lambda ids, g, c, classes, padding_idx: g.new_empty(classes, g.shape[2]))
 def small_table_sum(ids: Tensor, g: Tensor, c: Tensor, classes: int, padding_idx: int) -> Tensor:
     """``Σ_nk c[n] onehot(ids[n, k]) ⊗ g[n, k, d]`` as ``[classes, d]``, as ops that fuse with others."""
     zero = (c == 0).view(-1, 1, 1)
     g = torch.where(zero, 0, g) * c.to(g.dtype).view(-1, 1, 1)
     out: Tensor = torch.ops.aten.embedding_dense_backward(g, ids, classes, padding_idx, False)
     return out
+
+
+def entry_sums(values: Sequence[Tensor], equation: str) -> Tensor:
+    """Return the products of tensors of one rank, entry by entry, summed as the einsum of one operand says."""
+    return torch.einsum(equation, reduce(torch.mul, values))
+
+
+def _fake_measured_sums(values: Sequence[Tensor], equation: str, relative: float) -> tuple[Tensor, Tensor]:
+    rows = torch.einsum(equation, values[0])
+    dtype = reduce(torch.promote_types, (value.dtype for value in values))
+    return rows.new_empty(rows.shape, dtype=dtype), norms_like(rows)
+
+
+@fusible(_fake_measured_sums)
+def measured_sums(values: Sequence[Tensor], equation: str, relative: float) -> tuple[Tensor, Tensor]:
+    """`entry_sums`, which may be off by ``relative`` of the sum of absolute values; with norms and bounds."""
+    rows = entry_sums(values, equation).contiguous()
+    return rows, bounded(rows, relative * frobenius(entry_sums([value.abs() for value in values], equation)))

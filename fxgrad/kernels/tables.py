@@ -59,7 +59,7 @@ def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[
     norms, doubtful = _measured(sums, g.dtype)
     if bool(doubtful.any()):  # the bounds have to hold for these rows, as they were rounded
         off = rounding_of_rows(ids[doubtful].long(), g[doubtful], classes, padding_idx)
-        norms[:, doubtful] = torch.stack(bounded(out[doubtful], off))
+        norms[:, doubtful] = bounded(out[doubtful], off)
     return out, norms
 
 

@@ -170,10 +170,10 @@ class ClippedGrad(Quantity):
         groups = self._groups(names)
         dtype = grads[0].accumulating
         both = {g.name: g.norms() for g in grads}
-        zero = grads[0].like.new_zeros(n, dtype=torch.float64)  # the norms of a frozen group
+        zero = grads[0].like.new_zeros(2, n, dtype=torch.float64)  # the norms of a frozen group
         wide = any(is_wide(g.dtype) for g in grads)
-        norms = torch.stack([root_sum_squares([both[name][0] for name in group] or [zero], wide) for group in groups])
-        most = torch.stack([root_sum_squares([both[name][1] for name in group] or [zero], wide) for group in groups])
+        of_groups = [root_sum_squares([both[name] for name in group] or [zero], wide) for group in groups]
+        norms, most = torch.stack(of_groups, 1)
         finite = (norms < math.inf).all(0) if len(groups) > 1 else norms[0] < math.inf  # False for NaN, too
         pairs = zip(most, self._bounds(groups), strict=True)
         weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])

@@ -80,9 +80,9 @@ class NormSample(Quantity):
         return [*of_parameters, of_model((n,), parameters)]
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
-        norms = [g.norms()[0] for g in grads]
-        total = root_sum_squares(norms, any(is_wide(g.dtype) for g in grads))
-        of_parameters = [norm.to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
+        norms = [g.norms() for g in grads]
+        total = root_sum_squares(norms, any(is_wide(g.dtype) for g in grads))[0]
+        of_parameters = [norm[0].to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
         return [*of_parameters, total.to(grads[0].accumulating)]
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fxgrad.costs.choices import Planner
 from fxgrad.gradients.parts import summed
 from fxgrad.gradients.sample_grads import SampleGrads
-from fxgrad.kernels.norms import Norms, as_vectors, bounded, frobenius
+from fxgrad.kernels.norms import as_vectors, bounded, frobenius
 from fxgrad.kernels.precision import accumulating
 from fxgrad.ops.user_functions import UserFunction
 from fxgrad.rules.strategies import Contributions, Strategy, matched
@@ -88,7 +88,7 @@ class Virtual(Part):
     def own_shape(self) -> tuple[int, ...]:
         return tuple(self.dense().shape[1:])
 
-    def norms(self, way: ChooseWay) -> Norms:
+    def norms(self, way: ChooseWay) -> Tensor:
         if self.isometric:
             return self.of.grads.norms()
         rows = self.dense(True)

@@ -169,7 +169,7 @@ class TapTarget(_OfOp[Strategy]):
         (g,), (n, *values) = grads, kept
         if g is not None:
             values = self.strategy.at_hand(values, g)
-            tape.record(self.strategy, tape.scaled(g.detach(), n), values, n)
+            tape.record(self.strategy, tape.scaled(g.detach() if g.requires_grad else g, n), values, n)
         return [None, g]
 
 

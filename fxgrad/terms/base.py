@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.factors import Factor, Patches
-from fxgrad.kernels.norms import Norms, bounded
+from fxgrad.kernels.norms import bounded
 from fxgrad.kernels.precision import FULL, WIDE, at_most, cast, unit
 from fxgrad.kernels.sums import summed_rows
 from fxgrad.ops.equation import Equation
@@ -127,24 +127,25 @@ class Term(Part):
 
     def _measured(self, rows: Tensor, measured: Tensor) -> Materialised:
         """Return what an operator multiplied out, and looked at while it was in the cache."""
-        return Materialised(self._shaped(rows), measured[1] - measured[0], measured)
+        return Materialised(self._shaped(rows), measured=measured)
 
     def _in_wide_numbers(self, made: float = 0) -> Materialised:
         """Compilers add many numbers up one after another; in float64 that is as good as exact."""
         wide, narrow = self.cast(WIDE), self.dtype()
         rows = wide.dense()
-        norms, bounds = bounded(rows, wide.rounding(made))
-        return Materialised(rows.to(narrow), bounds - norms + unit(narrow) * norms, torch.stack([norms, bounds]))
+        measured = bounded(rows, wide.rounding(made))
+        norms, bounds = measured
+        return Materialised(rows.to(narrow), bounds - norms + unit(narrow) * norms, measured)
 
     # What quantities make of them.
 
     # Complex ones are multiplied out for everything but their own shape, merging and grouping; others have ways of
     # their kind's own.
 
-    def norms(self, way: ChooseWay) -> Norms:
+    def norms(self, way: ChooseWay) -> Tensor:
         return super().norms(way) if self.is_complex else self._norms(way)
 
-    def _norms(self, way: ChooseWay) -> Norms:
+    def _norms(self, way: ChooseWay) -> Tensor:
         return super().norms(way)
 
     def weighted(self, c: Tensor, wide: bool, onednn: bool) -> Tensor:

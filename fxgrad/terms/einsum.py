@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import sympy
@@ -20,6 +19,7 @@ from torch import Tensor
 from fxgrad.kernels.factors import Factor
 from fxgrad.kernels.norms import CHAIN, frobenius, in_a_row
 from fxgrad.kernels.precision import unit
+from fxgrad.kernels.sums import entry_sums, measured_sums
 from fxgrad.ops.equation import SAMPLE, Equation, Subscripts
 from fxgrad.samples.symbols import elements, expression
 from fxgrad.terms.base import Term, is_one
@@ -44,7 +44,7 @@ class Einsum(Term):
             return out.clone(memory_format=torch.contiguous_format) if equation.has_shared_operand else out
         if self._sums_one_position():
             return tensors[0].squeeze(1)  # nothing is added up
-        return torch.einsum(f"{equation.inputs[0]}->{equation.output}", reduce(torch.mul, tensors))
+        return entry_sums(tensors, self._entries())
 
     def _is_entrywise(self) -> bool:
         return self.equation.is_entrywise and len(set(self._ranks())) == 1
@@ -77,8 +77,7 @@ class Einsum(Term):
             return tensors[0].new_zeros(tensors[0].shape[0], dtype=torch.float64)  # nothing is multiplied or added up
         relative = in_a_row(products, self.dtype()) + (self._made() if made is None else made)
         if self._is_entrywise():
-            absolute = Einsum(self.equation, *(value.abs() for value in tensors))
-            return relative * frobenius(absolute.dense())
+            return relative * frobenius(entry_sums([value.abs() for value in tensors], self._entries()))
         bound: Tensor = torch.ones((), dtype=torch.float64, device=tensors[0].device)
         bound = bound * relative * self._summed_alone() ** 0.5
         for operand, value in zip(self.equation.inputs, tensors, strict=True):
@@ -99,6 +98,17 @@ class Einsum(Term):
         if self.is_complex or self._is_long():
             return self._in_wide_numbers(self._made())
         return self._materialised()
+
+    def _materialised(self) -> Materialised:
+        products = self._summed()
+        if not self._is_entrywise() or is_one(products) or not isinstance(products, int):
+            return super()._materialised()
+        relative = in_a_row(products, self.dtype()) + self._made()
+        return self._measured(*measured_sums(self.tensors(), self._entries(), relative))
+
+    def _entries(self) -> str:
+        """Return the equation of one operand, the product of all."""
+        return f"{self.equation.inputs[0]}->{self.equation.output}"
 
     def _is_long(self) -> bool:
         """Return whether more products are added up than a kernel would add one after another."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxgrad.kernels.norms import Norms, as_vectors, bounded, frobenius, in_a_row
+from fxgrad.kernels.norms import as_vectors, bounded, frobenius, in_a_row
 from fxgrad.kernels.precision import WIDE, cast, computable, unit
 from fxgrad.kernels.sums import summed_rows
 from fxgrad.terms.work import Way
@@ -55,8 +55,8 @@ class Part(ABC):
         """Half types as float32: norms and sums are computed in it, up to the cast to the parameter's dtype."""
         return self
 
-    def norms(self, way: ChooseWay) -> Norms:
-        """Norms and bounds, ``[n]`` each; ``way`` chooses how a term is contracted."""
+    def norms(self, way: ChooseWay) -> Tensor:
+        """Norms and bounds, ``[2, n]``; ``way`` chooses how a term is contracted."""
         return self.materialised().norms(way)
 
     def weighted(self, c: Tensor, wide: bool, onednn: bool) -> Tensor:
@@ -182,8 +182,8 @@ class Materialised(Readable):
     """A part that was multiplied out, or that its rule gave so."""
 
     rows: Tensor  # [n, *shape]
-    error: Tensor | None = None  # [n]: see `rounding`; None for what counts as exact
-    measured: Tensor | None = None  # [2, n]: norms and bounds, where the operator that made the rows looked at them
+    error: Tensor | None = None  # [n]: see `rounding`; None for what counts as exact, or was measured
+    measured: Tensor | None = None  # [2, n]: as `norms`, where the operator that made the rows looked at them
 
     @property
     def is_complex(self) -> bool:
@@ -195,6 +195,8 @@ class Materialised(Readable):
     def rounding(self) -> Tensor:
         if self.error is not None:
             return self.error
+        if self.measured is not None:
+            return self.measured[1] - self.measured[0]
         return self.rows.new_zeros(self.rows.shape[0], dtype=torch.float64)
 
     def own_shape(self) -> tuple[int, ...]:
@@ -206,9 +208,9 @@ class Materialised(Readable):
     def in_full_precision(self) -> Part:
         return replace(self, rows=computable(self.rows))
 
-    def norms(self, way: ChooseWay) -> Norms:
+    def norms(self, way: ChooseWay) -> Tensor:
         if self.measured is not None:
-            return self.measured[0], self.measured[1]
+            return self.measured
         return bounded(self.rows, self.rounding())
 
     def merge_key(self) -> tuple[Any, ...]:

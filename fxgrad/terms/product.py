@@ -13,12 +13,11 @@ from torch import Tensor
 
 from fxgrad.kernels.dense import products
 from fxgrad.kernels.factors import Factor
-from fxgrad.kernels.norms import Norms
 from fxgrad.kernels.precision import WIDE, at_most, unit
 from fxgrad.kernels.products import product_norms, product_rounding, product_rows, rank_one_norms
 from fxgrad.kernels.sample_grams import product_gram
 from fxgrad.kernels.sizes import hint
-from fxgrad.kernels.sums import FEW_FACTORS, FEW_PRODUCTS, product_sum, small_product_sum
+from fxgrad.kernels.sums import FEW_FACTORS, FEW_PRODUCTS, positions, product_sum, small_product_sum
 from fxgrad.ops.equation import Equation
 from fxgrad.terms.base import Term, in_groups, is_one
 from fxgrad.terms.einsum import Einsum
@@ -83,7 +82,12 @@ class Product(Einsum, Readable):
     def sides(self) -> tuple[Tensor, Tensor]:
         """g ``[n, k, o]`` and x ``[n, k, i]``."""
         g, x = self.tensors()
-        return _positions(g), _positions(x)
+        return positions(g), positions(x)
+
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        """Return what operators take: the factors as they are, where `positions` copies nothing."""
+        g, x = self.tensors()
+        return (g, x) if all(side.dim() == 4 and is_one(side.shape[1]) for side in (g, x)) else self.sides
 
     def is_rank_one(self) -> bool:
         """Return whether there is one position, of real numbers."""
@@ -107,27 +111,25 @@ class Product(Einsum, Readable):
         if self.is_complex:
             return self._in_wide_numbers()
         if not self.is_rank_one():
-            return self._measured(*product_rows(*self.sides))
-        rows, measured = self.dense(), torch.stack(self._rank_one_norms())
+            return self._measured(*product_rows(*self._operands()))
+        rows, measured = self.dense(), self._rank_one_norms()
         return Materialised(rows, unit(rows.dtype) * measured[1], measured)
 
-    def _norms(self, way: ChooseWay) -> Norms:
+    def _norms(self, way: ChooseWay) -> Tensor:
         chosen = way(self)
         if chosen is Way.RANK_ONE:
             return self._rank_one_norms()
-        norms, bounds = product_norms(*self.sides, chosen is Way.GRAM)
-        return norms, bounds
+        return product_norms(*self._operands(), chosen is Way.GRAM)
 
-    def _rank_one_norms(self) -> Norms:
-        g, x = self.sides
-        return rank_one_norms(g.squeeze(1), x.squeeze(1))
+    def _rank_one_norms(self) -> Tensor:
+        return rank_one_norms(*self._operands())
 
     def weighted(self, c: Tensor, wide: bool, onednn: bool) -> Tensor:
         term = self.cast(WIDE) if wide else self  # also of a complex one
         return term._weighted(at_most(c, term.dtype().to_real()), onednn)
 
     def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
-        g, x = self.sides
+        g, x = self._operands()
         if self._is_small_sum(onednn):
             return small_product_sum(g, x, c)
         total: Tensor = product_sum(g, x, c, onednn)
@@ -208,10 +210,3 @@ class Product(Einsum, Readable):
 
     def _ways(self) -> tuple[Way, ...]:
         return tuple(way for way in COSTS.costs if way is not Way.RANK_ONE or self.is_rank_one())
-
-
-def _positions(factor: Tensor) -> Tensor:
-    """``[n, k.., features]`` with the positions as one dimension."""
-    if factor.dim() == 3:
-        return factor
-    return factor.unsqueeze(1) if factor.dim() == 2 else factor.flatten(1, -2)

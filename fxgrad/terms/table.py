@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fxgrad.kernels.dense import scattered, scattered_onto
 from fxgrad.kernels.factors import Factor, OneHot
-from fxgrad.kernels.norms import Norms
 from fxgrad.kernels.sample_grams import table_gram
 from fxgrad.kernels.sizes import hint
 from fxgrad.kernels.sums import small_table_sum
@@ -92,9 +91,8 @@ class Table(Term, Readable):
         few = in_place and hint(self.g.shape[1]) < self.rows.classes
         return scattered_onto(total, self.rows, self.g) if few else super().added_to(total)
 
-    def _norms(self, way: ChooseWay) -> Norms:
-        norms, bounds = row_norms(*self._operands())
-        return norms, bounds
+    def _norms(self, way: ChooseWay) -> Tensor:
+        return row_norms(*self._operands())
 
     def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
         ids, g, *sizes = self._operands()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxgrad.kernels.norms import Norms, frobenius, gamma
+import torch
+from torch import Tensor
+
+from fxgrad.kernels.norms import frobenius, gamma
 from fxgrad.kernels.tables import without
 from fxgrad.terms.part import ChooseWay, Part
 from fxgrad.terms.product import Product
 from fxgrad.terms.table import Table
 
 
-def norms_of_tied(parts: Sequence[Part], way: ChooseWay) -> Norms | None:
+def norms_of_tied(parts: Sequence[Part], way: ChooseWay) -> Tensor | None:
     """``‖E + H‖² = ‖E‖² + ‖H‖² + 2 <E, H>``, the last one gather of a Gram matrix; None where parts are no such two."""
     product, table = parts if len(parts) == 2 else (None, None)  # as `merged` orders them
     if not (isinstance(product, Product) and isinstance(table, Table)):
@@ -30,4 +33,4 @@ def norms_of_tied(parts: Sequence[Part], way: ChooseWay) -> Norms | None:
     slack = gamma(x.shape[2], x.dtype) * (met.double().abs() * (lengths_of_x * lengths_of_g)).sum((1, 2))
     square, bound = (one.square() + other.square() + 2 * cross for one, other in zip(*norms, strict=True))
     bound = bound + 2 * slack * (1 + 1e-9)
-    return square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)
+    return torch.stack([square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)])

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxgrad.kernels.convolutions import lines_of_windows
 from fxgrad.kernels.dense import conv_weight_grad
 from fxgrad.kernels.factors import Factor, Patches
-from fxgrad.kernels.norms import Norms, frobenius
+from fxgrad.kernels.norms import frobenius
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.sums import window_sum
 from fxgrad.kernels.windows import window_norms, window_rounding, window_rows
@@ -98,9 +98,8 @@ class Windows(Term, Readable):
     def _materialised(self) -> Materialised:
         return self._measured(*window_rows(*self._operands()))
 
-    def _norms(self, way: ChooseWay) -> Norms:
-        norms, bounds = window_norms(*self._operands(), way(self) is Way.GRAM)
-        return norms, bounds
+    def _norms(self, way: ChooseWay) -> Tensor:
+        return window_norms(*self._operands(), way(self) is Way.GRAM)
 
     def _weighted(self, c: Tensor, onednn: bool) -> Tensor:
         g, input, *sizes = self._operands()
