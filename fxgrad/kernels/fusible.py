@@ -7,6 +7,7 @@ others, so `opened` expands them in the graphs that it gets. Alike nodes are tra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxgrad.host.dispatch import tracer
+from fxgrad.host.fake import FakeTensor
 from fxgrad.host.functorch import innermost_transform
 from fxgrad.host.inductor import decompositions
 from fxgrad.kernels.operators import operator
@@ -103,7 +105,9 @@ def _traced(node: fx.Node, values: Sequence[Any]) -> fx.Graph:
 
     # Two nodes that were copied from one have one value, which the tracer would take for one tensor.
     apart = [value.detach() if isinstance(value, Tensor) else value for value in values]
-    with torch.no_grad():
+    # A backward that is compiled late has no mode around it, and a number among tensors would be a real one.
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), contextlib.nullcontext())
+    with mode, torch.no_grad():
         graph: fx.Graph = make_fx(run, decomposition_table=decompositions())(*apart).graph
     graph.eliminate_dead_code()
     return graph
