@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxgrad
 from fxgrad.errors import RuleError, UnknownOp
+from fxgrad.ops.calls import op_name
+from fxgrad.ops.families import family_of
 from fxgrad.testing import check_rule
 
 
@@ -51,6 +56,46 @@ def test_a_rule_may_return_terms() -> None:
 def test_an_op_that_is_only_classified_gets_the_generic_rule() -> None:
     fxgrad.register_op(squared_scale)
     assert check_rule(squared_scale, *_arguments()) <= 1e-10
+
+
+def scaled_by(k: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def scaled(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).sin() * k
+
+    return scaled
+
+
+class OfFunction(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w, self.function = nn.Parameter(torch.rand(3, dtype=torch.float64)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.w)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_functions_of_one_name_are_two(backend: str) -> None:
+    """The compiled graph of the first looks its program up after the second was compiled."""
+    functions = [scaled_by(1.0), scaled_by(5.0)]
+    models = [fxgrad.transform(OfFunction(function), backend=backend) for function in functions]
+    for function in functions:
+        fxgrad.register_op(function)
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    for i in (0, 1, 0):
+        w: Any = models[i].w
+        fxgrad.zero_grad(models[i])
+        models[i](x).sum().backward()
+        torch.testing.assert_close(w.grad_sample, (x * w).cos().detach() * x * [1.0, 5.0][i])
+
+
+def test_what_is_said_of_a_function_is_not_said_of_another_one_of_its_name() -> None:
+    said, unsaid = scaled_by(2.0), scaled_by(3.0)
+    fxgrad.register_op(said)
+
+    assert family_of(op_name(said)) is fxgrad.Family.ALONE
+    assert family_of(op_name(unsaid)) is None
 
 
 def test_a_custom_op_is_refused_by_name_until_it_is_classified() -> None:

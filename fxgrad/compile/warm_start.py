@@ -39,6 +39,7 @@ from fxgrad.compile.value_text import Texts
 from fxgrad.host.caching import around_the_trace, count_as_known, found_as, ranges_and_guards
 from fxgrad.host.tensors import identity
 from fxgrad.host.versions import at_least
+from fxgrad.kernels.generic import SampleProgram
 from fxgrad.ops.facts import EXAMPLE, FAKE
 from fxgrad.ops.families import registered
 from fxgrad.ops.user_functions import UserFunction
@@ -59,7 +60,8 @@ def warm_start(gm: fx.GraphModule, inputs: Sequence[Any], backend: str | Inner) 
     if key is None:
         yield
         return
-    enter_programs(gm)
+    for program in programs_of(gm):
+        program.enter()
     tag = f"{torch.compiler.config.cache_key_tag} fxgrad {key}"
     patched = torch.compiler.config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]
     with patched, _known(gm, key):
@@ -100,13 +102,15 @@ def _unknown(target: Any) -> bool:
     )
 
 
-def enter_programs(gm: fx.GraphModule) -> None:
-    """Enter the programs of the generic rule that the compiled graph will look up."""
+def programs_of(gm: fx.GraphModule) -> Iterator[SampleProgram]:
+    """Yield the programs of the generic rule that the compiled graph will look up."""
     for node in gm.graph.nodes:
         target = node.target
         if isinstance(target, TapTarget | TapSeveralTarget | DeriveTarget) and isinstance(target.strategy, Generic):
             operands = target.operands(node.args)
-            target.strategy.enter([FAKE.get(one) if isinstance(one, fx.Node) else one for one in operands])
+            yield from target.strategy.programs(
+                [FAKE.get(one) if isinstance(one, fx.Node) else one for one in operands]
+            )
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
@@ -114,7 +118,9 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     for reason in around_the_trace():
         raise Unreadable(reason)
     texts = Texts()
-    parts = [*map(texts.of, (_versions(), _settings(), _sizes(inputs))), *map(texts.of, inputs), texts.of_graph(gm)]
+    looked_up = [program.key for program in programs_of(gm)]
+    parts = [*map(texts.of, (_versions(), _settings(), _sizes(inputs), looked_up)), *map(texts.of, inputs)]
+    parts.append(texts.of_graph(gm))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

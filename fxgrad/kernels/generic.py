@@ -30,7 +30,7 @@ class SampleProgram:
     parameters, where that is not autograd's to decide.
     """
 
-    words: str  # the computation in words, the same in every process
+    words: str  # the computation in words; no other one of this process has the same
     call: Callable[[Values], tuple[Tensor, ...]]
     batched: tuple[int, ...]
     shared: tuple[int, ...]
@@ -40,7 +40,7 @@ class SampleProgram:
 
     @property
     def key(self) -> str:
-        """Return the whole computation: equal keys are one entry of the table, in this and in every other process."""
+        """Return the whole computation: equal keys are one entry of the table."""
         scalars = f" scalars={list(self.scalars)}" if self.scalars else ""
         return f"{self.words} shared={list(self.shared)} numbers={list(self.numbers)}{scalars}"
 
@@ -88,7 +88,8 @@ class SampleProgram:
 
 # A program cannot be an op's argument: its key is. The key names the computation in full, so that a compiled artefact
 # that PyTorch's caches keep for another process finds the same computation there, and compiling the same model again
-# adds nothing.
+# adds nothing. Two functions of one name have keys of their own (`ops.op_name`), by the order in which a process met
+# them: so a cached artefact is found only by a graph that has the same keys.
 _PROGRAMS: dict[str, SampleProgram] = {}
 
 

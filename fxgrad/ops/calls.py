@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from string import ascii_letters
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fxgrad.host.ops import (
     schemas_of_name,
 )
 from fxgrad.ops.facts import FAKE, Fact
+from fxgrad.ops.naming import distinct_name
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ def _spelled(target: Any) -> str:
     of_torch = module == "torch" or module.startswith("torch.") or module == "builtins"
     if isinstance(target, BuiltinFunctionType) or type(target).__name__ == "method_descriptor" or of_torch:
         return name
-    return f"{module}.{getattr(target, '__qualname__', name)}"
+    own = f"{module}.{getattr(target, '__qualname__', name)}"  # a function that makes functions gives all one name
+    return distinct_name(target, own) if isinstance(target, FunctionType) else own
 
 
 def bind(node: fx.Node) -> Call:

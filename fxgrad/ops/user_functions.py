@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, fx
 
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
+from fxgrad.ops.naming import distinct_name
 
 AUTOGRAD_FUNCTION = "fxgrad.ops.user_functions.autograd_function"  # the canonical name of such an op
 
@@ -78,8 +81,8 @@ class UserFunction:
         return dependent.issuperset(results)
 
     def text(self) -> str:
-        """Return the computation in words, the same in every process."""
-        return f"{self.fwd.code}{self.bwd.code}{sorted(self.settings.items())}"
+        """Return the computation in words."""
+        return f"{text_of_body(self.fwd)}{text_of_body(self.bwd)}{sorted(self.settings.items())}"
 
 
 _ONE_BY_ONE = frozenset(
@@ -117,3 +120,24 @@ def fitted(grad: Tensor | None, like: Tensor) -> Tensor:
         larger = grad.dim() > like.dim() or grad.numel() > like.numel()
         grad = grad.sum_to_size(like.shape) if larger else grad.expand(like.shape)
     return grad.to(like.dtype)
+
+
+_SMALL = 1000  # elements of a constant that is named by its numbers
+
+
+def text_of_body(gm: fx.GraphModule) -> str:
+    """Return the computation of a graph in words, with all that its code only names."""
+    return "".join([gm.code, *map(_named_by, gm.graph.nodes)])
+
+
+def _named_by(node: fx.Node) -> str:
+    target: Any = node.target
+    if node.op == "get_attr":
+        value = attrgetter(target)(node.graph.owning_module)
+        if isinstance(value, fx.GraphModule):
+            return text_of_body(value)
+        small = isinstance(value, Tensor) and value.numel() <= _SMALL
+        return f"{value.dtype}{value.tolist()}" if small else distinct_name(value, target)
+    if hasattr(target, "text"):
+        return str(target.text())
+    return op_name(target) if isinstance(target, FunctionType) else ""

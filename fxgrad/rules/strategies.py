@@ -154,10 +154,9 @@ class Generic(Strategy):
 
     name = "generic"
 
-    def enter(self, values: Sequence[Any]) -> None:
-        """Enter the programs that a compiled graph looks up for such values, in each dtype of gradients."""
-        for use in (self.use, self.use.widened()):
-            self._program(use, values).enter()
+    def programs(self, values: Sequence[Any]) -> list[SampleProgram]:
+        """Return the programs that a compiled graph looks up for such values, in each dtype of gradients."""
+        return [self._program(use, values) for use in (self.use, self.use.widened())]
 
     def contributions(self, use: Use, grads: Sequence[Tensor], values: list[Any]) -> Contributions:
         program = self._program(use, values)

@@ -127,7 +127,7 @@ class Use:
         return of_samples.flatten(1, 2).movedim(1, 1 + layout.dim)
 
     def key(self) -> str:
-        """Return the computation in words, the same in every process."""
+        """Return the computation in words: in a process, different ones have different words."""
         target = self.target if self.method else f"{getattr(self.target, '__module__', '')}.{self.op}"
         inplace = "in place" if self.inplace else ""
         batched = [i for i, layout in enumerate(self.layouts) if layout is not None]

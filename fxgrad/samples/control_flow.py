@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxgrad.ops.user_functions import text_of_body
 from fxgrad.samples.layouts import Kind, Samples, holds_samples
 from fxgrad.samples.operands import Crossed
 
@@ -51,8 +52,8 @@ class ControlFlow:
         raise NotImplementedError
 
     def text(self) -> str:
-        """Return a text of the computation that is equal in all processes."""
-        return f"{[body.code for body in self.bodies]}{self.sizes}"
+        """Return the computation in words."""
+        return f"{[text_of_body(body) for body in self.bodies]}{self.sizes}"
 
 
 def _call(body: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
