@@ -227,11 +227,11 @@ def test_no_cached_backward_reads_before_what_adds(device: torch.device, tmp_pat
 _CACHED = """
 import sys
 sys.path.insert(0, {root!r})
-import torch, fxgrad, fxgrad.compile.inductor
+import torch, fxgrad, fxgrad.compile.inductor, fxgrad.compile.warm_start
 from torch._dynamo.utils import counters
 from tests.test_inductor import Pooled
 if sys.argv[1] == "without":
-    fxgrad.compile.inductor._keep_renames = lambda: None
+    fxgrad.compile.inductor.prepare = fxgrad.compile.warm_start.prepare = fxgrad.host.inductor.import_compiler
 torch.manual_seed(0)
 device = torch.device(sys.argv[2])
 model, x, y = Pooled().to(device), torch.randn(16, 1, 28, 28, device=device), torch.arange(16, device=device) % 10

@@ -85,11 +85,10 @@ class Library:
 
     def why_off(self) -> str:
         """What the compiler or PyTorch said against these functions; empty where they are compiled. This waits."""
-        try:
-            self._compiled.result()
-        except _FAILURES as error:
-            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return ""
+        error = self._compiled.exception()  # raised here, it would keep the callers' frames, and their tensors, alive
+        if error is not None and not isinstance(error, _FAILURES):
+            raise error
+        return "" if error is None else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
     @cached_property
     def _compiled(self) -> Future[ctypes.CDLL]:

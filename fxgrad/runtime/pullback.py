@@ -165,7 +165,7 @@ def _through(
     for part in parts:
         if strategy.slices and isinstance(part, Materialised):
             rows = back(part.rows)
-            contributions += [(slot, Materialised(rows[slot], part.error)) for slot in strategy.use.wrt]
+            contributions += [(slot, Materialised(rows[slot], part.rounding())) for slot in strategy.use.wrt]
             continue
         pieces = cut(strategy, part, values, back) if strategy.slices and part.has_blocks else None
         if pieces is None:

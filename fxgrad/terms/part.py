@@ -228,8 +228,9 @@ class Materialised(Readable):
 
     def moved(self, back: Callable[[Tensor], Tensor], traced: Callable[[Sequence[int]], Tensor]) -> Materialised:
         rows = back(self.rows)
-        same = rows.is_complex() == self.rows.is_complex()  # of complex rows a real parameter has the real part
-        return Materialised(rows, self.error, self.measured if same else None)
+        if rows.is_complex() != self.rows.is_complex():  # of complex rows a real parameter has the real part
+            return Materialised(rows, self.rounding())
+        return Materialised(rows, self.error, self.measured)
 
     def by_lines(self) -> Readable:
         return self
