@@ -29,10 +29,10 @@ ATTACKS = attacks(
         "a norm of halves of samples": lambda m, x: m(
             torch.native_group_norm(steps(x), None, None, x.shape[0] * 2, 2, 3, 1, 1e-5)[0]
         ).sum(1),
+        "viewed as integers and back": lambda m, x: m(x.view(torch.int64).view(torch.float64)),
         "a trapezoid of features": lambda m, x: m(torch.cumulative_trapezoid(x, dim=1)[:, :1] + x),
     },
     refused={
-        "viewed as integers and back, though right": lambda m, x: m(x.view(torch.int64).view(torch.float64)),
         "two dimensions transformed": lambda m, x: m(torch.fft.fft2(x).real),
         "all dimensions transformed": lambda m, x: m(torch.fft.fftn(x).real),
         "transformed and back, though right": lambda m, x: m(
