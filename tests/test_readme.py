@@ -61,7 +61,7 @@ def test_a_program_runs(program: int) -> None:
 
 
 def test_every_program_is_found() -> None:
-    assert len(PROGRAMS) == 7
+    assert len(PROGRAMS) == 8
 
 
 @pytest.mark.parametrize("program, shown", MISTAKES, ids=[code.split("\n")[0][11:] for code, _ in MISTAKES])

@@ -79,7 +79,7 @@ def tokens(m: Any, x: Tensor) -> Tensor:
 
 
 ATTACKS = attacks(
-    "masks",
+    "writes",
     right={
         "a remainder of a number": divided(lambda c: 7 % (c - 1)),
         "a remainder": divided(lambda c: c % (c - 1)),

@@ -60,7 +60,7 @@ def keeps_shape(name: str) -> bool:
     try:
         layer, x = torch.nn.Linear(FEATURES, FEATURES), torch.ones(SAMPLES, FEATURES).cumsum(1).cumsum(0).sin()
         y = PROGRAMS[name](layer, x)
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, ValueError, AttributeError):  # the last: it reads a buffer of the attacked model
         return False
     finally:
         torch.set_default_dtype(default)
