@@ -16,31 +16,18 @@ import sys
 from pathlib import Path
 
 from tests.fuzz import run_block
-from tests.mutations import copy_of_the_project
+from tests.mutations import Edit, copy_of_the_project, edited
 
 BLOCKS = 6
-
-Edit = tuple[str, str, str]  # a file, a text that occurs once, and what stands in its place
 
 WITHOUT_PROOF: Edit = ("passes/prove_independence.py", "if ctx.single or not ctx.sample_dims:", "if True:")
 
 
 class Hole:
-    """A mend that is taken out: in files of the project, pieces of text and what stands in their place."""
+    """A mend that is taken out of files of the project."""
 
     def __init__(self, name: str, *edits: Edit) -> None:
         self.name, self.edits = name, (WITHOUT_PROOF, *edits)
-
-    def open_in(self, root: Path) -> dict[Path, str]:
-        """Change the files of a copy of the project; return what they held."""
-        before: dict[Path, str] = {}
-        for file, text, instead in self.edits:
-            path = root / file
-            source = path.read_text()
-            before.setdefault(path, source)
-            assert source.count(text) == 1, f"{self.name}: its text occurs {source.count(text)} times in {file}"
-            path.write_text(source.replace(text, instead))
-        return before
 
 
 SIZES: Edit = ("fxgrad/samples/numbers.py", "self.of_samples |= new", "pass")
@@ -101,14 +88,10 @@ HOLES = [
 
 def found(hole: Hole, root: Path) -> str:
     """Return the program that comes through a hole, "" if none does."""
-    before = hole.open_in(root)
     command = [sys.executable, "-W", "ignore", "-m", "tests.holes", "--search"]
-    try:
+    with edited(root, hole.name, *hole.edits):
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    finally:
-        for path, source in before.items():
-            path.write_text(source)
     return run.stdout
 
 

@@ -245,18 +245,32 @@ def copy_of_the_project() -> Iterator[Path]:
         yield root
 
 
+Edit = tuple[str, str, str]  # a file, a text that occurs once, and what stands in its place
+
+
+@contextlib.contextmanager
+def edited(root: Path, name: str, *edits: Edit) -> Iterator[None]:
+    """Change files of a copy of the project; they are as before in the end."""
+    before: dict[Path, str] = {}
+    try:
+        for file, text, instead in edits:
+            path = root / file
+            source = path.read_text()
+            assert source.count(text) == 1, f"{name}: its text occurs {source.count(text)} times in {file}"
+            before.setdefault(path, source)
+            path.write_text(source.replace(text, instead))
+        yield
+    finally:
+        for path, source in before.items():
+            path.write_text(source)
+
+
 def survives(mutation: Mutation, root: Path) -> bool:
     """Make the mistake in a copy of the project, run the tests, and undo it."""
-    path = root / mutation.file
-    source = path.read_text()
-    assert source.count(mutation.text) == 1, f"{mutation.name}: its text occurs {source.count(mutation.text)} times"
-    path.write_text(source.replace(mutation.text, mutation.instead))
     command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {mutation.tests}"
-    try:
+    with edited(root, mutation.name, (mutation.file, mutation.text, mutation.instead)):
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, shell=True, cwd=root, env=environment, capture_output=True, text=True)
-    finally:
-        path.write_text(source)
     assert run.returncode in (0, 1), f"{mutation.name}: the tests did not run\n{run.stdout[-2000:]}"
     return run.returncode == 0
 

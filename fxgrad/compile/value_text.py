@@ -19,6 +19,7 @@ from fxgrad.compile.code_text import Unreadable, imported_name, text_of_builtin,
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
+from fxgrad.ops.values import attribute
 from fxgrad.quantities import GradDot
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range)
@@ -143,20 +144,13 @@ class Texts:
 
     def of_graph(self, gm: fx.GraphModule) -> str:
         """Return all nodes of a graph, with their targets by value."""
-        return "\n".join(map(self._of_node, gm.graph.nodes))
+        return "\n".join(self._of_node(gm, node) for node in gm.graph.nodes)
 
-    def _of_node(self, node: fx.Node) -> str:
+    def _of_node(self, gm: fx.GraphModule, node: fx.Node) -> str:
         target = node.target if isinstance(node.target, str) else self.of(node.target)
         if node.op == "call_module":
             raise Unreadable(f"a call of the module {target}")
         if node.op == "get_attr":
-            target = f"{target} = {self.of_constant(_attribute(node))}"
+            target = f"{target} = {self.of_constant(attribute(gm, node))}"
         facts = {name: fact for name, fact in sorted(node.meta.items()) if name not in _IGNORED}
         return f"{node.name} {node.op} {target} {self.of(node.args)} {self.of(node.kwargs)} {self.of(facts)}"
-
-
-def _attribute(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value

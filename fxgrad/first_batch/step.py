@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from fxgrad.capture.shared_memory import copies
 from fxgrad.host.autograd import saved_tensors_hooks_aside
 from fxgrad.kernels.precision import accumulating
-from fxgrad.quantities import Delivery, Quantity
+from fxgrad.quantities import Quantity
+from fxgrad.runtime.deliveries import placeholder
 
 if TYPE_CHECKING:
     from fxgrad.compile.compiler import Transformed
@@ -62,7 +63,7 @@ class Step:
     def results(self, inputs: Sequence[Any]) -> list[Tensor | None]:
         """Run the step and return what the quantities deliver, in order; None where no output leads to it."""
         asked = [one for q in self.quantities for one in q.deliveries(q.units(self.size), self.parameters)]
-        placeholders = [_placeholder(delivery) for delivery in asked]
+        placeholders = [placeholder(delivery).requires_grad_() for delivery in asked]
         with _undisturbed(self.args):
             outputs = enumerate(self.graph.compiled(*inputs, *placeholders, *self.weights))
             real = [(i, y) for i, y in outputs if isinstance(y, Tensor) and y.requires_grad]
@@ -88,11 +89,6 @@ class Step:
             r = r * (1 + torch.nn.functional.softsign(wide_y / self.scales[i]))
         r = r.to(real.dtype)
         return torch.view_as_complex(r) if y.is_complex() else r
-
-
-def _placeholder(spec: Delivery) -> Tensor:
-    strides = (0,) * len(spec.shape)
-    return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=spec.device, requires_grad=True)
 
 
 def _varied(y: Tensor, constant: int | None) -> Tensor:

@@ -47,7 +47,7 @@ class Statistic:
         """Add to the result what some lines say; ``lines``: how many there are, and the elements of one."""
         result = self.of_rows(rows).view(-1, lines[1])
         if isinstance(chosen, Tensor):
-            total.view(lines).index_add_(0, chosen.clamp(max=lines[0] - 1), result.to(total.dtype))
+            total.view(lines).index_add_(0, chosen, result.to(total.dtype))
         else:
             total.view(lines)[chosen] = result
 
@@ -95,7 +95,6 @@ class Projection(Statistic):
 
     def add(self, total: Tensor, rows: Tensor, lines: tuple[int, int], chosen: Chosen) -> None:
         count, width = (torch.arange(size, device=rows.device) for size in lines)
-        chosen = chosen.clamp(max=lines[0] - 1) if isinstance(chosen, Tensor) else chosen
         columns = (count[chosen].unsqueeze(1) * lines[1] + width).flatten()
         total += times_signs(rows, columns, self.dim, self.seed, self.key)
 
@@ -145,6 +144,8 @@ def columns(
     for start in range(0, count if touched is None else len(touched), step):
         chosen = slice(start, min(start + step, count)) if touched is None else touched[start : start + step]
         rows = reduce(torch.add, [part.read(chosen, width) for part in parts])
+        if isinstance(chosen, Tensor):  # what is no line has rows of zeros: they are added to the last one
+            chosen = chosen.clamp(max=count - 1)
         statistic.add(total, rows, (count, width), chosen)
     return total
 

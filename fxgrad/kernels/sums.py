@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.fusible import fusible
-from fxgrad.kernels.norms import bounded, frobenius, norms_like
+from fxgrad.kernels.norms import bounded, frobenius, is_readable, norms_like
 from fxgrad.kernels.onednn import outer_products
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import accumulating
@@ -35,7 +35,7 @@ def positions(factor: Tensor) -> Tensor:
 def nothing(c: Tensor) -> Tensor | None:
     """``[n]``: the samples of weight 0; None where it is seen that there are none."""
     none = c == 0
-    return None if c.device.type == "cpu" and not bool(none.any()) else none
+    return None if is_readable(c) and not bool(none.any()) else none
 
 
 def without(rows: Tensor, none: Tensor | None) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from torch import fx
 
 from fxgrad.ops.calls import map_nodes, op_name
+from fxgrad.ops.values import attribute
 
 
 def inline(
@@ -31,7 +31,7 @@ def inline(
                 continue
             if inner.op == "get_attr":
                 name = f"{node.name}_{str(inner.target).replace('.', '_')}"
-                setattr(gm, name, attrgetter(str(inner.target))(body))
+                setattr(gm, name, attribute(body, inner))
                 env[inner] = gm.graph.create_node("get_attr", name)  # get_attr() warns of what is no buffer
                 env[inner].meta = dict(inner.meta)
             else:

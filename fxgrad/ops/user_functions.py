@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, fx
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.naming import distinct_name
+from fxgrad.ops.values import attribute
 
 AUTOGRAD_FUNCTION = "fxgrad.ops.user_functions.autograd_function"  # the canonical name of such an op
 
@@ -127,13 +127,13 @@ _SMALL = 1000  # elements of a constant that is named by its numbers
 
 def text_of_body(gm: fx.GraphModule) -> str:
     """Return the computation of a graph in words, with all that its code only names."""
-    return "".join([gm.code, *map(_named_by, gm.graph.nodes)])
+    return "".join([gm.code, *(_named_by(gm, node) for node in gm.graph.nodes)])
 
 
-def _named_by(node: fx.Node) -> str:
+def _named_by(gm: fx.GraphModule, node: fx.Node) -> str:
     target: Any = node.target
     if node.op == "get_attr":
-        value = attrgetter(target)(node.graph.owning_module)
+        value = attribute(gm, node)
         if isinstance(value, fx.GraphModule):
             return text_of_body(value)
         small = isinstance(value, Tensor) and value.numel() <= _SMALL

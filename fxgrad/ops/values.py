@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, fx
@@ -20,6 +21,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [item for item in value if isinstance(item, Tensor)]
     return []
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """Return what a get_attr node of a graph reads."""
+    return attrgetter(str(node.target))(gm)
 
 
 def memory_of(fake: Any) -> int | None:

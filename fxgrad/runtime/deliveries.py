@@ -46,7 +46,8 @@ def by_place(deliveries: Sequence[Delivery], first: int) -> Kinds:
     return kinds
 
 
-def _placeholder(delivery: Delivery) -> Tensor:
+def placeholder(delivery: Delivery) -> Tensor:
+    """Return a gradient placeholder: the shape of what will be delivered, over one element of memory."""
     strides = (0,) * len(delivery.shape)
     return torch.empty_strided(delivery.shape, strides, dtype=delivery.dtype, device=delivery.device)
 
@@ -65,5 +66,5 @@ def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]
         kinds.append(by_place(deliveries, len(every)))
         every += deliveries
     with torch.inference_mode(False), disable_current_modes():  # later calls use them again
-        placeholders = [_placeholder(delivery) for delivery in every]
+        placeholders = [placeholder(delivery) for delivery in every]
     return Asked(kinds, every, placeholders, frozenset(one.place for one in every) - {GRAD, RESULT})
