@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -64,6 +65,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.named = NamedParameters(self.model)
+        # Those of the class: an instance attribute, as Accelerate sets, wraps the view's method, and would call itself.
+        kind = type(self.model)
+        self.originals = {n: inspect.getattr_static(kind, n).__get__(self.model, kind) for n in self.roles}
         self.grouped = any(q.group_size != 1 for q in self.options.quantities)
         self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
         if self.store.guard is not None:  # p.grad is guarded from now on
@@ -159,7 +163,7 @@ class Engine:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def _original(self, method: str) -> Callable[..., Any]:
-        return self.model if method == "__call__" else getattr(self.model, method)
+        return self.model if method == "__call__" else self.originals[method]
 
     def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method, fullgraph = forward.method, self.options.fullgraph

@@ -125,6 +125,13 @@ def is_scaled(root: Any) -> bool:
     return op == "mul" and _is_linear(root)
 
 
+def is_divided(root: Any) -> bool:
+    """Return whether a loss is a quotient by a number, and no product before."""
+    if type(root).__name__[:3] != "Div" or not _is_linear(root):
+        return False
+    return not is_scaled(root)
+
+
 def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
     """Return the parameters that values depend on past every delivery."""
     nodes = _below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])

@@ -33,6 +33,7 @@ from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
 from fxgrad.host.autograd import autograd_engine, current_task
 from fxgrad.host.tensors import identity, is_view
 from fxgrad.quantities import GRAD, Quantity
+from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates
 from fxgrad.runtime.deliveries import Asked, ask, zeros
 from fxgrad.runtime.forward import CurrentForward, Forward
@@ -63,6 +64,7 @@ class Store:
             raise OptionError(f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}")
         self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
         self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
+        self.only_norms = all(q.alone for q in self.quantities)
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self.current = CurrentForward()
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
@@ -181,6 +183,8 @@ class Store:
             self._check_sizes(forward)
         if self.guard is not None or self.observers:
             check_unscaled()
+        if self.guard is not None or self.observers or self.only_norms:
+            check_undivided()
         forward.checked = task
         forward.sent.clear()
         forward.stored.clear()

@@ -1,0 +1,68 @@
+"""Training loops that divide each batch's loss by the number of batches for one step: norms are too small by it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fxgrad.errors import OptionError
+from fxgrad.runtime.autograd_graph import frames_from, is_divided, roots_of_backward
+
+Variables = Mapping[str, Any]  # of a calling function
+
+
+def check_undivided() -> None:
+    """Raise where the running backward call began at a loss that a training loop divided for gradient accumulation.
+
+    A product that is divided passes: it is the advice. What an op saved is freed by now, so the divisor is read from
+    the variables of the calling functions.
+    """
+    if not any(map(is_divided, roots_of_backward())):
+        return
+    for loop, divisor, advice in _loops():
+        if divisor > 1:
+            raise OptionError(
+                f"{loop} divided the loss by {divisor} for gradient accumulation: each sample's norm would be "
+                f"{divisor} times too small, and clipped that much too late",
+                advice=advice,
+            )
+
+
+def _loops() -> Iterator[tuple[str, int, str]]:
+    """Yield the training loops that call backward: the name, the divisor, and what to do."""
+    for thread in list(sys._current_frames().values()):  # on CUDA the engine's threads are not the caller's
+        for frame in frames_from(thread):
+            for (function, loop), (divisor, advice) in _LOOPS.items():
+                if frame.f_code.co_name == function:
+                    yield loop, divisor(frame.f_locals), advice
+
+
+def _accelerate(variables: Variables) -> int:
+    owner = variables.get("self")
+    return getattr(owner, "gradient_accumulation_steps", 1) if type(owner).__name__ == "Accelerator" else 1
+
+
+def _hugging_face(variables: Variables) -> int:
+    divides = variables.get("loss_is_scaled_for_ga") is False
+    return getattr(variables.get("self"), "current_gradient_accumulation_steps", 1) if divides else 1
+
+
+def _lightning(variables: Variables) -> int:
+    return getattr(getattr(variables.get("self"), "trainer", None), "accumulate_grad_batches", 1)
+
+
+_LOOPS: Mapping[tuple[str, str], tuple[Callable[[Variables], int], str]] = {
+    ("backward", "Accelerate"): (
+        _accelerate,
+        "Call accelerator.backward(loss * accelerator.gradient_accumulation_steps).",
+    ),
+    ("training_step", "The Trainer"): (
+        _hugging_face,
+        "Pass the Trainer compute_loss_func=, a sum over samples: then it leaves the loss as it is.",
+    ),
+    ("backward_fn", "Lightning"): (
+        _lightning,
+        "Let training_step return loss * self.trainer.accumulate_grad_batches.",
+    ),
+}
