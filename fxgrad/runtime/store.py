@@ -181,6 +181,8 @@ class Store:
             self._check_sizes(forward)
         if self.guard is not None or self.observers:
             check_unscaled()
+        for act in forward.at_backward:
+            act()
         forward.checked = task
         forward.sent.clear()
         forward.stored.clear()
