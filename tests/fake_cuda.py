@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fxgrad
+from fxgrad.quantities.clipping import _constants
 
 B, T, D = 4, 12, 16
 WAITS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.nonzero", "aten.equal", "aten.masked_select")
@@ -94,7 +95,9 @@ def fakes_allowed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("fxgrad.api", "fxgrad.capture.checks", "fxgrad.compile.compiler"):
             stack.enter_context(mock.patch(f"{name}.check_parameters", lambda parameters: None))
-        stack.enter_context(mock.patch("fxgrad.runtime.deliveries.disable_current_modes", contextlib.nullcontext))
+        for name in ("runtime.deliveries", "quantities.clipping"):
+            stack.enter_context(mock.patch(f"fxgrad.{name}.disable_current_modes", contextlib.nullcontext))
+        stack.enter_context(mock.patch("fxgrad.quantities.clipping._constants", _constants.__wrapped__))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # PyTorch looks for cuDNN
         yield

@@ -197,9 +197,7 @@ CHANGES: dict[str, Step] = {
     "GradProjection": quantity(lambda: fxgrad.GradProjection(4)),
     "its seed": quantity(lambda: fxgrad.GradProjection(4, seed=1)),
     "its dim": quantity(lambda: fxgrad.GradProjection(5)),
-    "max_grad_norm": clipped(max_grad_norm=1.0000001),
-    "several bounds": clipped(groups="per_parameter", max_grad_norm=[1.0, 1.0, 1.0, 1.0, 1.0]),
-    "one of several bounds": clipped(groups="per_parameter", max_grad_norm=[1.0, 1.0, 1.0, 1.0, 2.0]),
+    "a bound on a function": clipped(weights=closure(1.0), bounded=True),
     "per_parameter": clipped(groups="per_parameter"),
     "automatic": clipped(weights="automatic"),
     "gamma": clipped(weights="automatic", gamma=0.02),
@@ -256,6 +254,9 @@ SAME: dict[str, tuple[str, Step]] = {
     "eval": ("nothing", Step(model=lambda: Model(p=0.5).eval())),
     "memory_limit": ("nothing", Step(options={"memory_limit": 1 << 40})),
     "the numbers": ("nothing", Step(x=lambda: torch.zeros(5, 4))),
+    "max_grad_norm": ("nothing", clipped(max_grad_norm=0.5)),
+    "a tensor as max_grad_norm": ("nothing", clipped(max_grad_norm=torch.tensor(0.5))),
+    "several bounds": ("per_parameter", clipped(groups="per_parameter", max_grad_norm=[1.0, 1.0, 1.0, 1.0, 2.0])),
     "a direction's numbers": ("GradDot", quantity(lambda: fxgrad.GradDot({"w": torch.zeros(3)}))),
 }
 

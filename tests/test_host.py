@@ -604,6 +604,14 @@ def _(host: Any) -> None:
     assert [tuple(one.shape) for one in host.outputs_like(own.sum().grad_fn)] == [()]
 
 
+@check("autograd.are_saved_tensors_hooked")
+def hooks_that_are_set(host: Any) -> None:
+    assert not host.are_saved_tensors_hooked()
+    with torch.autograd.graph.save_on_cpu():
+        assert host.are_saved_tensors_hooked()
+    assert not host.are_saved_tensors_hooked()
+
+
 @check("autograd.saved_tensors_hooks_aside")
 def _(host: Any) -> None:
     packed: list[str] = []

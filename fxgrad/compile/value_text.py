@@ -20,7 +20,7 @@ from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
 from fxgrad.ops.values import attribute
-from fxgrad.quantities import GradDot
+from fxgrad.quantities import ClippedGrad, GradDot
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -111,6 +111,8 @@ class Texts:
             return f"{self.of(kind)}({self._all(tuple(value))})"
         computed = {name for base in kind.__mro__ for name, one in vars(base).items() if type(one) is cached_property}
         own = {name: one for name, one in vars(value).items() if name not in computed}
+        if kind is ClippedGrad:  # its numbers are an input, of which each call gets as many as there are groups
+            del own["max_grad_norm"]
         if kind is GradDot:  # each call gets its tensors as inputs
             own["vectors"] = {name: self.of_metadata(vector) for name, vector in value.vectors.items()}
         return f"{self.of(kind)} {', '.join(f'{name}={self.of(one)}' for name, one in sorted(own.items()))}"

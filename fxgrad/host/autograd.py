@@ -59,3 +59,12 @@ def saved_tensors_hooks_aside() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def are_saved_tensors_hooked() -> bool:
+    """Return whether hooks on saved tensors are set, which may keep copies of them.
+
+    Why: a backward reads a tensor that it was given in the forward, and hooks (offloading) may have copied it by then.
+    Without: a bound that changes between forward and backward counts for the noise and not for the clipping.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -44,7 +44,7 @@ class Delivery:
     device: torch.device
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Quantity(ABC):
     """The base class of quantities, which a backward computes from the per-sample gradients; subclass it for new ones.
 
@@ -107,8 +107,21 @@ class Quantity(ABC):
     def arrived(self, results: Sequence[Tensor | None]) -> None:  # noqa: B027
         """Inspect the results of the whole model before any delivery is stored; raising leaves all as it was."""
 
-    def __str__(self) -> str:
-        return type(self).__name__
+    def __repr__(self) -> str:
+        """Show the fields that are not the default, as the constructor takes them."""
+        positional = [one for one in fields(self) if one.default is MISSING and one.repr]
+        shown = [f"{_short(getattr(self, one.name))}" for one in positional]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.default is not MISSING and one.repr and value is not one.default and value != one.default:
+                shown.append(f"{one.name}={_short(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})" if shown else type(self).__name__
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()})"
+    return getattr(value, "__name__", None) or repr(value)
 
 
 def first(parameters: Mapping[str, Tensor]) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from fxgrad.errors import NonFinite, OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
+from fxgrad.host.autograd import are_saved_tensors_hooked
+from fxgrad.host.dispatch import disable_current_modes
+from fxgrad.host.tensors import version
 from fxgrad.kernels.memory import stored
 from fxgrad.kernels.norms import is_wide, root_sum_squares
 from fxgrad.kernels.precision import accumulating, at_most
@@ -45,7 +49,15 @@ class Clipping(NamedTuple):
     nonfinite: Tensor  # the number of samples whose gradient or weight was Inf or NaN
 
 
-@dataclass(frozen=True)
+# Note [C as an input]
+# C is an input of the compiled graph, of one number for each group in float64. So a schedule of C compiles nothing, and
+# a process that trains with another C finds the graph in the cache. The backward reads the input where all of the
+# quantity is computed, never in the forward (see Note [What stays in the backward]). A tensor as max_grad_norm is
+# copied into the input as the backward begins. The copy goes past autograd's count of versions, which would refuse the
+# write to a saved tensor.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class ClippedGrad(Quantity):
     """The sum of the samples' gradients, each scaled to a norm of at most C: DP-SGD's step in one backward.
 
@@ -56,12 +68,15 @@ class ClippedGrad(Quantity):
     Args:
         max_grad_norm: C, or one number for each group, in their order. The order of "per_parameter" is that of
             ``named_parameters()``; only trainable parameters that are used count. With weights="clip", inf clips
-            nothing; other weights refuse it.
+            nothing; other weights refuse it. For a schedule, pass a tensor, 0-dim or ``[groups]``, and write to it:
+            each backward reads it, without a compilation and without waiting for a device. Where the tensor is NaN, 0
+            or less, every sample counts as nonfinite.
         groups: "flat": one norm over all parameters; "per_parameter": one norm for each; or lists of names, which
             name every trainable parameter once.
         weights: "clip"; "automatic": ``C / (n + gamma)`` (Bu et al. 2022); or a function of the norms ``[B]`` that
             returns the weights ``[B]``, made of PyTorch ops. It gets upper bounds of the norms, and fxgrad does not
             bound its weights: they may be negative. A weight of Inf or NaN counts as 0, and its sample as nonfinite.
+        bounded: whether a function's weights are limited to ``±C / (n + 1e-6)``, as differential privacy needs.
         gamma: the stabiliser of "automatic", positive and finite.
         sample_weight: whether calls of the model take ``sample_weight=``, a tensor ``[B]`` that multiplies the
             weights. A weight of 0 marks padding, which then contributes nothing, even if it has NaN.
@@ -88,6 +103,8 @@ class ClippedGrad(Quantity):
     Raises:
         OptionError: at once, if an argument has an invalid value; in the first backward, if weights= returns another
             shape than that of the norms.
+        OptionError: in the backward, if a tensor as max_grad_norm changed after the forward, which ran under
+            ``torch.autograd.graph.saved_tensors_hooks``.
         UnclippedGrad: in the backward, see ``outside``.
         NonFinite: in the backward, see ``nonfinite``.
 
@@ -101,13 +118,14 @@ class ClippedGrad(Quantity):
     5.0
     """
 
-    max_grad_norm: float | Sequence[float]
+    max_grad_norm: float | Sequence[float] | Tensor
     groups: Groups = "flat"
     weights: Weights = "clip"
     gamma: float = 0.01
     sample_weight: bool = False
     nonfinite: Literal["zero", "raise"] = "zero"
     outside: Outside = "error"
+    bounded: bool = False
 
     guards_grad: ClassVar[bool] = True
     alone: ClassVar[bool] = True
@@ -115,7 +133,14 @@ class ClippedGrad(Quantity):
     def __post_init__(self) -> None:
         bound = self.max_grad_norm
         bounds = list(bound) if isinstance(bound, Sequence) else [bound]
-        if not bounds or not all(is_positive(c) for c in bounds):
+        if isinstance(bound, Tensor):
+            if bound.dim() > 1 or not bound.numel() or not bound.is_floating_point():
+                raise OptionError(
+                    f"max_grad_norm is a tensor of shape {list(bound.shape)} and {bound.dtype}: it has to be of "
+                    "floating point, 0-dim or with one number for each group",
+                    advice="Pass torch.tensor(1.0), and write to it: C.fill_(0.5).",
+                )
+        elif not bounds or not all(is_positive(c) for c in bounds):
             raise OptionError(f"max_grad_norm has to be positive, not {bound!r}")
         if isinstance(self.groups, str) and self.groups not in ("flat", "per_parameter"):
             raise OptionError(f"groups has to be 'flat', 'per_parameter' or lists of names, not {self.groups!r}")
@@ -123,7 +148,7 @@ class ClippedGrad(Quantity):
             raise OptionError(f"weights has to be 'clip', 'automatic' or a function, not {self.weights!r}")
         if self.outside not in OUTSIDE:
             raise OptionError(f"outside has to be 'error', 'allow' or 'unchecked', not {self.outside!r}")
-        if self.weights != "clip" and math.inf in bounds:
+        if self.weights != "clip" and not isinstance(bound, Tensor) and math.inf in bounds:
             raise OptionError(
                 f"max_grad_norm=inf needs weights='clip', not {self.weights!r}: its weights would be Inf or NaN",
                 advice="Pass a finite max_grad_norm; the sum of all gradients, not clipped, is fxgrad.Grad().",
@@ -142,7 +167,7 @@ class ClippedGrad(Quantity):
                 "ClippedGrad refuses mixing='allow': a sample's clipped part would not bound its influence",
                 advice="Use layers that treat samples alone, such as GroupNorm.",
             )
-        if not options.named and self.groups == "per_parameter" and isinstance(self.max_grad_norm, Sequence):
+        if not options.named and self.groups == "per_parameter" and self._several() is not None:
             raise OptionError(
                 "torch.compile does not say in which order the model has its parameters, which max_grad_norm= follows",
                 advice="Pass one number as max_grad_norm, or use fxgrad.transform.",
@@ -154,20 +179,47 @@ class ClippedGrad(Quantity):
         return [*like_parameters(GRAD, parameters), report, report, replace(report, shape=(), dtype=torch.float32)]
 
     def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
-        return [replace(of_model((n,), parameters), place="sample_weight")] if self.sample_weight else []
+        groups = self._groups(list(parameters))
+        self._check_bounds(len(groups))
+        bounds = Delivery("max_grad_norm", None, (len(groups),), torch.float64, first(parameters).device)
+        return [bounds, *([replace(of_model((n,), parameters), place="sample_weight")] if self.sample_weight else [])]
 
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        if not self.sample_weight:
-            return []
         like = first(parameters)
+        groups = 1 if self.groups == "flat" else len(self._groups(list(parameters)))
+        bounds = self._bounds(groups, like.device)
+        if isinstance(self.max_grad_norm, Tensor):
+            written = version(self.max_grad_norm) if are_saved_tensors_hooked() else None
+            forward.at_backward.append(partial(self._read_again, bounds, written))
+        if not self.sample_weight:
+            return [bounds]
         dtype = accumulating(like.dtype)
         if forward.sample_weight is None:
-            return [like.detach().new_ones(self.units(forward.size), dtype=dtype)]
-        return [forward.sample_weight.detach().to(like.device, dtype)]
+            return [bounds, like.detach().new_ones(self.units(forward.size), dtype=dtype)]
+        return [bounds, forward.sample_weight.detach().to(like.device, dtype)]
+
+    def _bounds(self, groups: int, device: torch.device) -> Tensor:
+        """Return C for each group. See Note [C as an input]."""
+        bound = self.max_grad_norm
+        if not isinstance(bound, Tensor):
+            return _constants(tuple(bound) if isinstance(bound, Sequence) else (bound,) * groups, device)
+        there = bound.detach().to(device, torch.float64, non_blocking=True)
+        return there.repeat(groups) if bound.dim() == 0 else there.clone()
+
+    def _read_again(self, bounds: Tensor, written: int | None) -> None:
+        """Copy max_grad_norm into a graph's input as the backward begins."""
+        assert isinstance(self.max_grad_norm, Tensor)
+        if written is not None and version(self.max_grad_norm) != written:
+            raise OptionError(
+                "max_grad_norm changed between forward and backward under saved_tensors_hooks, which may copy it",
+                advice="Change it before the forward.",
+            )
+        bounds.data.copy_(self._bounds(len(bounds), bounds.device))
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         names = [g.name for g in grads]
         groups = self._groups(names)
+        bounds, *given = given
         dtype = grads[0].accumulating
         both = {g.name: g.norms() for g in grads}
         zero = grads[0].like.new_zeros(2, n, dtype=torch.float64)  # the norms of a frozen group
@@ -175,7 +227,8 @@ class ClippedGrad(Quantity):
         of_groups = [root_sum_squares([both[name] for name in group] or [zero], wide) for group in groups]
         norms, most = torch.stack(of_groups, 1)
         finite = (norms < math.inf).all(0) if len(groups) > 1 else norms[0] < math.inf  # False for NaN, too
-        pairs = zip(most, self._bounds(groups), strict=True)
+        bounds = torch.where(bounds > 0, bounds, math.nan)
+        pairs = zip(most, bounds.unbind(0), strict=True)
         weight = torch.stack([at_most(self._weight(bound, c), dtype) for bound, c in pairs])
         if given:
             weight = weight * given[0]
@@ -204,7 +257,7 @@ class ClippedGrad(Quantity):
         norms, weight, nonfinite = results
         return Clipping(norms, weight, nonfinite.long())
 
-    def _weight(self, norms: Tensor, c: float) -> Tensor:
+    def _weight(self, norms: Tensor, c: Tensor) -> Tensor:
         if callable(self.weights):
             weight = self.weights(norms)
             if not isinstance(weight, Tensor) or weight.shape != norms.shape:
@@ -213,7 +266,8 @@ class ClippedGrad(Quantity):
                     f"weights= returned {shape} for the norms of {len(norms)} samples",
                     advice="Return a tensor of the norms' shape, such as torch.full_like(norms, 0.5).",
                 )
-            return weight.to(norms.dtype)
+            weight, most = weight.to(norms.dtype), c / (norms + EPSILON)
+            return weight.clamp(-most, most) if self.bounded else weight
         if self.weights == "automatic":
             return c / (norms + self.gamma)
         return (c / (norms + EPSILON)).clamp(max=1)
@@ -233,18 +287,42 @@ class ClippedGrad(Quantity):
             )
         return groups
 
-    def _bounds(self, groups: Sequence[Sequence[str]]) -> list[float]:
+    def _several(self) -> int | None:
+        """Return how many numbers max_grad_norm has; None if it is one for all groups."""
         bound = self.max_grad_norm
-        bounds = list(bound) if isinstance(bound, Sequence) else [bound] * len(groups)
-        if len(bounds) != len(groups):
+        if isinstance(bound, Tensor):
+            return len(bound) if bound.dim() else None
+        return len(bound) if isinstance(bound, Sequence) else None
+
+    def _check_bounds(self, groups: int) -> None:
+        several = self._several()
+        if several not in (None, groups):
             raise OptionError(
-                f"max_grad_norm has {len(bounds)} numbers for {len(groups)} groups",
+                f"max_grad_norm has {several} numbers for {groups} groups",
                 advice="Give one for each group; parameters that are frozen or that the model does not use are none.",
             )
-        return bounds
 
-    def __str__(self) -> str:
-        return f"ClippedGrad({self.max_grad_norm})"
+    def __eq__(self, other: object) -> bool:
+        """Compare the fields; a tensor as max_grad_norm by its numbers now."""
+        if self is other:
+            return True
+        if not isinstance(other, ClippedGrad) or type(self) is not type(other):
+            return NotImplemented
+        return all(_plain(getattr(self, one.name)) == _plain(getattr(other, one.name)) for one in fields(self))
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.group_size, self.gamma))
+
+
+@lru_cache(maxsize=64)
+def _constants(bounds: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return numbers as one tensor; on a device they arrive without waiting for it."""
+    with torch.inference_mode(False), disable_current_modes():  # later calls use them again
+        return torch.tensor(bounds, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def is_positive(value: Any) -> bool:

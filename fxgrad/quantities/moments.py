@@ -12,7 +12,7 @@ from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.quantities.base import GRAD, Delivery, Quantity, like_parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Grad(Quantity):
     """The ordinary gradient, for use together with other quantities.
 
@@ -40,7 +40,7 @@ class Grad(Quantity):
         return [g.weighted(ones[g.accumulating]) for g in grads]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SquaredGrad(Quantity):
     """The sum over the samples of their squared gradients, element by element.
 
@@ -66,7 +66,7 @@ class SquaredGrad(Quantity):
         return [g.squared().to(g.dtype) for g in grads]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradVariance(Quantity):
     """The unbiased variance of the gradients over the samples, element by element.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import Delivery, Quantity, of_model
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GradDot(Quantity):
     """Inner products of every sample's gradient with given directions.
 
@@ -46,7 +46,7 @@ class GradDot(Quantity):
     [3.0, 3.0]
     """
 
-    vectors: Mapping[str, Tensor]
+    vectors: Mapping[str, Tensor] = field(repr=False)
     adds: ClassVar[bool] = True
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
@@ -96,7 +96,7 @@ class GradDot(Quantity):
         return counts.pop() if counts else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradGram(Quantity):
     """All inner products of the per-sample gradients with each other.
 
@@ -127,7 +127,7 @@ class GradGram(Quantity):
         return [total]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradProjection(Quantity):
     """Random projections of the per-sample gradients, for data attribution.
 

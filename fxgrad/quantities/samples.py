@@ -14,7 +14,7 @@ from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import Delivery, Quantity, of_model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradSample(Quantity):
     """The gradient with respect to each sample's own copy of each parameter.
 
@@ -42,11 +42,8 @@ class GradSample(Quantity):
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         return [g.dense().to(g.dtype).contiguous() for g in grads]
 
-    def __str__(self) -> str:
-        return "GradSample"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NormSample(Quantity):
     """The L2 norm of every sample's gradient.
 
@@ -84,6 +81,3 @@ class NormSample(Quantity):
         total = root_sum_squares(norms, any(is_wide(g.dtype) for g in grads))[0]
         of_parameters = [norm[0].to(g.accumulating) for norm, g in zip(norms, grads, strict=True)]
         return [*of_parameters, total.to(grads[0].accumulating)]
-
-    def __str__(self) -> str:
-        return "NormSample"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +49,7 @@ class Forward:
         self.delivered: int | None = None  # the backward call that its results came from
         self.sent: set[str] = set()  # the parameters whose p.grad that call adds to
         self.view: Any = None  # the transformed model: with its guard it lives as long as this graph
+        self.at_backward: list[Callable[[], None]] = []  # what to do as each backward call begins
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
         # What averages p.grad at the end of a backward: its own callback comes after ours.

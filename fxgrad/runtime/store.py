@@ -185,6 +185,8 @@ class Store:
             check_unscaled()
         if self.guard is not None or self.observers or self.only_norms:
             check_undivided()
+        for act in forward.at_backward:
+            act()
         forward.checked = task
         forward.sent.clear()
         forward.stored.clear()
