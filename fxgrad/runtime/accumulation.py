@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fxgrad.errors import OptionError
-from fxgrad.runtime.autograd_graph import frames_from, is_divided, roots_of_backward
+from fxgrad.runtime.autograd_graph import frames_from, is_divided
 
 Variables = Mapping[str, Any]  # of a calling function
 
 
-def check_undivided() -> None:
-    """Raise where the running backward call began at a loss that a training loop divided for gradient accumulation.
+def check_undivided(roots: Iterable[Any]) -> None:
+    """Raise where a root of the running backward call is a loss that a training loop divided for accumulation.
 
     A product that is divided passes: it is the advice. What an op saved is freed by now, so the divisor is read from
     the variables of the calling functions.
     """
-    if not any(map(is_divided, roots_of_backward())):
+    if not any(map(is_divided, roots)):
         return
     for loop, divisor, advice in _loops():
         if divisor > 1:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
 from fxgrad.errors import OptionError
 from fxgrad.host.modules import has_scaled
-from fxgrad.runtime.autograd_graph import frames_from, is_scaled, roots_of_backward
+from fxgrad.runtime.autograd_graph import frames_from, is_scaled
 
 RECIPE = (
     "Use bfloat16, which needs no scaler. For float16 scale by a constant that fxgrad knows: "
@@ -18,13 +18,13 @@ RECIPE = (
 )
 
 
-def check_unscaled() -> None:
-    """Raise where the running backward call began at a loss that a GradScaler multiplied.
+def check_unscaled(roots: Iterable[Any]) -> None:
+    """Raise where a root of the running backward call is a loss that a GradScaler multiplied.
 
     The product with its scale is an op like any other, and what the op saved is freed by now. So a scaler is looked
     for where the caller has one: among the variables of the calling functions and the attributes of their ``self``.
     """
-    if any(map(is_scaled, roots_of_backward())) and any(map(_scales, _in_reach())):
+    if any(map(is_scaled, roots)) and any(map(_scales, _in_reach())):
         raise OptionError(
             "the loss is scaled by a GradScaler: the norms would be those of the scaled gradients", advice=RECIPE
         )

@@ -34,7 +34,7 @@ from fxgrad.host.autograd import autograd_engine, current_task
 from fxgrad.host.tensors import identity, is_view
 from fxgrad.quantities import GRAD, Quantity
 from fxgrad.runtime.accumulation import check_undivided
-from fxgrad.runtime.autograd_graph import accumulates
+from fxgrad.runtime.autograd_graph import accumulates, roots_of_backward
 from fxgrad.runtime.deliveries import Asked, ask, zeros
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
@@ -181,10 +181,12 @@ class Store:
         if self.asked_of(forward).attributes:
             self.check_clear(forward, forward.task(), "a backward")
             self._check_sizes(forward)
-        if self.guard is not None or self.observers:
-            check_unscaled()
-        if self.guard is not None or self.observers or self.only_norms:
-            check_undivided()
+        guarded = self.guard is not None or bool(self.observers)
+        if guarded or self.only_norms:
+            roots = roots_of_backward()
+            check_undivided(roots)
+            if guarded:
+                check_unscaled(roots)
         for act in forward.at_backward:
             act()
         forward.checked = task
