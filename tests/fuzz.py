@@ -50,7 +50,7 @@ def run_block(number: int, backend: str, count: int = BLOCK, shrink: bool = True
             torch._dynamo.reset()
         outcome = check(program, backend, second_batch)
         outcomes[outcome.kind] += 1
-        if outcome.fails or (outcome.kind == "refused" and not is_known(outcome.reason)):
+        if outcome.fails or (outcome.kind == "refused" and not is_known(outcome.reason, program.source)):
             raise Failure(program, outcome, second_batch)
 
     try:

@@ -497,7 +497,7 @@ KNOWN_REFUSALS: dict[str, str] = {
     r"MixedSamples: index_(put|copy) .* it writes one sample": "places counted by the pieces that the "
     "batch was cut into, a number, or by an arange from the last to the first",
     r"GraphBreak: the model does not capture as one graph: Failed to trace builtin": "a number made a text",
-    r"LostLayout: \S+ does not work for every number of samples": "modules called on one sample after the other",
+    r"LostLayout: … does not work for every number of samples": "modules called on one sample after the other",
     r"LostLayout: \w+ gives a parameter's value": "copies of a parameter over a merged dim, used alone",
     r"UniformOutput: a gradient arrived at an output": "copies of a parameter, one per sample, returned",
     r"MixedSamples: batch_norm .* another dimension than": "eval mode takes samples on dim 0 only",
@@ -513,6 +513,14 @@ KNOWN_REFUSALS: dict[str, str] = {
 """What the reasons look like for which a program that does not mix samples may be refused, each with its why."""
 
 
-def is_known(reason: str) -> bool:
-    """Whether a refusal's reason is on the closed list."""
+_ONE_BY_ONE = re.compile(r"\[\S+\(a\) for a in \S+\]")  # `torch.stack([m(a) for a in x])`, or over `x.split(1)`
+
+
+def is_known(reason: str, source: str) -> bool:
+    """Whether a refusal's reason is on the closed list.
+
+    Where a program calls a module on one sample after the other, the batch is a number, and any op may say it first.
+    """
+    if _ONE_BY_ONE.search(source) and re.match(r"LostLayout: \S+ does not work for every number of samples", reason):
+        return True
     return any(re.match(pattern, reason) for pattern in KNOWN_REFUSALS)

@@ -70,7 +70,7 @@ def check_block(number: int, count: int, backend: str, sizes: st.SearchStrategy[
         outcome = check(program, backend, second_batch)
         kinds[outcome.kind] += 1
         assert not outcome.fails, fail(program, outcome)
-        assert outcome.kind != "refused" or is_known(outcome.reason), fail(program, outcome)
+        assert outcome.kind != "refused" or is_known(outcome.reason, program.source), fail(program, outcome)
 
     for_programs(check_one, number, count, sizes)
     assert kinds["refused"] <= MOST_REFUSED * kinds.total()
