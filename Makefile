@@ -26,7 +26,7 @@ lint: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,docs,frameworks,zoo]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,frameworks,zoo]"
 	touch $@
 
 clean:
