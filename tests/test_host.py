@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxgrad.host.versions import at_least
 from fxgrad.samples.symbols import Symbols
@@ -1049,3 +1049,24 @@ def _(host: Any) -> None:
         host.keep_renames()
         SchedulerNode.recompute_size_and_body(node, "sizes")  # type: ignore[arg-type]
     assert done == ["sizes", ("renamed", {"a": "b"})]
+
+
+@check("inductor.bind_floats")
+def _(host: Any) -> None:
+    """What it is for, tests/test_inductor.py sees."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
+    shapes = ShapeEnv()
+    graph = fx.Graph()
+    read = {name: graph.placeholder(name) for name in ("float", "same", "less", "int", "tensor")}
+    number: Any = shapes.create_unbacked_symfloat()
+    values = (number, number, number - 1, shapes.create_unbacked_symint(), torch.ones(1))
+    for node, value in zip(read.values(), values, strict=True):
+        node.meta["val"] = value
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("is_symbol_binding_fx_node", "find_symbol_binding_fx_nodes"):
+            patch.setattr(partitioners, name, getattr(partitioners, name))
+        host.bind_floats()
+        assert list(partitioners.find_symbol_binding_fx_nodes(graph).values()) == [read["float"], read["int"]]
+        assert partitioners.is_symbol_binding_fx_node(read["less"]) is None

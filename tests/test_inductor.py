@@ -265,3 +265,13 @@ def test_a_tied_weights_gradients_are_held_once() -> None:
     assert whole <= peak(loss.backward) <= 1.3 * whole
     transformed.zero_grad()
     assert_per_sample_grads(model, ids, backend="inductor", tolerance=1e-4)
+
+
+def test_a_float_that_is_read_reaches_the_backward(device: torch.device) -> None:
+    """The backward multiplies by an int made of it; the weight that it was read from is not saved."""
+
+    def scaled(x: Tensor, y: Tensor, w: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, w, b) * (int(b.detach().abs().sum().item() / 100) + 2), y + p
+
+    read = case("read", scaled, x(1), x(1), w(1, 1), w(1), w(1))
+    assert_per_sample_grads(read.model(device), *read.inputs(device), backend="inductor", tolerance=1e-9)

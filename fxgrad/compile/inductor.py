@@ -1,4 +1,4 @@
-"""The compiler behind fxgrad, by the name the user gave: Inductor, with one of its bugs mended, and others.
+"""The compiler behind fxgrad, by the name the user gave: Inductor, with two bugs mended, and others.
 
 Note [Lost renames]
 ~~~~~~~~~~~~~~~~~~~
@@ -7,6 +7,13 @@ A buffer that an op writes into has another name after it, so that what reads it
 max_pool2d with windows that overlap adds into zeros, and the loop behind it read the zeros (PyTorch issue 185509).
 The gradients of all layers before it were zero, without a word. Renaming once more is what torch 2.14 does. Inductor's
 cache does not tell what was scheduled without it: the tag does, for the process, since backwards are compiled later.
+
+Note [Floats that are read]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``n = int(w.sum().item() / 100)`` is a symbolic expression of the float that was read. The backward's code computes n
+from the symbol and needs its value. The partitioner saves n; the symbols in it are saved where they are integers, and
+forgotten where they are floats. The backward then names a variable that it never received. In a plain compiled model
+this happens where the tensor that was read is not saved; with taps, the weight often is not.
 """
 
 from __future__ import annotations
@@ -48,10 +55,12 @@ def prepare() -> None:
     """Import Inductor and mend it, before a graph's own tag is set: see Note [Lost renames]."""
     inductor.import_compiler()
     progress.stage("imported Inductor")
-    if at_least("2.14"):
-        return
-    torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag} renames kept"
-    inductor.keep_renames()
+    inductor.bind_floats()
+    mended = "floats bound"
+    if not at_least("2.14"):
+        inductor.keep_renames()
+        mended += ", renames kept"
+    torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag} {mended}"
 
 
 def inner_compiler(backend: str | Inner) -> Inner:

@@ -8,6 +8,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 
 def import_toolchain() -> None:
     """Import what `load_library` and `find_vectors` need.
@@ -112,3 +114,32 @@ def keep_renames() -> None:
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
     SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign, assignment]
+
+
+def bind_floats() -> None:
+    """Patch AOTAutograd's partitioner: a float read from a tensor is saved where an expression of it is.
+
+    Why: see Note [Floats that are read] in fxgrad/compile/inductor.py.
+    Without: a backward that needs ``int(w.sum().item() / 100)`` may end in a NameError of Inductor's code.
+    """
+    from torch._functorch import partitioners
+    from torch.fx.experimental import symbolic_shapes
+
+    bound = symbolic_shapes.is_symbol_binding_fx_node
+
+    @functools.wraps(bound)
+    def is_symbol_binding_fx_node(node: Any) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymFloat) and value.node.expr.is_symbol:
+            return value.node.expr
+        return bound(node)
+
+    def find_symbol_binding_fx_nodes(graph: Any) -> dict[Any, Any]:
+        first: dict[Any, Any] = {}
+        for node in graph.nodes:
+            first.setdefault(is_symbol_binding_fx_node(node), node)
+        first.pop(None, None)
+        return first
+
+    replaced = {function.__name__: function for function in (is_symbol_binding_fx_node, find_symbol_binding_fx_nodes)}
+    vars(partitioners).update(replaced)
