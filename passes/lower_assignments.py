@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fxgrad.graph.context import Context, without_gradients
+from fxgrad.errors import FxgradError, LostLayout
+from fxgrad.graph.context import Context, source_line, without_gradients
 from fxgrad.graph.edit import bind_again, make
 from fxgrad.graph.selections import Selections, is_tensor
 from fxgrad.ops.calls import CALL, Call
@@ -174,7 +175,17 @@ class _Assignment:
 
     def _call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """Return a new node; a gradient arrives through written memory as well."""
-        made = make(self.graph, self.ctx, target, args, kwargs, beside=self.node, inplace=target in _INPLACE)
+        try:
+            made = make(self.graph, self.ctx, target, args, kwargs, beside=self.node, inplace=target in _INPLACE)
+        except FxgradError:
+            raise
+        except Exception as error:  # at the user's own number of samples, PyTorch has run this assignment
+            said = str(error).splitlines()[0].replace(str(self.ctx.symbols.symbol), "B")
+            raise LostLayout(
+                f"an assignment does not work for every number of samples: {said}",
+                where=source_line(self.node),
+                advice="Write sizes in terms of x.shape[0].",
+            ) from error
         fake = FAKE.of(made)
         carries = isinstance(fake, Tensor) and fake.is_floating_point() and not self.stopped
         TRACED.put(made, carries and any(map(self._arrives, made.all_input_nodes)))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.errors import FxgradError, MixedSamples, UnsupportedOp
+from fxgrad.errors import FxgradError, LostLayout, MixedSamples, UnsupportedOp
 from fxgrad.testing import assert_per_sample_grads
 
 
@@ -408,6 +408,20 @@ def test_one_sample_written_into_another_is_refused(body: Any, device: torch.dev
     gs = fxgrad.transform(Model(body).to(device), backend="eager")
     with pytest.raises(MixedSamples, match=f"in {body.__name__}|test_assignments.py"):
         gs(torch.randn(5, 3, device=device))
+
+
+def test_a_number_of_rows_written_at_each_sample_is_refused(device: torch.device) -> None:
+    """The rows are as many as the weights were stacked; the places are as many as there are samples."""
+
+    class Stacked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros_like(x)
+            h[torch.arange(x.shape[0], device=x.device)] = torch.stack([self.weight[0]] * 3)
+            return super().forward(x + h)
+
+    gs = fxgrad.transform(Stacked(3, 2).to(device), backend="eager")
+    with pytest.raises(LostLayout, match="an assignment does not work for every number of samples"):
+        gs(torch.randn(3, 3, device=device))
 
 
 def test_a_parameter_into_a_buffer_is_refused(device: torch.device) -> None:

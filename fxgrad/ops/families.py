@@ -109,8 +109,8 @@ _NAMES: dict[Family, Iterable[str]] = {
     binary_cross_entropy_with_logits kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss
     hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss
     multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss""".split(),
-    Family.FACTORY: """zeros ones empty full rand randn randint arange linspace eye tensor scalar_tensor randperm
-    new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like
+    Family.FACTORY: """zeros ones empty full rand randn randint arange linspace logspace eye tensor
+    scalar_tensor randperm new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like
     rand_like randn_like randint_like tril_indices triu_indices""".split(),
     Family.OVER_DIMS: [*OVER_LAST, *OVER_NAMED, "renorm"],
     Family.PER_INDEX: """gather scatter scatter_add scatter_reduce take_along_dim index_add index_copy

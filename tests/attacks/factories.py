@@ -21,6 +21,8 @@ ATTACKS = attacks(
         "a constant tensor": lambda m, x: m(x) * torch.tensor([1.0, 2.0, 3.0]),
         "new_tensor of numbers": lambda m, x: m(x) * x.new_tensor([1.0, 2.0, 3.0]),
         "linspace of numbers": lambda m, x: m(x) * torch.linspace(0, 1, 3),
+        "linspace up to a parameter's sum": lambda m, x: m(x) * torch.linspace(0, m.bias.sum(), 3),
+        "logspace up to a parameter's sum": lambda m, x: m(x) * torch.logspace(0, m.bias.sum().sigmoid(), 3),
         "arange of features": lambda m, x: m(x) * torch.arange(x.shape[1]),
         "eye": lambda m, x: m(x @ torch.eye(3)),
     },
