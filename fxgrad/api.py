@@ -25,6 +25,7 @@ from fxgrad.kernels.memory import blocks
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.runtime.guard import guard_for
 from fxgrad.runtime.guard import release as release_parameters
+from fxgrad.runtime.reports import OnResult
 from fxgrad.runtime.store import STORES, Accumulate, Store, clear
 from fxgrad.samples.batch import Roles
 
@@ -47,6 +48,7 @@ def transform(
     methods: Sequence[str] = (),
     check_first_batch: bool = False,
     memory_limit: int | str | None = FREE,
+    on_result: OnResult | None = None,
 ) -> M:
     """Return a view of ``model`` whose backward leaves every sample's own gradient on the parameters.
 
@@ -93,6 +95,14 @@ def transform(
         memory_limit: how many bytes the results of a batch, and the gradients kept on the way to them, may take: "free"
             for what is free on the device (in a container, of its limit), or a number, or None for no check. fxgrad
             checks before a batch runs that is larger than those before, and does not wait for the device.
+        on_result: a function ``f(quantity, result)`` for training loops that call zero_grad() before you can read
+            results. Each backward that reaches the parameters calls it once for each quantity, in their order, when
+            everything is delivered; a backward that raises does not. ``result`` is that of `result`, or a dict
+            ``{name: p.grad_sample}`` for a quantity that leaves results on parameters alone; where it leaves several,
+            a tuple for each name. f runs in the thread of autograd that ends the backward, without a wait for the
+            device. It may zero. Its exceptions leave ``backward()``, and everything delivered stays; results of
+            further quantities are then not reported. Copies and pickles of the model hold f as Python copies and
+            pickles it.
 
     Returns:
         An object of the model's class over the model's own state.
@@ -129,7 +139,7 @@ def transform(
     )
     options.check()
     entrances = _entrances(model, methods)
-    store = Store(accumulate, quantities, guard_for(quantities, type(model).__name__, entrances[1:]))
+    store = Store(accumulate, quantities, guard_for(quantities, type(model).__name__, entrances[1:]), on_result)
     by_method = _by_method(in_dims, entrances) if methods else dict.fromkeys(entrances, in_dims)
     roles = {
         name: Roles(batch_size, batch_first, by_method[name], _positional(getattr(model, name))) for name in entrances

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -20,10 +20,20 @@ from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.runtime.guard import guard_for
-from fxgrad.runtime.store import STORES, Accumulate, Store
+from fxgrad.runtime.store import STORES, Store
 
 _AGAIN = "_fxgrad_again"  # an attribute of inputs while Dynamo captures a second time
-_OPTIONS = ("quantity", "loss_reduction", "batch_first", "accumulate", "mixing", "backend", "strategy", "memory_limit")
+_OPTIONS = (
+    "quantity",
+    "loss_reduction",
+    "batch_first",
+    "accumulate",
+    "mixing",
+    "backend",
+    "strategy",
+    "memory_limit",
+    "on_result",
+)
 
 
 def fxgrad_backend(
@@ -32,7 +42,9 @@ def fxgrad_backend(
     """Compile a graph; TorchDynamo calls this function with each one.
 
     ``options`` are `fxgrad.transform`'s: quantity, loss_reduction, batch_first, accumulate, mixing,
-    strategy, memory_limit, and backend, the inner compiler. All inputs have to agree on the batch size.
+    strategy, memory_limit, on_result, and backend, the inner compiler. All inputs have to agree on the batch size.
+    Where torch.compile breaks the model into several graphs, each calls on_result for its own parameters. Parameters
+    go by Dynamo's names for them.
 
     >>> model = torch.compile(nn.Linear(3, 2), backend="fxgrad", options={"backend": "eager"})
     >>> model(torch.ones(4, 3)).sum().backward()
@@ -69,15 +81,15 @@ def fxgrad_backend(
     try:
         captured = Captured(gm, example_inputs, size, {}, fullgraph=False)
         settings.overrides = overrides_of(strategy, captured.aliases(), whole=whole)
-        return compile_graph(captured, settings, _store(user_options.get("accumulate", "error"), settings.quantities))
+        return compile_graph(captured, settings, _store(user_options, settings.quantities))
     finally:
         for tensor, _ in fresh:
             _unmark(tensor)
 
 
-def _store(policy: Accumulate, quantities: tuple[Quantity, ...]) -> Store:
+def _store(options: Mapping[str, Any], quantities: tuple[Quantity, ...]) -> Store:
     guard = guard_for(quantities)
-    store = Store(policy, quantities, guard)
+    store = Store(options.get("accumulate", "error"), quantities, guard, options.get("on_result"))
     STORES.add(store)
     if guard is not None:
         weakref.finalize(store, guard.release).atexit = False

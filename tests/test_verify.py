@@ -382,3 +382,23 @@ sum over samples against the ordinary gradient: 1.0e-03
 mixing: none; each sample was changed in turn, and no other's output or gradient moved
 verdict: NOT OK"""
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantity": fxgrad.NormSample(), "strategy": "gram"},
+        {"quantity": fxgrad.ClippedGrad(1.0), "check_first_batch": True},
+        {"quantity": [fxgrad.Grad(), fxgrad.SquaredGrad()]},
+    ],
+    ids=lambda options: str(options["quantity"]),
+)
+def test_a_model_transformed_for_another_quantity(options: dict[str, Any]) -> None:
+    """Its per-sample gradients are compared, whatever is made of them; those of a wrong rule are wrong."""
+    model = small()
+    verdict = fxgrad.verify(fxgrad.transform(model, backend="eager", **options), x())
+    assert verdict.ok and set(verdicts(verdict).values()) == {"right"}
+    assert all(getattr(p, "grad_sample", None) is None for p in model.parameters())
+    register(factor=1.001)
+    wrong = fxgrad.verify(fxgrad.transform(Scaled(), backend="eager", **options), x())
+    assert verdicts(wrong) == {"w": "wrong", "v": "right"}

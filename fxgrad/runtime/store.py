@@ -39,6 +39,8 @@ from fxgrad.runtime.deliveries import Asked, ask, zeros
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
+from fxgrad.runtime.idle_steps import watch_steps
+from fxgrad.runtime.reports import OnResult, Reports, packed
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
 POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
@@ -59,12 +61,19 @@ class Observer(Protocol):
 class Store:
     """Stores what a backward delivers, by the `accumulate` policy."""
 
-    def __init__(self, policy: Accumulate, quantities: Sequence[Quantity], guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        policy: Accumulate,
+        quantities: Sequence[Quantity],
+        guard: Guard | None = None,
+        on_result: OnResult | None = None,
+    ) -> None:
         if policy not in POLICIES:
             raise OptionError(f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}")
         self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
         self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
         self.only_norms = all(q.alone for q in self.quantities)
+        self.reports = None if on_result is None else Reports(on_result, self.quantities)
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self.current = CurrentForward()
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
@@ -78,6 +87,8 @@ class Store:
         before = self.current.forward
         self.current.forward = forward
         forward.watched = set()
+        if self.reports is not None and forward.enclosing != -1:  # its own backward ends before the one around it
+            self.reports.begin(forward.enclosing)
         return before
 
     def leave(self, forward: Forward, before: Forward | None) -> None:
@@ -106,9 +117,7 @@ class Store:
                 f"there is no result of {quantity}: no backward has run since zero_grad(), or it leaves none",
                 advice="Call backward() on the loss of the transformed model first.",
             )
-        results = self.results[place]
-        packed = getattr(quantity, "packed", None)
-        return packed(results) if packed is not None else results[0] if len(results) == 1 else tuple(results)
+        return packed(quantity, self.results[place])
 
     def check_clear(self, forward: Forward, task: int, what: str) -> None:
         """Raise before anything is computed, where a result would have no place."""
@@ -157,6 +166,8 @@ class Store:
             if len(self.asked) >= 64:
                 self.asked.clear()
             asked = self.asked[key] = ask(self.quantities, n, parameters)
+            if asked.attributes and all(delivery.place != GRAD for delivery in asked.every):
+                watch_steps(asked.attributes)
         self.last_asked = key, asked
         return asked
 
@@ -198,6 +209,8 @@ class Store:
                 observer.began(forward)
         self._add(forward)  # again, where an earlier backward retained the graph
         autograd_engine.queue_callback(partial(self._end_at_last, forward))
+        if self.reports is not None and forward.enclosing == -1:
+            self.reports.begin(task)
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
@@ -264,6 +277,8 @@ class Store:
         if self.observers:
             for observer in self.observers:
                 observer.ended(forward)
+        if self.reports is not None:
+            self.reports.ended(task, forward.parameters, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
         forward.view = None  # autograd's nodes and a forward hold each other

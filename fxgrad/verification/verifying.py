@@ -65,6 +65,8 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     engine = engine_of(model)
     options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
     options["check_first_batch"] = False  # every sample is changed here
+    options["on_result"] = None  # the user's steps are reported, and none is made here
+    options["quantity"] = options["strategy"] = None  # grad_sample is compared, whatever else is made of it
     original = model if engine is None else engine.model
     if any(map(_is_packed, tree_leaves((args, kwargs), is_leaf=_is_packed))):
         raise OptionError(

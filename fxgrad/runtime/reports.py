@@ -1,0 +1,83 @@
+"""Report each quantity's result to the user's function, once for each backward call and behind all else in it.
+
+A report is a callback of the engine, which hands it on to the end of the list of callbacks until those of the forwards
+have run. A backward that raises drops its callbacks, and the report with them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fxgrad.errors import OptionError
+from fxgrad.host.autograd import autograd_engine
+from fxgrad.quantities import GRAD, Quantity
+from fxgrad.runtime.deliveries import Kinds
+
+OnResult = Callable[[Quantity, Any], Any]
+_ROUNDS = 2  # a forward's end waits for one round (`Store._end_at_last`), and what observers queue for one more
+
+
+class Report:
+    """What one backward call has delivered so far."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self.kinds: Sequence[Kinds] = ()
+        self.results: dict[int, list[Tensor]] = {}  # of the quantity at each place of the list
+
+
+class Reports:
+    """Calls a function of the user's with the results of each backward call."""
+
+    def __init__(self, function: OnResult, quantities: Sequence[Quantity]) -> None:
+        if not callable(function):
+            raise OptionError(
+                f"on_result has to be a function of a quantity and its result, not {function!r}",
+                advice="Pass a function such as on_result=lambda quantity, result: print(result).",
+            )
+        self.function, self.quantities = function, tuple(quantities)
+        self.running: weakref.WeakValueDictionary[int, Report] = weakref.WeakValueDictionary()
+
+    def begin(self, task: int) -> None:
+        """Queue the report of the running backward call, where none is."""
+        if task not in self.running:
+            report = self.running[task] = Report()
+            autograd_engine.queue_callback(partial(self._later, report, _ROUNDS))
+
+    def ended(
+        self, task: int, parameters: Mapping[str, Tensor], kinds: Sequence[Kinds], results: Mapping[int, list[Tensor]]
+    ) -> None:
+        """Note what one forward has delivered in a backward call; the results are the sums over its forwards."""
+        report = self.running[task]
+        report.parameters.update(parameters)
+        report.kinds, report.results = kinds, dict(results)
+
+    def _later(self, report: Report, rounds: int) -> None:
+        if rounds:
+            autograd_engine.queue_callback(partial(self._later, report, rounds - 1))
+        elif report.parameters:  # a forward that ran inside of this backward may have had none
+            found = [self._found(place, quantity, report) for place, quantity in enumerate(self.quantities)]
+            for quantity, result in zip(self.quantities, found, strict=True):
+                self.function(quantity, result)
+
+    def _found(self, place: int, quantity: Quantity, report: Report) -> Any:
+        """Return the result of the whole model, or else what was left on parameters, by name."""
+        kinds = report.kinds[place]
+        if kinds.results:
+            return packed(quantity, report.results[place])
+        attributes = [(delivery.parameter or "", delivery.place) for _, delivery in kinds.attributes]
+        by_name: dict[str, list[Any]] = {}
+        for name, attribute in [*((name, GRAD) for _, name in kinds.grads), *attributes]:
+            by_name.setdefault(name, []).append(getattr(report.parameters[name], attribute, None))
+        return {name: values[0] if len(values) == 1 else tuple(values) for name, values in by_name.items()}
+
+
+def packed(quantity: Quantity, results: list[Any]) -> Any:
+    """Return a quantity's results of the whole model in the form that users get."""
+    pack = getattr(quantity, "packed", None)
+    return pack(results) if pack is not None else results[0] if len(results) == 1 else tuple(results)
