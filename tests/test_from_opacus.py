@@ -156,7 +156,7 @@ def ours(**arguments: Any) -> Run:
 def assert_same(one: Run, other: Run) -> None:
     assert one.sizes == other.sizes and one.steps() == STEPS
     assert one.engine.accountant.history == other.engine.accountant.history
-    start = dict(net().named_parameters())
+    start = {name: p.detach() for name, p in net().named_parameters()}
     first, second = one.parameters(), other.parameters()
     assert first.keys() == second.keys() == start.keys()
     assert max(float((first[name] - start[name]).abs().max()) for name in first) > 1e-2
@@ -377,7 +377,7 @@ def test_a_checkpoint_continues(mode: str, tmp_path: Path) -> None:
     first.engine.save_checkpoint(path=tmp_path / "point", module=first.trained, optimizer=first.optimizer)
     second = Run(PrivacyEngine(accountant="rdp"), model=net(seed=7), **arguments)
     second.engine.load_checkpoint(path=tmp_path / "point", module=second.trained, optimizer=second.optimizer)
-    assert second.engine.get_epsilon(1e-3) == first.engine.get_epsilon(1e-3)
+    assert second.engine.accountant.history == first.engine.accountant.history != []
     second.train(16)
     whole = Run(opacus.PrivacyEngine(accountant="rdp"), poisson_sampling=False).train(16)
     for name, p in whole.parameters().items():

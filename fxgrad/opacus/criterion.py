@@ -19,7 +19,7 @@ class Criterion(DPLossFastGradientClipping):  # type: ignore[misc]
 
     Args:
         module, optimizer: what make_private returns.
-        criterion: the loss. Without an attribute ``reduction``, it is called as it is.
+        criterion: the loss; nn.CrossEntropyLoss if None. Without an attribute ``reduction``, it is called as it is.
         loss_reduction: "mean" or "sum".
 
     >>> import torch
@@ -30,7 +30,8 @@ class Criterion(DPLossFastGradientClipping):  # type: ignore[misc]
     """
 
     def __init__(self, module: nn.Module, optimizer: DPOptimizer, criterion: Any, loss_reduction: str) -> None:
-        self.module, self.optimizer, self.criterion, self.loss_reduction = module, optimizer, criterion, loss_reduction
+        self.module, self.optimizer, self.loss_reduction = module, optimizer, loss_reduction
+        self.criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> Tensor:
         """Return the loss of a batch.

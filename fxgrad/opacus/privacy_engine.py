@@ -105,8 +105,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
         Raises:
             OptionError: a mode that fxgrad does not have; and as `fxgrad.opacus.make_private`.
         """
-        is_ghost = _clips_in_backward(grad_sample_mode)
-        _check_wrap(wrap_model)
+        is_ghost = _clips_in_backward(grad_sample_mode, wrap_model)
         model, private, loader = make_private(
             self,
             module=module,
@@ -125,7 +124,6 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
         )
         if not is_ghost:
             return model, private, loader
-        criterion = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
         return model, private, Criterion(model, private, criterion, loss_reduction), loader
 
     def make_private_with_epsilon(
@@ -177,8 +175,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
         return module
 
 
-def _clips_in_backward(grad_sample_mode: str) -> bool:
+def _clips_in_backward(grad_sample_mode: str, wrap_model: bool) -> bool:
     """Return whether the backward clips in a mode; raise for those that fxgrad does not have."""
+    _check_wrap(wrap_model)
     if grad_sample_mode in MODES:
         return MODES[grad_sample_mode]
     if grad_sample_mode in REFUSED:
