@@ -307,17 +307,58 @@ class TestOneBackward:
         found = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
         assert all(a.equal(b) for a, b in zip(found, left, strict=True))
 
-    def test_a_norm_that_is_changed_behind_the_backward_s_back(self) -> None:
+    def test_a_norm_that_changes_between_backward_and_step(self) -> None:
         made, optimizer, _ = make(words(), one_backward=True)
-        ExponentialGradClip(optimizer, gamma=0.5).step()
+        scheduler = ExponentialGradClip(optimizer, gamma=0.5)
         made(torch.randn(7, 5, 3)).mean().backward()
-        with pytest.raises(OptionError, match=r"max_grad_norm is 0.5 and the backward clips to 1.0"):
+        scheduler.step()
+        with pytest.raises(
+            OptionError, match=r"max_grad_norm is 0.5 and the backward clipped to 1.0.*\n  Change it bef"
+        ):
             optimizer.step()
+        optimizer.zero_grad()
+        made(torch.randn(7, 5, 3)).mean().backward()
+        optimizer.step()
 
-    @pytest.mark.parametrize("arguments", [ADAPTIVE, dict(clipping="per_layer", max_grad_norm=[1.0] * 6)])
-    def test_other_clipping(self, arguments: dict[str, Any]) -> None:
-        with pytest.raises(OptionError, match="one_backward=True clips by one norm over all parameters"):
-            make(words(), one_backward=True, **arguments)
+    def test_a_norm_that_a_transformed_model_has_as_a_number(self) -> None:
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+        made, optimizer, _ = make(view, one_backward=True)
+        optimizer.max_grad_norm = 0.5
+        made(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(OptionError, match=r"clipped to 1.0: .*\n  Give make_private the model itself"):
+            optimizer.step()
+        with pytest.raises(OptionError, match=r"clipping='adaptive' changes C, .* transformed for the number 0.5"):
+            view = fxgrad.transform(words(), loss_reduction="mean", quantity=fxgrad.ClippedGrad(0.5), backend="eager")
+            make(view, one_backward=True, **ADAPTIVE)
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+    def test_a_norm_that_comes_to_bound_nothing(self, value: float) -> None:
+        bound = torch.tensor(1.0)
+        made, optimizer, _ = make(words(), one_backward=True, max_grad_norm=bound)
+        bound.fill_(value)
+        made(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(OptionError, match="max_grad_norm has to be a number, positive and finite"):
+            optimizer.step()
+        bound.fill_(1.0)
+        if value < math.inf:
+            with pytest.raises(OptionError, match="max_grad_norm has to be a number, positive"):
+                optimizer.max_grad_norm = value
+        assert optimizer.max_grad_norm == 1.0 == float(bound)
+
+    @pytest.mark.parametrize(
+        "bound", [torch.ones(1), torch.tensor(1), torch.ones((), requires_grad=True), torch.ones((), device="meta")]
+    )
+    def test_tensors_that_cannot_be_the_norm(self, bound: Tensor) -> None:
+        with pytest.raises(OptionError, match=r"max_grad_norm is a tensor of shape .* it has to be 0-dim"):
+            make(words(), one_backward=True, max_grad_norm=bound)
+
+    def test_a_tensor_that_the_model_is_not_transformed_for(self) -> None:
+        quantity = fxgrad.ClippedGrad(torch.tensor(1.0))
+        view = fxgrad.transform(words(), loss_reduction="mean", quantity=quantity, backend="eager")
+        with pytest.raises(OptionError, match="transformed for another one: writes to it would do nothing"):
+            make(view, one_backward=True, max_grad_norm=torch.tensor(1.0))
+        _, optimizer, _ = make(view, one_backward=True, max_grad_norm=0.5)
+        assert optimizer.max_grad_norm == 0.5 == float(quantity.max_grad_norm)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         "quantity",
@@ -468,8 +509,17 @@ class TestArguments:
             make(words(), **without(ADAPTIVE, "max_clipbound"))
 
     def test_another_clipping(self) -> None:
-        with pytest.raises(OptionError, match="clipping has to be 'flat', 'per_layer' or 'adaptive', not 'layer'"):
-            make(words(), clipping="layer")
+        known = r"clipping has to be 'flat', 'per_layer', 'adaptive', 'automatic' or a function of the norms"
+        for one_backward in (False, True):
+            with pytest.raises(OptionError, match=known + r", not 'per_layers'\n  Did you mean 'per_layer'\?"):
+                make(words(), clipping="per_layers", one_backward=one_backward)
+            with pytest.raises(OptionError, match=known + ", not 'banana'\n  'flat' is DP-SGD's"):
+                make(words(), clipping="banana", one_backward=one_backward)
+
+    @pytest.mark.parametrize("clipping", ["automatic", torch.ones_like])
+    def test_clipping_that_opacus_does_not_have(self, clipping: Any) -> None:
+        with pytest.raises(OptionError, match=r"is computed in the backward.*\n  Pass one_backward=True, or"):
+            make(words(), clipping=clipping)
 
     @pytest.mark.parametrize("noise", [-1.0, math.nan, math.inf, True, "1", None])
     def test_a_noise_multiplier_that_is_none(self, noise: Any) -> None:

@@ -475,7 +475,9 @@ def test_a_changed_norm_in_one_backward() -> None:
     run = Private()
     run.optimizer.max_grad_norm = 0.1
     run.loss().backward()
-    run.refuses(OptionError, "max_grad_norm is 0.1 and the backward clips to 1.0")
+    run.optimizer.max_grad_norm = 1.0
+    run.refuses(OptionError, "max_grad_norm is 1.0 and the backward clipped to 0.1")
+    run.steps_right()
 
 
 def stop(_: Tensor) -> None:

@@ -19,6 +19,7 @@ except ImportError as error:
     ) from error
 
 from fxgrad.opacus.preparing import make_private, make_private_with_epsilon
-from fxgrad.opacus.validating import validate
+from fxgrad.opacus.privacy_engine import PrivacyEngine
+from fxgrad.opacus.validating import fix, validate
 
-__all__ = ["make_private", "make_private_with_epsilon", "validate"]
+__all__ = ["PrivacyEngine", "fix", "make_private", "make_private_with_epsilon", "validate"]

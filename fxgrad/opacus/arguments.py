@@ -11,7 +11,7 @@ from typing import Any
 
 from opacus.accountants import IAccountant
 from opacus.optimizers.utils import params
-from torch import optim
+from torch import Tensor, optim
 
 from fxgrad.errors import OptionError, UnknownArgument
 
@@ -26,6 +26,7 @@ ADAPTIVE = (
 GRADIENTS = ("grad_sample_mode", "wrap_model")
 """Arguments of Opacus that fxgrad sets itself: the computation of the gradients."""
 CLIPPINGS = ("flat", "per_layer", "adaptive")
+"""Those of Opacus; in one backward also "automatic" and functions of the norms."""
 MEANINGS = {
     "noise_multiplier": "It is the noise's standard deviation over max_grad_norm.",
     "max_grad_norm": "The noise's standard deviation is noise_multiplier times max_grad_norm.",
@@ -49,7 +50,10 @@ def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], furt
         close = difflib.get_close_matches(name, known, n=1)
         advice = f"Did you mean '{close[0]}'?" if close else f"It takes {', '.join(known)}."
         if name in GRADIENTS:
-            advice = "Leave it out: fxgrad computes the gradients, and Opacus has no hooks on the model."
+            advice = (
+                "Leave it out: fxgrad computes the gradients, in the backward with one_backward=True. "
+                "fxgrad.opacus.PrivacyEngine takes Opacus's names of its modes."
+            )
         raise UnknownArgument(f"{function.__name__} got an unexpected argument '{name}'", advice=advice)
 
 
@@ -60,11 +64,15 @@ def names_of_accountant(accountant: IAccountant) -> list[str]:
 
 
 def check_values(
-    optimizer: optim.Optimizer, noise_multiplier: Any, max_grad_norm: Any, clipping: str, arguments: Mapping[str, Any]
+    optimizer: optim.Optimizer,
+    noise_multiplier: Any,
+    max_grad_norm: Any,
+    clipping: Any,
+    one_backward: bool,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Raise if noise, bounds and clipping do not match, or bound nothing."""
-    if clipping not in CLIPPINGS:
-        raise OptionError(f"clipping has to be 'flat', 'per_layer' or 'adaptive', not {clipping!r}")
+    _check_clipping(clipping, one_backward)
     _check_takes_one_gradient(optimizer)
     check_number("noise_multiplier", noise_multiplier, zero=True)
     _check_bounds(optimizer, max_grad_norm, clipping)
@@ -74,6 +82,21 @@ def check_values(
             "batch_first=False is not an argument of Opacus's mode for gradients that are computed elsewhere",
             advice="Pass a model that fxgrad.transform made with it (batch_first=False, or in_dims=), and let the "
             "loader's batches have their samples first.",
+        )
+
+
+def _check_clipping(clipping: Any, one_backward: bool) -> None:
+    if not callable(clipping) and clipping not in (*CLIPPINGS, "automatic"):
+        close = difflib.get_close_matches(str(clipping), (*CLIPPINGS, "automatic"), n=1)
+        raise OptionError(
+            f"clipping has to be 'flat', 'per_layer', 'adaptive', 'automatic' or a function of the norms, "
+            f"not {clipping!r}",
+            advice=f"Did you mean {close[0]!r}?" if close else "'flat' is DP-SGD's: one norm over all parameters.",
+        )
+    if not one_backward and clipping not in CLIPPINGS:
+        raise OptionError(
+            f"clipping={clipping!r} is computed in the backward: Opacus's optimizers do not have it",
+            advice="Pass one_backward=True, or grad_sample_mode='ghost' to fxgrad.opacus.PrivacyEngine.",
         )
 
 
@@ -89,6 +112,7 @@ def _check_takes_one_gradient(optimizer: optim.Optimizer) -> None:
 
 def check_number(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> None:
     """Raise if a value is no number, negative or NaN; also for 0 and inf, unless ``zero`` or ``infinite``."""
+    value = value.item() if is_scalar(value) else value
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and (float(value) > 0 or (zero and value == 0)) and (infinite or value != math.inf):
         return
@@ -99,7 +123,18 @@ def check_number(name: str, value: Any, *, zero: bool = False, infinite: bool = 
     )
 
 
-def _check_bounds(optimizer: optim.Optimizer, max_grad_norm: Any, clipping: str) -> None:
+def is_scalar(value: Any) -> bool:
+    """Decide whether a value is one number as a tensor that a step may read without waiting for a device."""
+    return isinstance(value, Tensor) and not value.dim() and value.is_floating_point() and value.device.type == "cpu"
+
+
+def _check_bounds(optimizer: optim.Optimizer, max_grad_norm: Any, clipping: Any) -> None:
+    if isinstance(max_grad_norm, Tensor) and (not is_scalar(max_grad_norm) or max_grad_norm.requires_grad):
+        raise OptionError(
+            f"max_grad_norm is a tensor of shape {list(max_grad_norm.shape)} and {max_grad_norm.dtype} on "
+            f"{max_grad_norm.device}: it has to be 0-dim and of floating point, on the CPU, without requires_grad",
+            advice="Pass torch.tensor(1.0), and write to it between steps.",
+        )
     several = isinstance(max_grad_norm, Sequence) and not isinstance(max_grad_norm, str)
     bounds = max_grad_norm if several else [max_grad_norm]
     count = len(params(optimizer))

@@ -5,12 +5,13 @@
     step               the optimizer's parameters are the model's trainable ones, and each has what was delivered
 
 The same holds for p.grad_sample, but there the optimizer may omit parameters: Opacus then clips over those it has.
+Where the backward clips, the ledger also records to which C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from fxgrad.engine import Engine
 from fxgrad.errors import UnaccountedGrad
 from fxgrad.host.autograd import autograd_engine
 from fxgrad.host.tensors import identity, post_accumulate_hooks, version
+from fxgrad.quantities import ClippedGrad
+from fxgrad.quantities.clipping import Clipping
 from fxgrad.runtime.autograd_graph import accumulates
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.slot import STAMPS
@@ -26,12 +29,22 @@ CLEAR = "Call optimizer.zero_grad(), and run forward and backward of the private
 State = tuple[tuple[int, int], ...]  # the identity and version of each tensor at a place
 
 
+class ClippedPart(NamedTuple):
+    """What a backward that clips has delivered."""
+
+    bounds: tuple[float, ...]  # C of each group, as that backward began
+    clipping: Clipping
+
+
 class Ledger:
     """The record of the backward calls of a private model between two steps."""
 
-    def __init__(self, engine: Engine, place: str) -> None:
-        self.engine, self.place = engine, place  # "grad" or "grad_sample"
+    def __init__(self, engine: Engine, quantity: ClippedGrad | None) -> None:
+        self.engine, self.quantity = engine, quantity  # a quantity if the backward clips
+        self.place = "grad_sample" if quantity is None else "grad"
         self.deliveries = 0  # since p.grad was last empty
+        self.parts: list[ClippedPart] = []  # of these deliveries
+        self.bounds: tuple[float, ...] = ()  # of the backward call in progress
         self.parameters: dict[int, tuple[str, Tensor]] = {}  # the parameters of the last delivery, by `id()`
         self.states: dict[int, State] = {}  # after the last delivery or clearing
         self.running: int | None = None  # the backward call in progress
@@ -56,6 +69,8 @@ class Ledger:
             )
         elif changed or not any(states.values()):
             self._forget()
+        if self.quantity is not None:
+            self.bounds = numbers_of(self.quantity.max_grad_norm)
         self.running = forward.task()
 
     def _check_hooks(self, forward: Forward) -> None:
@@ -94,6 +109,8 @@ class Ledger:
     def _enter(self, forward: Forward) -> None:
         self.running = None
         self.deliveries += 1
+        if self.quantity is not None:
+            self.parts.append(ClippedPart(self.bounds, self.engine.store.result(self.quantity)))
         self.parameters = {id(parameter): (name, parameter) for name, parameter in forward.parameters.items()}
         self._mark(forward.parameters.values())
 
@@ -109,6 +126,7 @@ class Ledger:
 
     def _forget(self) -> None:
         self.deliveries, self.parameters, self.states, self.running, self.trouble = 0, {}, {}, None, ""
+        self.parts = []
 
     # called by the optimizer
 
@@ -179,3 +197,10 @@ class Ledger:
 
     def state(self, parameter: Tensor) -> State:
         return tuple((identity(tensor), version(tensor)) for tensor in self.tensors(parameter))
+
+
+def numbers_of(max_grad_norm: float | Sequence[float] | Tensor) -> tuple[float, ...]:
+    """Return C of each group as numbers; one for C of all."""
+    if isinstance(max_grad_norm, Tensor):
+        return tuple(max_grad_norm.reshape(-1).tolist())
+    return tuple(map(float, max_grad_norm)) if isinstance(max_grad_norm, Sequence) else (float(max_grad_norm),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,23 +14,92 @@ from opacus.optimizers import (
     DistributedDPOptimizerFastGradientClipping,
     DPOptimizer,
     DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
 )
+from torch import Tensor
 
 from fxgrad.engine import Engine
 from fxgrad.errors import AlreadySet, OptionError
+from fxgrad.opacus.arguments import check_number
 from fxgrad.opacus.checked_step import CheckedStep
-from fxgrad.opacus.ledger import Ledger
+from fxgrad.opacus.ledger import Ledger, numbers_of
+from fxgrad.quantities import ClippedGrad
+
+# Note [One C]
+# The clipping and the noise have to use one C. Opacus's optimizer of `per_layer` has two, max_grad_norms for the
+# clipping and max_grad_norm for the noise, and its schedulers write the second alone. So both are properties here, of
+# one place: the bounds that the backward reads, or a list. A backward reads C as it begins. The step compares that with
+# C at the step, which the noise is for.
 
 
-class AdaptiveOptimizer(CheckedStep, AdaClipDPOptimizer):  # type: ignore[misc]
-    """Opacus's AdaClipDPOptimizer with support for empty batches; `make_private` makes it.
+class _Bounded(CheckedStep):
+    """An optimizer whose max_grad_norm and max_grad_norms cannot disagree. See Note [One C]."""
 
-    The share of unclipped samples is ``(count + σ_u N(0, 1)) / B``. For an empty batch, B is the expected batch size,
-    as for every batch in Andrew et al. (2019), https://arxiv.org/abs/1905.03871.
+    bounds: Sequence[float] | Tensor  # C of each group, or of all
+
+    @property
+    def max_grad_norms(self) -> list[float]:
+        """Return C of each group; assign a list of as many."""
+        return list(numbers_of(self.bounds))
+
+    @max_grad_norms.setter
+    def max_grad_norms(self, bounds: Sequence[float]) -> None:
+        if len(bounds) != len(self.max_grad_norms):
+            raise OptionError(
+                f"max_grad_norms has {len(bounds)} numbers for {len(self.max_grad_norms)}",
+                advice="Assign one number for each, as to make_private.",
+            )
+        for bound in bounds:  # adaptive clipping cuts Inf to its largest bound
+            check_number("max_grad_norm", bound, infinite=True)
+        if isinstance(self.bounds, Tensor):
+            self.bounds.copy_(torch.tensor(list(bounds), dtype=torch.float64).reshape(self.bounds.shape))
+        else:
+            self.bounds = [*map(float, bounds)]
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Return the norm that no sample's part exceeds, which the noise is for."""
+        bounds = self.max_grad_norms
+        return math.hypot(*bounds) if len(bounds) > 1 else bounds[0]
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, bound: float | Tensor) -> None:
+        bound = float(bound)
+        if bound == self.max_grad_norm:  # the first step of a scheduler
+            return
+        if len(self.max_grad_norms) > 1:
+            raise OptionError(
+                "clipping='per_layer' has several bounds, and max_grad_norm is their norm: with another one, the noise "
+                "would not fit the clipping",
+                advice="Assign optimizer.max_grad_norms, a number for each parameter.",
+            )
+        self.max_grad_norms = [bound]
+
+
+class PerLayerOptimizer(_Bounded, DPPerLayerOptimizer):  # type: ignore[misc]
+    """Opacus's DPPerLayerOptimizer with one C for clipping and noise; `make_private` makes it.
+
+    ``max_grad_norms`` may be assigned between steps. ``max_grad_norm`` follows from it.
+    """
+
+
+class _Adaptive(CheckedStep):
+    """The share of unclipped samples is ``(count + σ_u N(0, 1)) / B``.
+
+    For an empty batch, B is the expected batch size, as for every batch in Andrew et al. (2019),
+    https://arxiv.org/abs/1905.03871.
     """
 
     unclipped_num: Any
     sample_size: Any
+
+    def update_max_grad_norm(self) -> None:
+        self.sample_size = self.sample_size or self.expected_batch_size
+        super().update_max_grad_norm()
+
+
+class AdaptiveOptimizer(_Adaptive, AdaClipDPOptimizer):  # type: ignore[misc]
+    """Opacus's AdaClipDPOptimizer with support for empty batches; `make_private` makes it."""
 
     def clip_and_accumulate(self) -> None:
         rows = self._get_flat_grad_sample(self.params[0])
@@ -38,16 +109,16 @@ class AdaptiveOptimizer(CheckedStep, AdaClipDPOptimizer):  # type: ignore[misc]
         DPOptimizer.clip_and_accumulate(self)
         self.unclipped_num = self.unclipped_num + torch.zeros((), device=rows.device)
 
-    def update_max_grad_norm(self) -> None:
-        self.sample_size = self.sample_size or self.expected_batch_size
-        super().update_max_grad_norm()
 
+class _OneBackward(_Bounded):
+    """The common base of optimizers for which p.grad is a sum of clipped gradients.
 
-class _OneBackward(CheckedStep):
-    """The common base of both optimizers, in which p.grad is a sum of clipped gradients."""
+    Attributes:
+        quantity: what the backward computes; ``fxgrad.result(model, optimizer.quantity)`` has norms and weights.
+    """
 
+    quantity: ClippedGrad
     poisson_sampling: bool
-    clipped_to: float  # the bound of the backward
     _iterations = 1
 
     @property
@@ -58,12 +129,7 @@ class _OneBackward(CheckedStep):
     def accumulate(self) -> None:
         """Move p.grad to p.summed_grad, so that a forgotten zero_grad() cannot add it twice."""
         backwards = self.ledger.deliveries
-        if self.max_grad_norm != self.clipped_to:
-            raise OptionError(
-                f"max_grad_norm is {self.max_grad_norm} and the backward clips to {self.clipped_to}: "
-                "the noise would not fit",
-                advice="Leave max_grad_norm as it is, or use make_private without one_backward=True.",
-            )
+        self._check_bounds()
         if self.poisson_sampling and backwards > 1:
             raise AlreadySet(
                 f"{backwards} backwards have added to p.grad since the last step: under Poisson sampling a sample may "
@@ -76,12 +142,29 @@ class _OneBackward(CheckedStep):
             parameter.grad = None
         self.ledger.cleared(())
 
+    def _check_bounds(self) -> None:
+        """Raise unless every backward has clipped to C, which the noise is for."""
+        bounds = tuple(self.max_grad_norms)
+        for bound in bounds:
+            check_number("max_grad_norm", bound)
+        other = next((part.bounds for part in self.ledger.parts if part.bounds != bounds), None)
+        if other is None:
+            return
+        now, then = (str(each[0] if len(each) == 1 else list(each)) for each in (bounds, other))
+        advice = "Change it before the backward or after the step. optimizer.zero_grad() drops that backward."
+        if not isinstance(self.bounds, Tensor):
+            advice = "Give make_private the model itself, or transform it with max_grad_norm=torch.tensor(C)."
+        raise OptionError(
+            f"max_grad_norm is {now} and the backward clipped to {then}: the noise would not fit", advice=advice
+        )
+
 
 class OneBackwardOptimizer(_OneBackward, DPOptimizerFastGradientClipping):  # type: ignore[misc]
     """Opacus's DPOptimizerFastGradientClipping for gradients of `fxgrad.ClippedGrad`; `make_private` makes it.
 
     Its step is ``p.grad = (p.grad + σ C N(0, 1)) / E``, in p's units, with E the expected batch size (1 for
-    ``loss_reduction="sum"``).
+    ``loss_reduction="sum"``). C may change between steps: assign ``max_grad_norm`` or, for ``clipping="per_layer"``,
+    the list ``max_grad_norms``, or use a scheduler of Opacus. The next backward clips to it; nothing compiles again.
 
     Before any change, the step raises `fxgrad.errors.UnaccountedGrad` unless p.grad of every parameter is what the
     private model's backward delivered since the last step. Its parameters must be the model's trainable ones, over
@@ -98,25 +181,55 @@ class DistributedOneBackwardOptimizer(_OneBackward, DistributedDPOptimizerFastGr
     """
 
 
-ONE_BACKWARD = {DPOptimizer: OneBackwardOptimizer, DistributedDPOptimizer: DistributedOneBackwardOptimizer}
+class AdaptiveOneBackwardOptimizer(
+    _Adaptive,
+    _OneBackward,
+    AdaClipDPOptimizer,  # type: ignore[misc]
+    DPOptimizerFastGradientClipping,  # type: ignore[misc]
+):
+    """`OneBackwardOptimizer` with the C of Opacus's AdaClipDPOptimizer: the backward says which samples it clipped."""
+
+    def accumulate(self) -> None:
+        parts = self.ledger.parts
+        super().accumulate()
+        for part in parts:
+            self.sample_size += part.clipping.weight.numel()
+            self.unclipped_num = self.unclipped_num + (part.clipping.weight >= 1).sum()
 
 
-def check_steps(private: DPOptimizer, engine: Engine, *, one_backward: bool, poisson_sampling: bool) -> None:
+ONE_BACKWARD = {
+    DPOptimizer: OneBackwardOptimizer,
+    DistributedDPOptimizer: DistributedOneBackwardOptimizer,
+    AdaClipDPOptimizer: AdaptiveOneBackwardOptimizer,
+}
+CHECKED = {AdaClipDPOptimizer: AdaptiveOptimizer, DPPerLayerOptimizer: PerLayerOptimizer}
+
+
+def check_steps(private: DPOptimizer, engine: Engine, quantity: ClippedGrad | None, *, poisson_sampling: bool) -> None:
     """Turn Opacus's optimizer into one that checks p.grad, or p.grad_sample, against the ledger before each step.
 
     Opacus's classes share their attributes, so the object remains: its settings, its sums, and the accountant's hook.
+
+    Args:
+        private: Opacus's optimizer.
+        engine: the model's.
+        quantity: the one that clips in the backward, if it does.
+        poisson_sampling: whether batches are drawn independently.
     """
-    if one_backward:
-        private.__class__ = ONE_BACKWARD[type(private)]
-        private.poisson_sampling, private.clipped_to = poisson_sampling, private.max_grad_norm
-    else:
-        opacus_class: Any = type(private)
-        private.__class__ = _checked_class(opacus_class)
-    private.begin_checks(Ledger(engine, "grad" if one_backward else "grad_sample"))
+    kind: Any = type(private)
+    private.__class__ = _checked_class(kind) if quantity is None else ONE_BACKWARD[kind]
+    if isinstance(private, _Bounded):  # its properties take the place of Opacus's attributes
+        norm = private.__dict__.pop("max_grad_norm")
+        norms = private.__dict__.pop("max_grad_norms", [norm])
+        bounds = None if quantity is None else quantity.max_grad_norm
+        private.bounds = bounds if isinstance(bounds, Tensor) else numbers_of(norms if bounds is None else bounds)
+    if quantity is not None:
+        private.quantity, private.poisson_sampling = quantity, poisson_sampling
+    private.begin_checks(Ledger(engine, quantity))
 
 
 @cache
 def _checked_class(kind: Any) -> Any:
-    if kind is AdaClipDPOptimizer:
-        return AdaptiveOptimizer
+    if kind in CHECKED:
+        return CHECKED[kind]
     return type(kind.__name__, (CheckedStep, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})

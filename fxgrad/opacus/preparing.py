@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import opacus
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of, transform
@@ -18,10 +19,12 @@ from fxgrad.capture.options import Inner, loss_scale
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
+from fxgrad.opacus.clipping import check_written, quantity_for, serves, set_bounds
+from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
 from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
 from fxgrad.opacus.validating import prepared_by_opacus
-from fxgrad.quantities import ClippedGrad, GradSample, Quantity
+from fxgrad.quantities import ClippedGrad, Quantity
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,11 +41,11 @@ def make_private(
     optimizer: optim.Optimizer,
     data_loader: DataLoader[Any],
     noise_multiplier: float,
-    max_grad_norm: float | Sequence[float],
+    max_grad_norm: float | Sequence[float] | Tensor,
     loss_reduction: str = "mean",
     criterion: nn.Module | None = None,
     poisson_sampling: bool = True,
-    clipping: str = "flat",
+    clipping: str | Callable[[Tensor], Tensor] = "flat",
     one_backward: bool = False,
     independent: bool = False,
     backend: str | Inner = "inductor",
@@ -71,15 +74,19 @@ def make_private(
         optimizer: any optimizer over parameters of the model.
         data_loader: the loader whose dataset and mean batch size Poisson sampling uses.
         noise_multiplier: σ, the noise's standard deviation over max_grad_norm: 0 or more, and finite.
-        max_grad_norm: C, positive and finite; for ``clipping="per_layer"`` a list, one number for each parameter.
+        max_grad_norm: C, positive and finite; for ``clipping="per_layer"`` a list, one number for each parameter of the
+            optimizer. C may change between steps, by Opacus's schedulers, by assigning ``optimizer.max_grad_norm``, or,
+            if it is a 0-dim tensor on the CPU, by writing to that: nothing compiles again.
         loss_reduction: "mean" or "sum", as in the loss that you call backward on. fxgrad and Opacus both use this
             value; with two different values the gradients would silently be wrong by a factor of the batch size.
         criterion: the loss, if it is a module: its ``reduction`` is compared with loss_reduction.
         poisson_sampling: whether to replace the loader by one that draws each sample independently. Two batches for
             one step are then refused, as in Opacus. Without it they add up, and the accountant counts them.
-        clipping: "flat", one norm over all parameters; "per_layer"; or "adaptive", with further arguments.
+        clipping: "flat", one norm over all parameters; "per_layer"; or "adaptive", with further arguments. With
+            one_backward=True also "automatic", ``C / (n + 0.01)`` of the norm n (Bu et al. 2022), or a function that
+            maps the norms ``[B]`` to weights ``[B]``, limited to ``±C / n``.
         one_backward: whether the backward itself clips, by `fxgrad.ClippedGrad`. No per-sample gradient is stored, and
-            p.grad is the clipped sum. Only for flat clipping. `fxgrad.result` returns the norms.
+            p.grad is the clipped sum. ``fxgrad.result(model, optimizer.quantity)`` has the norms.
         independent: whether each of several processes trains a separate model; otherwise a module without a wrapper is
             refused there.
         backend: the inner compiler, as in `fxgrad.transform`; for a module that is not transformed yet.
@@ -118,34 +125,38 @@ def make_private(
     True
     """
     check_names(make_private, arguments, (*OPTIONAL, *ADAPTIVE))
-    check_values(optimizer, noise_multiplier, max_grad_norm, clipping, arguments)
-    _check_reduction(loss_reduction, criterion)
-    quantity = _clipped(clipping, max_grad_norm) if one_backward else GradSample()
+    check_values(optimizer, noise_multiplier, max_grad_norm, clipping, one_backward, arguments)
+    check_reduction(loss_reduction, criterion)
     wrapper = module if isinstance(module, WRAPPERS) else None
-    check_processes(wrapper, independent, clipping)
-    view, transformed = _transformed(
-        module if wrapper is None else wrapper.module,
+    check_processes(wrapper, independent, clipping, one_backward)
+    inner: Any = module if wrapper is None else wrapper.module
+    view, transformed, quantity = _transformed(
+        inner,
         poisson_sampling,
-        quantity=quantity,
+        quantity=quantity_for(clipping, max_grad_norm, one_backward, inner, optimizer),
         loss_reduction=loss_reduction,
         accumulate="error" if poisson_sampling or one_backward else "append",
         backend=backend,
         check_first_batch=check_first_batch,
     )
+    check_written(quantity, clipping, max_grad_norm)
+    bound = math.hypot(*numbers_of(max_grad_norm)) if one_backward else max_grad_norm
     private, loader = prepared_by_opacus(
         engine,
         module=transformed.model if wrapper is None else wrapper,
         optimizer=optimizer,
         data_loader=data_loader,
         noise_multiplier=noise_multiplier,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=bound,
         loss_reduction=loss_reduction,
         poisson_sampling=poisson_sampling,
-        clipping=clipping,
+        clipping="flat" if one_backward and clipping != "adaptive" else clipping,
         **arguments,
     )
     transformed.store.alone = quantity  # two batches in one backward would add up their rows
-    check_steps(private, transformed, one_backward=one_backward, poisson_sampling=poisson_sampling)
+    clipped = quantity if isinstance(quantity, ClippedGrad) else None
+    check_steps(private, transformed, clipped, poisson_sampling=poisson_sampling)
+    set_bounds(quantity, max_grad_norm)
     private.in_one_process = wrapper is None and not independent
     if wrapper is None:
         return view, private, loader
@@ -187,13 +198,45 @@ def make_private_with_epsilon(
     >>> round(optimizer.noise_multiplier, 1)
     1.8
     """
+    within = arguments_within(
+        engine,
+        make_private,
+        arguments,
+        data_loader=data_loader,
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        epochs=epochs,
+        epsilon_tolerance=epsilon_tolerance,
+    )
+    return make_private(engine, data_loader=data_loader, **within)
+
+
+def arguments_within(
+    engine: opacus.PrivacyEngine,
+    prepare: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    data_loader: DataLoader[Any],
+    target_epsilon: float,
+    target_delta: float,
+    epochs: float,
+    epsilon_tolerance: float,
+) -> dict[str, Any]:
+    """Return the arguments for make_private, with the noise that keeps to a budget.
+
+    Args:
+        engine: its accountant computes the noise; and may have arguments of its own.
+        prepare: the function or method that gets the arguments.
+        arguments: the user's, of both.
+        data_loader, target_epsilon, target_delta, epochs, epsilon_tolerance: as in `make_private_with_epsilon`.
+    """
     accountants = names_of_accountant(engine.accountant)
-    passed_on = inspect.signature(make_private).parameters.keys() - {"engine", "noise_multiplier", "arguments"}
+    own = inspect.signature(prepare).parameters.keys() | inspect.signature(make_private).parameters.keys()
+    passed_on = own - {"engine", "noise_multiplier", "arguments", "kwargs"}
     check_names(make_private_with_epsilon, arguments, (*accountants, *sorted(passed_on), *OPTIONAL, *ADAPTIVE))
     check_number("epsilon_tolerance", epsilon_tolerance)
     if len(engine.accountant):
-        warnings.warn(SPENT, stacklevel=2)
-    computing = {name: arguments.pop(name) for name in accountants if name in arguments}
+        warnings.warn(SPENT, stacklevel=3)
     noise_multiplier = get_noise_multiplier(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
@@ -201,31 +244,24 @@ def make_private_with_epsilon(
         epochs=epochs,
         accountant=engine.accountant.mechanism(),
         epsilon_tolerance=epsilon_tolerance,
-        **computing,
+        **{name: arguments[name] for name in accountants if name in arguments},
     )
-    return make_private(engine, data_loader=data_loader, noise_multiplier=noise_multiplier, **arguments)
+    rest = {name: value for name, value in arguments.items() if name not in accountants}
+    return {"noise_multiplier": noise_multiplier, **rest}
 
 
-def _clipped(clipping: str, max_grad_norm: float | Sequence[float]) -> ClippedGrad:
-    if clipping != "flat" or isinstance(max_grad_norm, Sequence):
-        raise OptionError(
-            f"one_backward=True clips by one norm over all parameters, not clipping={clipping!r}",
-            advice="Leave out one_backward=True, or pass clipping='flat' and one number as max_grad_norm.",
-        )
-    return ClippedGrad(max_grad_norm=float(max_grad_norm))
-
-
-def _transformed(model: Any, poisson_sampling: bool, **options: Any) -> tuple[Any, Engine]:
+def _transformed(model: Any, poisson_sampling: bool, **options: Any) -> tuple[Any, Engine, Quantity]:
     """Transform the model with these options, or check that it is already transformed with matching ones."""
     model = transform(model, **options) if engine_of(model) is None else model
     engine = engine_of(model)
     assert engine is not None
-    _check_options(engine, poisson_sampling, options)
+    quantity = _check_options(engine, poisson_sampling, options)
     engine.options.settled |= {"mixing"}
-    return model, engine
+    return model, engine, quantity
 
 
-def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
+def check_reduction(loss_reduction: str, criterion: Any) -> None:
+    """Raise if the loss reduces the samples in another way than loss_reduction says."""
     if loss_reduction not in ("mean", "sum"):
         raise OptionError(
             f"loss_reduction has to be 'mean' or 'sum' for Opacus, not {loss_reduction!r}",
@@ -240,8 +276,8 @@ def _check_reduction(loss_reduction: str, criterion: nn.Module | None) -> None:
         )
 
 
-def _check_options(engine: Engine, poisson_sampling: bool, needed: Mapping[str, Any]) -> None:
-    """Check that an already transformed model has all options that the clipping relies on."""
+def _check_options(engine: Engine, poisson_sampling: bool, needed: Mapping[str, Any]) -> Quantity:
+    """Check that a transformed model has all options that the clipping relies on; return its quantity for it."""
     options, loss_reduction, accumulate = engine.options, needed["loss_reduction"], needed["accumulate"]
     if options.loss_scale != loss_scale(loss_reduction):
         raise OptionError(
@@ -254,7 +290,8 @@ def _check_options(engine: Engine, poisson_sampling: bool, needed: Mapping[str, 
             "the model is transformed with mixing='allow': clipping rows does not bound what one sample changes",
             advice="Transform it without mixing=.",
         )
-    if not any(_serves(quantity, needed["quantity"]) for quantity in options.quantities):
+    found = [q for q in options.quantities if serves(q, needed["quantity"], engine.parameters())]
+    if not found:
         raise OptionError(
             f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs "
             f"{needed['quantity']}",
@@ -272,16 +309,4 @@ def _check_options(engine: Engine, poisson_sampling: bool, needed: Mapping[str, 
             "inputs of another size would be shared by all samples",
             advice="Transform it without batch_size=, with in_dims= for inputs that all samples share.",
         )
-
-
-def _serves(quantity: Quantity, wanted: Quantity) -> bool:
-    """Decide whether a quantity of a transformed model serves for clipping in place of the wanted one.
-
-    User-defined weights may be of any size. Rows grouped into one sample are several samples for Opacus.
-    """
-    if quantity.group_size != 1:
-        return False
-    if isinstance(quantity, ClippedGrad) and isinstance(wanted, ClippedGrad):
-        bounded = quantity.weights in ("clip", "automatic") and not quantity.sample_weight and quantity.groups == "flat"
-        return bounded and quantity.max_grad_norm == wanted.max_grad_norm and quantity.outside == "error"
-    return type(quantity) is type(wanted)
+    return found[0]
