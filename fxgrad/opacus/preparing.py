@@ -128,7 +128,7 @@ def make_private(
     check_values(optimizer, noise_multiplier, max_grad_norm, clipping, one_backward, arguments)
     check_reduction(loss_reduction, criterion)
     wrapper = module if isinstance(module, WRAPPERS) else None
-    check_processes(wrapper, independent, clipping, one_backward)
+    check_processes(wrapper, independent, clipping)
     inner: Any = module if wrapper is None else wrapper.module
     view, transformed, quantity = _transformed(
         inner,

@@ -31,7 +31,7 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def check_processes(wrapper: nn.Module | None, independent: bool, clipping: Any, one_backward: bool) -> None:
+def check_processes(wrapper: nn.Module | None, independent: bool, clipping: Any) -> None:
     """Raise if several processes would train one model without a wrapper, or in a way that Opacus does not support."""
     if wrapper is None:
         if not independent:
@@ -42,11 +42,10 @@ def check_processes(wrapper: nn.Module | None, independent: bool, clipping: Any,
             f"independent=True, and the model is in {type(wrapper).__name__}, which trains one model in all processes",
             advice="Leave out independent=True, or pass the model itself.",
         )
-    if clipping == "adaptive" or (clipping != "flat" and not one_backward):
+    if clipping != "flat":
         raise OptionError(
-            f"clipping={clipping!r}, and the model is in {type(wrapper).__name__}: Opacus has that for one process",
-            advice="Pass clipping='flat', or train in one process."
-            + (" one_backward=True has 'per_layer' for several." if clipping == "per_layer" else ""),
+            f"clipping={clipping!r}, and the model is in {type(wrapper).__name__}: that is supported in one process",
+            advice="Pass clipping='flat', or train in one process.",
         )
     if getattr(wrapper, "static_graph", False):
         raise OptionError(
