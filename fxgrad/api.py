@@ -16,7 +16,7 @@ from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_sc
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.costs.choices import Strategy, overrides_of
 from fxgrad.engine import Engine
-from fxgrad.errors import OptionError
+from fxgrad.errors import OptionError, names_checked, nearest
 from fxgrad.first_batch.check import FirstBatch, check_comparable
 from fxgrad.graph.context import Mixing
 from fxgrad.host.dynamo import OptimizedModule
@@ -32,10 +32,11 @@ from fxgrad.samples.batch import Roles
 M = TypeVar("M", bound=nn.Module)
 
 
+@names_checked
 def transform(
     model: M,
-    *,
     quantity: Quantity | Sequence[Quantity] | None = None,
+    *,
     loss_reduction: str | float = "sum",
     batch_size: int | None = None,
     batch_first: bool = True,
@@ -159,9 +160,19 @@ def _entrances(model: nn.Module, methods: Sequence[str]) -> list[str]:
         if not isinstance(name, str) or not callable(inspect.getattr_static(type(model), str(name), None)):
             raise OptionError(
                 f"methods names {name!r}, which is no method of {type(model).__name__}",
-                advice="Name methods of the model's class that take samples, such as methods=('encode',).",
+                advice=nearest(
+                    name,
+                    _methods_of(type(model)),
+                    "Name methods of the model's class that take samples, such as methods=('encode',).",
+                ),
             )
     return list(dict.fromkeys(["forward", *(name for name in names if name != "__call__")]))
+
+
+def _methods_of(kind: type) -> list[str]:
+    """Return the methods that a class has beyond those of nn.Module, and forward."""
+    own = (name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name))
+    return ["forward", *(name for name in own if callable(inspect.getattr_static(kind, name)))]
 
 
 def _by_method(in_dims: Any, entrances: Sequence[str]) -> dict[str, Any]:
@@ -186,7 +197,7 @@ def _first_batch(model: nn.Module, options: Options) -> FirstBatch:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise OptionError(f"transform takes an nn.Module, not {type(model).__name__}")
+        raise OptionError(f"transform takes an nn.Module, not {_kind(model)}", advice=_module_for(model))
     if isinstance(model, OptimizedModule):
         raise OptionError(
             "transform takes the model itself, not a compiled one",
@@ -202,6 +213,21 @@ def _check_model(model: Any) -> None:
     check_parameters(trainable)
     if engine_of(model) is not None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:60]
+
+
+def _module_for(value: Any) -> str:
+    """Return advice for what is no module."""
+    if isinstance(value, type):
+        return f"Pass an object, {value.__name__}(..)."
+    if callable(value):
+        return "Put the function into the forward of a module that has its parameters."
+    if isinstance(value, list | tuple):
+        return "Put several modules into one, such as nn.Sequential or nn.ModuleDict."
+    return "Pass the model itself."
 
 
 def _parameter_names(model: nn.Module) -> dict[str, str]:

@@ -15,7 +15,7 @@ from fxgrad.capture.dynamo import unmark
 from fxgrad.capture.options import FREE, Options, check_strategy, loss_scale
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.costs.choices import overrides_of
-from fxgrad.errors import BatchSizeError, GraphBreak, OptionError
+from fxgrad.errors import BatchSizeError, GraphBreak, OptionError, nearest
 from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.quantities import GradSample, Quantity, check_quantities
@@ -54,7 +54,10 @@ def fxgrad_backend(
     user_options = dict(options or {})
     unknown = sorted(user_options.keys() - set(_OPTIONS))
     if unknown:
-        raise OptionError(f"the fxgrad backend has no option {', '.join(unknown)}", advice=f"It has {_OPTIONS}.")
+        raise OptionError(
+            f"the fxgrad backend has no option '{unknown[0]}'",
+            advice=nearest(unknown[0], _OPTIONS, f"It has {', '.join(_OPTIONS)}."),
+        )
     settings = Options(
         check_quantities(user_options.get("quantity", GradSample())),
         loss_scale(user_options.get("loss_reduction", "sum")),

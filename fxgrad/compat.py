@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fxgrad.api import transform
 from fxgrad.capture.options import Inner
-from fxgrad.errors import AlreadySet, BatchSizeError, OptionError
+from fxgrad.errors import AlreadySet, BatchSizeError, OptionError, names_checked
 from fxgrad.host import pytree
 from fxgrad.samples.batch import tensors_in
 
@@ -27,6 +27,7 @@ class _Views(dict[Any, Any]):
         return dict, ()
 
 
+@names_checked
 def call_for_per_sample_grads(
     module: nn.Module,
     *,

@@ -13,6 +13,14 @@ Advice names an option only where the model's other options go with it (`Options
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class FxgradError(RuntimeError):
     """The base class of fxgrad's errors; its text has up to four parts.
@@ -114,3 +122,51 @@ class UnknownArgument(FxgradError, TypeError):
 
 class MissingPackage(FxgradError, ImportError):  # type: ignore[misc]  # both have a path
     """A part of fxgrad needs a package that is not installed."""
+
+
+def nearest(name: Any, known: Iterable[str], otherwise: str = "") -> str:
+    """Return advice on a misspelt name: the known name that is nearest to it, or ``otherwise``.
+
+    >>> nearest("inductr", ["inductor", "eager"])
+    "Did you mean 'inductor'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) else []
+    return f"Did you mean '{close[0]}'?" if close else otherwise
+
+
+def check_names(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the first argument's name that a function does not know."""
+    names = list(known)
+    for one in given:
+        if one not in names:
+            raise UnknownArgument(
+                f"{name} got an unexpected argument '{one}'",
+                advice=nearest(one, names, f"It takes {', '.join(names)}."),
+            )
+
+
+def refuse_choice(name: str, value: Any, choices: Iterable[str], further: str = "", otherwise: str = "") -> None:
+    """Raise for a value that an option cannot have: it takes one of the names, or what ``further`` says."""
+    names = list(choices)
+    *before, last = [*map(repr, names), *([further] if further else [])]
+    raise OptionError(
+        f"{name} has to be {', '.join(before)} or {last}, not {value!r}", advice=nearest(value, names, otherwise)
+    )
+
+
+def names_checked(of: F) -> F:
+    """Let a function, or a class's constructor, raise `UnknownArgument` for a keyword that it does not have."""
+    function: Any = vars(of)["__init__"] if isinstance(of, type) else of
+    name = of.__name__
+    known = [one for one in inspect.signature(function).parameters if one != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= set(known):
+            check_names(name, kwargs, known)
+        return function(*args, **kwargs)
+
+    if not isinstance(of, type):
+        return checked  # type: ignore[return-value]  # of the same signature
+    setattr(of, "__init__", checked)  # noqa: B010 - mypy takes it for an instance's
+    return of

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from fxgrad.api import engine_of
 from fxgrad.engine import Engine
-from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.errors import BatchSizeError, OptionError, nearest
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.first_batch.step import Step
 from fxgrad.kernels.recurrent.packed import map_packs, with_indices
@@ -99,7 +99,10 @@ def _checked(sizes: Sequence[int] | None, modes: Sequence[str]) -> Sequence[str]
             raise OptionError(f"batch_sizes has numbers of samples, not {size!r}", advice="Pass ints, such as (32, 1).")
     for mode in modes:
         if mode not in MODES:
-            raise OptionError(f"modes holds 'train' and 'eval', not {mode!r}", advice="Pass one of them, or both.")
+            raise OptionError(
+                f"modes holds 'train' and 'eval', not {mode!r}",
+                advice=nearest(mode, MODES, "Pass one of them, or both."),
+            )
     return modes
 
 

@@ -566,14 +566,14 @@ def wrong(function: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: fxgrad.ClippedGrad(0.0), "max_grad_norm has to be positive"),
-        (lambda: fxgrad.ClippedGrad([]), "max_grad_norm has to be positive"),
-        (lambda: fxgrad.ClippedGrad(-1.0), "max_grad_norm has to be positive"),
-        (lambda: fxgrad.ClippedGrad(True), "max_grad_norm has to be positive"),
-        (lambda: fxgrad.ClippedGrad(math.nan), "max_grad_norm has to be positive"),
-        (lambda: fxgrad.ClippedGrad([1.0, math.nan], groups="per_parameter"), "max_grad_norm has to be positive"),
-        (lambda: fxgrad.ClippedGrad("1"), "max_grad_norm has to be positive"),  # type: ignore[arg-type]
-        (lambda: fxgrad.ClippedGrad(None), "max_grad_norm has to be positive"),  # type: ignore[arg-type]
+        (lambda: fxgrad.ClippedGrad(0.0), "max_grad_norm has to be a positive"),
+        (lambda: fxgrad.ClippedGrad([]), "max_grad_norm has to be a positive"),
+        (lambda: fxgrad.ClippedGrad(-1.0), "max_grad_norm has to be a positive"),
+        (lambda: fxgrad.ClippedGrad(True), "max_grad_norm has to be a positive"),
+        (lambda: fxgrad.ClippedGrad(math.nan), "max_grad_norm has to be a positive"),
+        (lambda: fxgrad.ClippedGrad([1.0, math.nan], groups="per_parameter"), "max_grad_norm has to be a positive"),
+        (lambda: fxgrad.ClippedGrad("1"), "max_grad_norm has to be a positive"),  # type: ignore[arg-type]
+        (lambda: fxgrad.ClippedGrad(None), "max_grad_norm has to be a positive"),  # type: ignore[arg-type]
         (lambda: fxgrad.ClippedGrad(math.inf, weights="automatic"), "max_grad_norm=inf needs weights='clip'"),
         (lambda: fxgrad.ClippedGrad([1.0, math.inf], weights="automatic"), "max_grad_norm=inf needs weights='clip'"),
         (lambda: fxgrad.ClippedGrad(math.inf, weights=torch.exp), "max_grad_norm=inf needs weights='clip'"),

@@ -351,7 +351,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "no way": ("ghost", "strategy has to be a way or a mapping from parameters to ways, not 'ghost'", "'rank_one'"),
     "no way for one": ({"weight": "ghost"}, "not 'ghost' for 'weight'", "None lets the cost model choose"),
     "no string": (3, "not 3", "'gram'"),
-    "no parameter": ({"wight": "gram"}, "strategy names 'wight', and the model has no such parameter", "bias, weight"),
+    "no parameter": (
+        {"wight": "gram"},
+        "strategy names 'wight', and the model has no such parameter",
+        "Did you mean 'weight'",
+    ),
     "no pattern": ({"layers.*": "gram"}, "strategy names 'layers.*'", "It has bias, weight."),
 }
 

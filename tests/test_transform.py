@@ -282,7 +282,7 @@ class Bracket(Tensor):
 
 BAD_OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a module": (lambda net: view(net.forward), "nn.Module, not method"),
-    "a class": (lambda net: view(type(net)), "nn.Module, not type"),
+    "a class": (lambda net: view(type(net)), "nn.Module, not the class Net"),
     "transformed": (lambda net: view(view(net)), "already transformed"),
     "compiled": (lambda net: view(torch.compile(net)), "not a compiled one"),
     "backend": (lambda net: fxgrad.transform(net, backend="indcutor"), "backend has to be"),

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxgrad.costs.choices import NAMES, Override, Planner
 from fxgrad.costs.machines import machine_of
-from fxgrad.errors import OptionError
+from fxgrad.errors import OptionError, nearest, refuse_choice
 from fxgrad.graph.context import Mixing
 from fxgrad.quantities import GradSample, Quantity
 
@@ -49,7 +49,7 @@ class Options:
         With one_graph=False torch.compile decides about graph breaks, and not fullgraph=.
         """
         if self.mixing not in ("error", "allow"):
-            raise OptionError(f"mixing has to be 'error' or 'allow', not {self.mixing!r}")
+            refuse_choice("mixing", self.mixing, ("error", "allow"))
         limit = self.memory_limit
         number = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
         if limit is not None and limit != FREE and not number:
@@ -79,7 +79,9 @@ def check_strategy(strategy: Any, quantities: Sequence[Quantity]) -> None:
             of = f" for {name!r}" if name else ""
             raise OptionError(
                 f"strategy has to be a way or a mapping from parameters to ways, not {way!r}{of}",
-                advice=f"The ways are {', '.join(map(repr, NAMES))}; None lets the cost model choose.",
+                advice=nearest(
+                    way, NAMES, f"The ways are {', '.join(map(repr, NAMES))}; None lets the cost model choose."
+                ),
             )
     dense = next((quantity for quantity in quantities if quantity.dense), None)
     if given and dense is not None:
@@ -96,4 +98,12 @@ def loss_scale(reduction: str | float) -> float | str:
         return "mean"
     if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
         return reduction
-    raise OptionError(f"loss_reduction has to be 'sum', 'mean' or a positive number, not {reduction!r}")
+    raise OptionError(
+        f"loss_reduction has to be 'sum', 'mean' or a positive number, not {reduction!r}",
+        advice=nearest(
+            reduction,
+            ("sum", "mean"),
+            "It says what the loss does over samples: pass 'sum' or 'mean', or the number that it divides by. A loss "
+            "with reduction='none' is summed before backward().",
+        ),
+    )

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from fxgrad.costs.contractions import Cost, cheapest, costs, holds_too_much
 from fxgrad.costs.machines import REFERENCE, Machine
-from fxgrad.errors import OptionError
+from fxgrad.errors import OptionError, nearest
 from fxgrad.terms import Term
 from fxgrad.terms.work import Contraction, Way, Work
 
@@ -123,7 +123,7 @@ def overrides_of(strategy: Strategy | None, names: Mapping[str, str], *, whole: 
         if not matched and whole:
             raise OptionError(
                 f"strategy names {pattern!r}, and the model has no such parameter",
-                advice=f"It has {_some(sorted(set(names)))}.",
+                advice=nearest(pattern, names, f"It has {_some(sorted(set(names)))}."),
             )
         for parameter in matched:
             by_pattern.setdefault(parameter, Override(Way(way), pattern, False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from opacus.accountants import IAccountant
 from opacus.optimizers.utils import params
 from torch import Tensor, optim
 
-from fxgrad.errors import OptionError, UnknownArgument
+from fxgrad.errors import OptionError, UnknownArgument, nearest
 
 OPTIONAL = ("batch_first", "noise_generator", "rand_on_empty")
 ADAPTIVE = (
@@ -47,8 +46,7 @@ def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], furt
     for name in arguments:
         if name in further:
             continue
-        close = difflib.get_close_matches(name, known, n=1)
-        advice = f"Did you mean '{close[0]}'?" if close else f"It takes {', '.join(known)}."
+        advice = nearest(name, known, f"It takes {', '.join(known)}.")
         if name in GRADIENTS:
             advice = (
                 "Leave it out: fxgrad computes the gradients, in the backward with one_backward=True. "

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fxgrad.errors import NonFinite, OptionError
+from fxgrad.errors import NonFinite, OptionError, names_checked, nearest, refuse_choice
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.host.autograd import are_saved_tensors_hooked
 from fxgrad.host.dispatch import disable_current_modes
@@ -24,6 +24,7 @@ from fxgrad.quantities.base import GRAD, OUTSIDE, Delivery, Outside, Quantity, f
 
 Weights = Literal["clip", "automatic"] | Callable[[Tensor], Tensor]
 Groups = Literal["flat", "per_parameter"] | Sequence[Sequence[str]]
+GROUPS, WEIGHTS, NONFINITE = ("flat", "per_parameter"), ("clip", "automatic"), ("zero", "raise")
 EPSILON = 1e-6  # in min(1, C / (n + ε)), as in implementations of DP-SGD
 
 
@@ -57,6 +58,7 @@ class Clipping(NamedTuple):
 # write to a saved tensor.
 
 
+@names_checked
 @dataclass(frozen=True, eq=False, repr=False)
 class ClippedGrad(Quantity):
     """The sum of the samples' gradients, each scaled to a norm of at most C: DP-SGD's step in one backward.
@@ -141,13 +143,16 @@ class ClippedGrad(Quantity):
                     advice="Pass torch.tensor(1.0), and write to it: C.fill_(0.5).",
                 )
         elif not bounds or not all(is_positive(c) for c in bounds):
-            raise OptionError(f"max_grad_norm has to be positive, not {bound!r}")
-        if isinstance(self.groups, str) and self.groups not in ("flat", "per_parameter"):
-            raise OptionError(f"groups has to be 'flat', 'per_parameter' or lists of names, not {self.groups!r}")
-        if not callable(self.weights) and self.weights not in ("clip", "automatic"):
-            raise OptionError(f"weights has to be 'clip', 'automatic' or a function, not {self.weights!r}")
+            raise OptionError(
+                f"max_grad_norm has to be a positive number, not {bound!r}",
+                advice="It is the largest norm of a sample's gradient, such as 1.0; inf clips nothing.",
+            )
+        if isinstance(self.groups, str) and self.groups not in GROUPS:
+            refuse_choice("groups", self.groups, GROUPS, "lists of names", "A group of each layer is a list of names.")
+        if not callable(self.weights) and self.weights not in WEIGHTS:
+            refuse_choice("weights", self.weights, WEIGHTS, "a function", "A function gets norms and returns weights.")
         if self.outside not in OUTSIDE:
-            raise OptionError(f"outside has to be 'error', 'allow' or 'unchecked', not {self.outside!r}")
+            refuse_choice("outside", self.outside, OUTSIDE)
         if self.weights != "clip" and not isinstance(bound, Tensor) and math.inf in bounds:
             raise OptionError(
                 f"max_grad_norm=inf needs weights='clip', not {self.weights!r}: its weights would be Inf or NaN",
@@ -158,8 +163,9 @@ class ClippedGrad(Quantity):
                 f"gamma has to be a positive number, and finite, not {self.gamma!r}",
                 advice="It keeps C / (n + gamma) below C / n; Bu et al. use 0.01.",
             )
-        if self.nonfinite not in ("zero", "raise"):
-            raise OptionError(f"nonfinite has to be 'zero' or 'raise', not {self.nonfinite!r}")
+        if self.nonfinite not in NONFINITE:
+            otherwise = "'zero' leaves such samples out; 'raise' is an error in the backward."
+            refuse_choice("nonfinite", self.nonfinite, NONFINITE, otherwise=otherwise)
 
     def check(self, options: Any) -> None:
         if options.mixing != "error":
@@ -281,9 +287,19 @@ class ClippedGrad(Quantity):
         listed = [name for group in groups for name in group]
         if sorted(listed) != sorted(names):
             wrong = sorted(set(names) ^ set(listed)) or sorted({name for name in listed if listed.count(name) > 1})
+            strays = [name for group in self.groups for name in group if name not in names]
+            meant = next(
+                (
+                    f"'{one}' is no trainable parameter: did you mean '{name}'? "
+                    for name in wrong
+                    for one in strays
+                    if nearest(one, [name])
+                ),
+                "",
+            )
             raise OptionError(
                 f"groups= has to name every trainable parameter once: {', '.join(wrong)}",
-                advice="Put each into one group, or freeze it.",
+                advice=f"{meant}Put each into one group, or freeze it.",
             )
         return groups
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fxgrad.errors import names_checked
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.quantities.base import GRAD, Delivery, Quantity, like_parameters
 
 
+@names_checked
 @dataclass(frozen=True, repr=False)
 class Grad(Quantity):
     """The ordinary gradient, for use together with other quantities.
@@ -40,6 +42,7 @@ class Grad(Quantity):
         return [g.weighted(ones[g.accumulating]) for g in grads]
 
 
+@names_checked
 @dataclass(frozen=True, repr=False)
 class SquaredGrad(Quantity):
     """The sum over the samples of their squared gradients, element by element.
@@ -66,6 +69,7 @@ class SquaredGrad(Quantity):
         return [g.squared().to(g.dtype) for g in grads]
 
 
+@names_checked
 @dataclass(frozen=True, repr=False)
 class GradVariance(Quantity):
     """The unbiased variance of the gradients over the samples, element by element.

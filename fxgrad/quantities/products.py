@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxgrad.errors import OptionError
+from fxgrad.errors import OptionError, names_checked
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import Delivery, Quantity, of_model
 
 
+@names_checked
 @dataclass(frozen=True, eq=False, repr=False)
 class GradDot(Quantity):
     """Inner products of every sample's gradient with given directions.
@@ -96,6 +97,7 @@ class GradDot(Quantity):
         return counts.pop() if counts else None
 
 
+@names_checked
 @dataclass(frozen=True, repr=False)
 class GradGram(Quantity):
     """All inner products of the per-sample gradients with each other.
@@ -127,6 +129,7 @@ class GradGram(Quantity):
         return [total]
 
 
+@names_checked
 @dataclass(frozen=True, repr=False)
 class GradProjection(Quantity):
     """Random projections of the per-sample gradients, for data attribution.

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fxgrad.errors import names_checked
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.norms import is_wide, root_sum_squares
 from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import Delivery, Quantity, of_model
 
 
+@names_checked
 @dataclass(frozen=True, repr=False)
 class GradSample(Quantity):
     """The gradient with respect to each sample's own copy of each parameter.
@@ -43,6 +45,7 @@ class GradSample(Quantity):
         return [g.dense().to(g.dtype).contiguous() for g in grads]
 
 
+@names_checked
 @dataclass(frozen=True, repr=False)
 class NormSample(Quantity):
     """The L2 norm of every sample's gradient.

@@ -29,7 +29,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
+from fxgrad.errors import AlreadySet, OptionError, OutsideGraph, nearest
 from fxgrad.host.autograd import autograd_engine, current_task
 from fxgrad.host.tensors import identity, is_view
 from fxgrad.quantities import GRAD, Quantity
@@ -69,7 +69,9 @@ class Store:
         on_result: OnResult | None = None,
     ) -> None:
         if policy not in POLICIES:
-            raise OptionError(f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}")
+            raise OptionError(
+                f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}", advice=nearest(policy, POLICIES)
+            )
         self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
         self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
         self.only_norms = all(q.alone for q in self.quantities)
