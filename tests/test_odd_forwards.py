@@ -774,3 +774,22 @@ def test_pieces_that_meet_or_differ_are_refused(program: Any, mixing: Any) -> No
     with pytest.raises(MixedSamples, match="it cuts the batch into pieces of several samples") as caught:
         fxgrad.transform(Model(program), backend="eager", mixing=mixing)(torch.randn(4, 3)).sum().backward()
     assert "put all pieces together in their order by torch.cat" in caught.value.advice
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_number_that_changes_between_calls(backend: str) -> None:
+    """Dynamo makes an int argument dynamic at its second value, which may be 0, 1 or negative."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, k: int = 0) -> Tensor:
+            return super().forward(x) * (k + 3)
+
+    for numbers in ((0, 1, 2, 0), (7, 0, 5), (4, -2, 1)):
+        torch._dynamo.reset()
+        model = Scaled(3, 2).double()
+        private, x = fxgrad.transform(model, backend=backend), torch.randn(4, 3, dtype=torch.float64)
+        for k in numbers:
+            fxgrad.zero_grad(private)
+            private(x, k).sum().backward()
+            rows: Any = model.weight.grad_sample
+            torch.testing.assert_close(rows, (x * (k + 3)).unsqueeze(1).expand(4, 2, 3))

@@ -48,9 +48,12 @@ class Symbols:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
 
     def new(self, name: str, hint: int) -> torch.SymInt:
-        """Create a symbolic size, printed as ``name``."""
+        """Create a symbolic size, printed as ``name``; a number may be 0, 1 or negative, such as an int argument."""
         source = ConstantSource(f"__fxgrad_{name}_{len(self.names)}")
-        symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+        size = hint > 1
+        symbol = self.env.create_symbol(
+            hint, source, DimDynamic.DYNAMIC, None, positive=size or None, do_not_specialize_zero_one=not size
+        )
         node = self.env.create_symintnode(symbol, hint=hint, source=source)
         assert isinstance(node, torch.SymInt)
         self.names[expression(node)] = name
