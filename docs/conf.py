@@ -81,7 +81,12 @@ html_theme_options = {
 }
 
 # A link to a page outside docs/ works in the repository; on the site it leads to the page that shows the same text.
-SHOWN = {"../README.md": "readme.md", "../CONTRIBUTING.md": "contributing.md", "../CHANGELOG.md": "changelog.md"}
+SHOWN = {
+    "../README.md": "readme.md",
+    "../CONTRIBUTING.md": "contributing.md",
+    "../CHANGELOG.md": "changelog.md",
+    "../examples/gallery": "gallery/index.rst",
+}
 
 
 def lead_to_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
