@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2
 
-.PHONY: demo test long lint clean
+.PHONY: demo test long lint docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/noisy_digits.py
@@ -22,12 +22,18 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# The site, in docs/_build/html: nothing is fetched, each example runs, a warning or a link that leads nowhere is an error.
+docs: .venv/installed
+	rm -rf docs/_build docs/gallery
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -E -W --keep-going -q docs docs/_build/html
+	$(BIN)/python tools/check_site.py
+
 # torch comes first and as exactly one version, so that a CPU build is taken where there is one.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,frameworks,zoo]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,docs,frameworks,zoo]"
 	touch $@
 
 clean:
-	rm -rf .venv build dist fxgrad.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv docs/_build docs/gallery build dist fxgrad.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

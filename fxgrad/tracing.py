@@ -69,7 +69,7 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
         FxgradError: any error of the transformed model's first call, such as `MixedSamples`; also if the model uses no
             trainable parameter.
 
-    Source: the passes of `fxgrad.compile.pipeline`, on the graph that TorchDynamo captures.
+    Source: the passes of ``fxgrad.compile.pipeline``, on the graph that TorchDynamo captures.
 
     >>> print(trace(nn.Linear(3, 2, bias=False), torch.ones(4, 3)))
     inputs:

@@ -111,7 +111,7 @@ def explain(
         FxgradError: any error of the transformed model's first call: `MixedSamples`, `UnsupportedOp`, ...
         OptionError: quantity= is passed with a model that is already transformed.
 
-    Source: the graph of `fxgrad.trace`, the cost model of `fxgrad.costs` and `torch.utils.flop_counter`.
+    Source: the graph of `fxgrad.trace`, the cost model of ``fxgrad.costs`` and `torch.utils.flop_counter`.
 
     >>> print(explain(nn.Linear(3, 2), torch.randn(5, 3)))
     Linear at B = 5

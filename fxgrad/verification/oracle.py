@@ -24,7 +24,7 @@ def default_loss(output: Any, sample_dim: int = 0) -> Tensor:
 
     The phase φ_k depends only on the position within one sample, not on the sample's index or the batch size. So the
     loss of a batch is the sum of its samples' losses. `output` is any pytree, of which floating and complex tensors
-    enter. Each is `[..., B, ...]` with the samples along `sample_dim` (or the last dim, if it has fewer). Tensors
+    enter. Each is ``[..., B, ...]`` with the samples along `sample_dim` (or the last dim, if it has fewer). Tensors
     without dims are losses already summed over samples, and enter linearly.
 
     >>> y = torch.randn(3, 4, dtype=torch.float64)
@@ -62,13 +62,13 @@ def per_sample_grads(
 ) -> dict[str, Tensor]:
     """Return the gradient of each sample's loss, by one forward and one backward of the plain model per sample.
 
-    G[name][n] = d loss_fn(model(x[n:n+1])) / d parameter          shape [B, *parameter.shape]
+    ``G[name][n] = d loss_fn(model(x[n:n+1])) / d parameter``, of shape ``[B, *parameter.shape]``.
 
     Each batched tensor of `args` and `kwargs` (pytrees) is sliced to one sample along its sample dim; other tensors are
     shared. `in_dims` names the sample dims as in `torch.vmap`, as a pytree prefix of `args` with None for shared
     inputs. Without it, the sample dim is dim 0 (dim 1 if not `batch_first`) of each tensor that has it. With
     `batch_size`, tensors of another size there are shared. Trainable parameters that the loss does not reach get zeros;
-    frozen ones are omitted. B = 0 gives `[0, *shape]`. Parameters, buffers and their `.grad` are restored.
+    frozen ones are omitted. B = 0 gives ``[0, *shape]``. Parameters, buffers and their `.grad` are restored.
 
     With `seed` the model may draw random numbers. For each sample, one forward of the full batch then runs under that
     seed. The loss of the sample's slice of the output, along dim 0 (dim 1 if not `batch_first`), is differentiated.
@@ -105,7 +105,7 @@ def per_sample_grads(
 
 
 def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the maximum over names of  max|a - b| / max(max|b|, 1e-3 · the largest |b| over all names).
+    """Return the maximum over names of ``max|a - b| / max(max|b|, 1e-3 · the largest |b| over all names)``.
 
     A tensor with true value zero is thus measured against the others. Raises AssertionError, naming the tensor, if
     names, shapes, dtypes or devices differ, or if a value that is not finite in one differs in the other. Empty tensors

@@ -15,8 +15,8 @@ class ParameterVerdict:
     """The comparison of one parameter's ``grad_sample`` with that of the loop over samples.
 
     ``verdict`` is "right", "wrong", "unused" (zeros, as they should be), "frozen", "refused" or "not compared".
-    ``error`` is max|a - b| / max(max|b|, 1e-3 of the model's largest |b|), and ``sample`` the sample with the largest
-    error; both are None without a comparison.
+    ``error`` is ``max|a - b| / max(max|b|, 1e-3 of the model's largest |b|)``, and ``sample`` the sample with the
+    largest error; both are None without a comparison.
     """
 
     name: str
