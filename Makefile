@@ -23,7 +23,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 # The site, in docs/_build/html: nothing is fetched, each example runs, a warning or a link that leads nowhere is an error.
-docs: .venv/installed
+docs: .venv/docs
 	rm -rf docs/_build docs/gallery
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -E -W --keep-going -q docs docs/_build/html
 	$(BIN)/python tools/check_site.py
@@ -32,7 +32,11 @@ docs: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,docs,frameworks,zoo]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,frameworks,zoo]"
+	touch $@
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
 	touch $@
 
 clean:

@@ -791,5 +791,5 @@ def test_a_number_that_changes_between_calls(backend: str) -> None:
         for k in numbers:
             fxgrad.zero_grad(private)
             private(x, k).sum().backward()
-            rows: Any = model.weight.grad_sample
+            rows: Any = model.weight.grad_sample  # type: ignore[attr-defined]
             torch.testing.assert_close(rows, (x * (k + 3)).unsqueeze(1).expand(4, 2, 3))

@@ -12,7 +12,7 @@ from opacus.accountants import IAccountant
 from opacus.optimizers.utils import params
 from torch import Tensor, optim
 
-from fxgrad.errors import OptionError, UnknownArgument, nearest
+from fxgrad.errors import OptionError, UnknownArgument, nearest, refuse_choice
 
 OPTIONAL = ("batch_first", "noise_generator", "rand_on_empty")
 ADAPTIVE = (
@@ -85,11 +85,12 @@ def check_values(
 
 def _check_clipping(clipping: Any, one_backward: bool) -> None:
     if not callable(clipping) and clipping not in (*CLIPPINGS, "automatic"):
-        close = difflib.get_close_matches(str(clipping), (*CLIPPINGS, "automatic"), n=1)
-        raise OptionError(
-            f"clipping has to be 'flat', 'per_layer', 'adaptive', 'automatic' or a function of the norms, "
-            f"not {clipping!r}",
-            advice=f"Did you mean {close[0]!r}?" if close else "'flat' is DP-SGD's: one norm over all parameters.",
+        refuse_choice(
+            "clipping",
+            clipping,
+            (*CLIPPINGS, "automatic"),
+            "a function of the norms",
+            "'flat' is DP-SGD's: one norm over all parameters.",
         )
     if not one_backward and clipping not in CLIPPINGS:
         raise OptionError(

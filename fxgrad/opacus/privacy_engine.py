@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from fxgrad.errors import OptionError
+from fxgrad.errors import OptionError, nearest
 from fxgrad.opacus.criterion import Criterion
 from fxgrad.opacus.preparing import arguments_within, make_private
 from fxgrad.opacus.validating import fix, validate
@@ -183,12 +182,10 @@ def _clips_in_backward(grad_sample_mode: str, wrap_model: bool) -> bool:
     if grad_sample_mode in REFUSED:
         sentence, advice = REFUSED[grad_sample_mode]
         raise OptionError(f"grad_sample_mode={grad_sample_mode!r} {sentence}", advice=advice)
-    close = difflib.get_close_matches(str(grad_sample_mode), MODES, n=1)
+    names = ", ".join(map(repr, MODES))
     raise OptionError(
-        f"grad_sample_mode has to be {', '.join(map(repr, MODES))}, not {grad_sample_mode!r}",
-        advice=f"Did you mean {close[0]!r}?"
-        if close
-        else "'hooks' stores p.grad_sample; 'ghost' clips in the backward.",
+        f"grad_sample_mode has to be {names}, not {grad_sample_mode!r}",
+        advice=nearest(grad_sample_mode, MODES, "'hooks' stores p.grad_sample; 'ghost' clips in the backward."),
     )
 
 
