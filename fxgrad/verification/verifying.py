@@ -16,6 +16,7 @@ from fxgrad.errors import BatchSizeError, FxgradError, OptionError
 from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.precision import TOLERANCE, wide
+from fxgrad.quantities import GradSample
 from fxgrad.samples.batch import map_tensors, tensors_in
 from fxgrad.tracing import settled_batch
 from fxgrad.untouched import random_numbers_kept
@@ -66,7 +67,9 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
     options["check_first_batch"] = False  # every sample is changed here
     options["on_result"] = None  # the user's steps are reported, and none is made here
-    options["quantity"] = options["strategy"] = None  # grad_sample is compared, whatever else is made of it
+    if engine is not None and not any(isinstance(one, GradSample) for one in engine.options.quantities):
+        # grad_sample is compared; what the model's own quantities refuse is refused here, too
+        options["quantity"], options["strategy"] = [GradSample(), *engine.options.quantities], None
     original = model if engine is None else engine.model
     if any(map(_is_packed, tree_leaves((args, kwargs), is_leaf=_is_packed))):
         raise OptionError(
