@@ -17,7 +17,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -145,7 +145,7 @@ def check_names(name: str, given: Iterable[str], known: Iterable[str]) -> None:
             )
 
 
-def refuse_choice(name: str, value: Any, choices: Iterable[str], further: str = "", otherwise: str = "") -> None:
+def refuse_choice(name: str, value: Any, choices: Iterable[str], further: str = "", otherwise: str = "") -> NoReturn:
     """Raise for a value that an option cannot have: it takes one of the names, or what ``further`` says."""
     names = list(choices)
     *before, last = [*map(repr, names), *([further] if further else [])]

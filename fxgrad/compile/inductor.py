@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
-from fxgrad.errors import OptionError, nearest
+from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors
@@ -73,7 +73,5 @@ def inner_compiler(backend: str | Inner) -> Inner:
         return inductor.aot_eager()
     if backend == "eager":
         return lambda gm, example_inputs: gm.forward
-    raise OptionError(
-        f"backend has to be 'inductor', 'aot_eager', 'eager' or a callable, not {backend!r}",
-        advice=nearest(backend, ("inductor", "aot_eager", "eager"), "It is the compiler behind fxgrad."),
-    )
+    choices = "inductor", "aot_eager", "eager"
+    refuse_choice("backend", backend, choices, "a callable", "It is the compiler behind fxgrad.")
