@@ -194,7 +194,7 @@ def test_numbers_for_other_groups() -> None:
         (fxgrad.ClippedGrad(1.0), "ClippedGrad(1.0)"),
         (fxgrad.ClippedGrad(1.0, group_size=2), "ClippedGrad(1.0, group_size=2)"),
         (fxgrad.ClippedGrad([1.0, 2.0], groups="per_parameter"), "ClippedGrad([1.0, 2.0], groups='per_parameter')"),
-        (fxgrad.ClippedGrad(torch.tensor(0.5)), "ClippedGrad(tensor(0.5))"),
+        (fxgrad.ClippedGrad(torch.tensor(0.5)), "ClippedGrad(0.5)"),
         (fxgrad.ClippedGrad(1.0, weights=torch.exp, bounded=True), "ClippedGrad(1.0, weights=exp, bounded=True)"),
         (fxgrad.ClippedGrad(1.0, weights="automatic", gamma=0.1), "ClippedGrad(1.0, weights='automatic', gamma=0.1)"),
         (fxgrad.GradSample(), "GradSample"),

@@ -120,7 +120,7 @@ class Quantity(ABC):
 
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"tensor({value.tolist()})"
+        return f"tensor({value.tolist()})" if value.dim() else repr(value.item())
     return getattr(value, "__name__", None) or repr(value)
 
 
