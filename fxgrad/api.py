@@ -12,6 +12,7 @@ from torch import nn
 
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
+from fxgrad.capture.sharded import check_not_sharded, units_of
 from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_scale
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.costs.choices import Strategy, overrides_of
@@ -147,6 +148,7 @@ def transform(
     }
     first_batch = None
     if check_first_batch:
+        check_not_sharded(model, "check_first_batch")
         first_batch = _first_batch(model, options)
         options.settled = frozenset({"mixing", "fullgraph"})
     engine = Engine(model, options, roles | {"__call__": roles["forward"]}, store, first_batch)
@@ -209,8 +211,9 @@ def _check_model(model: Any) -> None:
             advice="Transform it without compiling: fxgrad compiles it.",
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    check_distribution(model, trainable)
-    check_parameters(trainable)
+    if units_of(model) is None:  # FSDP2's shards are whole in a call, and looked at there
+        check_distribution(model, trainable)
+        check_parameters(trainable)
     if engine_of(model) is not None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
 
@@ -269,6 +272,8 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
         setattr(View, name, _entrance(engine, name, getattr(original, name)))
     view = original.__new__(View) if original.__new__ is object.__new__ else object.__new__(View)
     object.__setattr__(view, "__dict__", model.__dict__)
+    if engine.units is not None:
+        engine.units.known_as(view)
     guard = engine.store.guard
     if guard is not None:
         guard.view = weakref.ref(view)

@@ -25,6 +25,7 @@ from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, 
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
+from fxgrad.capture.sharded import Units, check_local, units_of
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch.check import FirstBatch
@@ -61,6 +62,7 @@ class Engine:
     roles: Mapping[str, Roles]  # by the name of the called method
     store: Store
     first_batch: FirstBatch | None = None  # until it is checked
+    units: Units | None = None  # of a model that FSDP2's `fully_shard` divided
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,7 +72,8 @@ class Engine:
         self.originals = {n: inspect.getattr_static(kind, n).__get__(self.model, kind) for n in self.roles}
         self.grouped = any(q.group_size != 1 for q in self.options.quantities)
         self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
-        if self.store.guard is not None:  # p.grad is guarded from now on
+        self.units = units_of(self.model)
+        if self.store.guard is not None and self.units is None:  # p.grad is guarded from now on
             self.store.guard.watch(self.parameters(), self.model)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,6 +94,14 @@ class Engine:
         return self._call(method, args, kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.units is None or not torch.is_grad_enabled():
+            return self._call_whole(method, args, kwargs)
+        with self.units.whole(args, kwargs) as (args, kwargs):
+            outputs = self._call_whole(method, args, kwargs)
+        return self.units.outputs(outputs)
+
+    def _call_whole(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model while its parameters are whole tensors."""
         every = self.named.now() if torch.is_grad_enabled() else {}
         parameters = every
         if not all(map(_requires_grad, every.values())):
@@ -103,6 +114,9 @@ class Engine:
         nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
         if not is_ordinary(parameters, leaves):
+            if self.units is None and (units := units_of(self.model)) is not None:  # sharded since it was transformed
+                self.units = units
+                return self._call(method, args, kwargs)
             check_call(self.model, parameters, leaves)
         weight = self._pop_sample_weight(kwargs)
         indices_of_packs: dict[int, Tensor] = {}
@@ -136,6 +150,9 @@ class Engine:
         if guard is not None:
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
+        if self.units is not None:
+            check_local(self.store.asked_of(forward).attributes)
+            forward.units = self.units
         self.store.check_clear(forward, forward.enclosing, "a forward")
         if self.first_batch is not None and self.first_batch.due(forward.size, forward.parameters):
             forward.first_batch = self.first_batch

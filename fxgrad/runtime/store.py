@@ -181,6 +181,8 @@ class Store:
                 "create_graph=True: per-sample gradients cannot be differentiated again",
                 advice="Leave out create_graph=True.",
             )
+        if forward.units is not None:
+            forward.units.gather()
         task = current_task()
         if forward.checked == task or not forward.delivers():
             return
@@ -283,6 +285,8 @@ class Store:
             self.reports.ended(task, forward.parameters, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
+        if forward.units is not None:
+            forward.units.reduce(task)
         forward.view = None  # autograd's nodes and a forward hold each other
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:

@@ -1,0 +1,221 @@
+"""FSDP2: a model that ``fully_shard`` divided into units runs as a whole one, from its call to the end of its backward.
+
+    gather    the outermost hooks' work; then every unit's parameters in turn, in the same order on each process
+    call      without FSDP2's hooks and classes: the passes see an ordinary model with whole parameters
+    reduce    at the end of the backward, FSDP2 averages and shards each unit's p.grad
+
+No collective is in a graph: batches of different sizes, and empty ones, meet in the same collectives. The price is
+memory: the parameters and gradients of all units are whole in a step, as under ``reshard_after_forward=False``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxgrad.errors import OptionError
+from fxgrad.host import fsdp
+from fxgrad.host.autograd import autograd_engine
+from fxgrad.host.fsdp import State
+from fxgrad.host.modules import FSDP_MANAGED
+from fxgrad.host.pytree import tree_map
+
+LOCAL = "norm_sample"
+"""The one attribute of parameters that is of the process's own samples, and right where a parameter is sharded."""
+
+
+class Units:
+    """The units of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.states = _states(model)
+        self.roots: list[State] = []
+        self.reducing = -1  # the backward call at whose end the gradients are reduced
+
+    @contextlib.contextmanager
+    def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Gather all parameters, and let the model be an ordinary one for a call; yields the call's arguments."""
+        self._find_roots()
+        args, kwargs = fsdp.begin(self.roots, self.model, args, kwargs)
+        fsdp.gather(self.states)
+        for shard, whole in fsdp.pairs(self.states):
+            whole.requires_grad_(shard.requires_grad)
+            _move(shard, whole)
+        top = fsdp.precision(self.states[0]) if self._is_unit() else (None, None)
+        with _ordinary(self.model):
+            yield _cast(top[0], args), _cast(top[0], kwargs)
+
+    def outputs(self, outputs: Any) -> Any:
+        """Cast what the model returns as its outermost unit does."""
+        return _cast(fsdp.precision(self.states[0])[1], outputs) if self._is_unit() else outputs
+
+    def _is_unit(self) -> bool:
+        """Return whether the model itself is a unit, not only modules in it."""
+        return _hooks(self.model) is not None
+
+    def _find_roots(self) -> None:
+        """Learn which units are outermost, once, and refuse a unit around the model."""
+        if self.roots:
+            return
+        if any(map(fsdp.offloads, self.states)):
+            raise OptionError(
+                "FSDP2's CPU offload is not supported", advice="Leave out offload_policy=CPUOffloadPolicy()."
+            )
+        found: list[State] = []
+        within: list[State] = []
+        for state in self.states:
+            if not any(state is one for one in within):
+                if not fsdp.is_outermost(state):
+                    raise OptionError(
+                        "a unit of FSDP2 around the transformed model has units inside of it",
+                        advice="Transform the outermost unit, or shard the transformed model as one unit.",
+                    )
+                fsdp.begin([state], self.model, (), {})
+                found.append(state)
+                within += fsdp.inner_units(state)
+        self.roots = found
+
+    def known_as(self, view: nn.Module) -> None:
+        """Let the methods of FSDPModule work on the transformed model, where they work on the model."""
+        state = _hooks(self.model)
+        if state is not None and fsdp.class_of(type(self.model)) is not type(self.model):
+            fsdp.register(view, state)
+
+    def gather(self) -> None:
+        """Gather the parameters again that were freed between a forward and its backward."""
+        if not fsdp.is_gathered(self.states):
+            fsdp.gather(self.states)
+
+    def reduce(self, task: int) -> None:
+        """Reduce and shard p.grad behind the last callback of a backward call, once for all its forwards."""
+        if self.reducing != task:
+            self.reducing = task
+            autograd_engine.queue_callback(self._reduce)
+
+    def _reduce(self) -> None:
+        self.reducing = -1
+        for shard, whole in fsdp.pairs(self.states):
+            _move(whole, shard)
+        fsdp.reduce(self.roots)
+
+
+def units_of(model: nn.Module) -> Units | None:
+    """Return a model's units; None where ``fully_shard`` has made none."""
+    return Units(model) if _states(model) else None
+
+
+def check_not_sharded(model: nn.Module, what: str) -> None:
+    """Refuse what calls a model in other ways than a training step does."""
+    if units_of(model) is not None:
+        raise OptionError(
+            f"{what} does not know models that FSDP2 has sharded",
+            advice="Ask it of the model before fully_shard, in one process.",
+        )
+
+
+def check_local(attributes: Iterable[str]) -> None:
+    """Refuse a result that would stand on a shard and belong to the whole parameter."""
+    for place in attributes:
+        if place != LOCAL:
+            raise OptionError(
+                f"{place} of a parameter belongs to the whole parameter, and FSDP2 keeps shards",
+                advice="Ask for ClippedGrad, Grad, NormSample, GradDot, GradGram or GradProjection, or use "
+                "DistributedDataParallel.",
+            )
+
+
+def _states(model: nn.Module) -> list[State]:
+    found: dict[int, State] = {}
+    for module in model.modules():
+        state = _hooks(module)
+        if state is not None:
+            found.setdefault(id(state), state)
+    return list(found.values())
+
+
+def _hooks(module: nn.Module) -> State | None:
+    """Return the unit whose hooks a module has."""
+    before, _ = fsdp.forward_hooks(module)
+    return next((state for hook in before.values() if (state := fsdp.state_of(hook)) is not None), None)
+
+
+def _move(source: Tensor, target: Tensor) -> None:
+    """Let a result on one tensor be on another."""
+    result = getattr(source, LOCAL, None)
+    if result is not None or getattr(target, LOCAL, None) is not None:
+        setattr(target, LOCAL, result)
+
+
+def _cast(dtype: torch.dtype | None, values: Any) -> Any:
+    """Cast the floating-point tensors among values."""
+    if dtype is None:
+        return values
+    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+
+
+# A model without FSDP2
+
+
+@contextlib.contextmanager
+def _ordinary(model: nn.Module) -> Iterator[None]:
+    """Let modules be of their own classes, without FSDP2's hooks and marks: Dynamo traces and guards such modules."""
+    undo: list[Callable[[], None]] = []
+    try:
+        for module in model.modules():
+            own = module.__dict__
+            if own.pop(FSDP_MANAGED, False):
+                undo.append(partial(own.__setitem__, FSDP_MANAGED, True))
+            kind = type(module)
+            plain = fsdp.class_of(kind)
+            if plain is not kind:
+                undo.append(partial(setattr, module, "__class__", kind))
+                module.__class__ = plain
+            state = _hooks(module)
+            if state is not None:
+                dtypes = fsdp.precision(state) if module is not model else (None, None)
+                for hooks, cast in zip(fsdp.forward_hooks(module), (_before(dtypes[0]), _after(dtypes[1])), strict=True):
+                    undo.append(_replace(hooks, cast))
+        yield
+    finally:
+        for act in reversed(undo):
+            act()
+
+
+def _replace(hooks: dict[int, Any], cast: Callable[..., Any] | None) -> Callable[[], None]:
+    """Put a cast in the place of FSDP2's hook, or nothing; returns what puts the hook back."""
+    before = dict(hooks)
+    ordinary = {key: cast if fsdp.state_of(hook) is not None else hook for key, hook in before.items()}
+    during = {key: hook for key, hook in ordinary.items() if hook is not None}
+    hooks.clear()
+    hooks.update(during)
+
+    def put_back() -> None:
+        added = {key: hook for key, hook in hooks.items() if key not in during}
+        removed = during.keys() - hooks.keys()
+        hooks.clear()
+        hooks.update({key: hook for key, hook in before.items() if key not in removed} | added)
+
+    return put_back
+
+
+@functools.cache
+def _before(dtype: torch.dtype | None) -> Callable[..., Any] | None:
+    """Return a hook that casts a unit's inputs; one object for a dtype, as Dynamo guards on it."""
+    if dtype is None:
+        return None
+    return lambda module, args, kwargs: (_cast(dtype, args), _cast(dtype, kwargs))
+
+
+@functools.cache
+def _after(dtype: torch.dtype | None) -> Callable[..., Any] | None:
+    """Return a hook that casts what a unit returns."""
+    if dtype is None:
+        return None
+    return lambda module, args, outputs: _cast(dtype, outputs)

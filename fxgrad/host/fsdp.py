@@ -1,0 +1,158 @@
+"""FSDP2: the units into which ``fully_shard`` divides a model, and what their hooks would do.
+
+A unit is a module with its own parameters; `State` is what FSDP2 keeps of it. The module of PyTorch is imported only
+where the user has imported it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+State: TypeAlias = Any  # torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState
+
+_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+
+def state_of(hook: Any) -> State | None:
+    """Return the unit whose hook before or after a forward this is; None for any other hook.
+
+    Why: a hook is all that two objects over one ``__dict__`` share of ``fully_shard``, which registers one of them.
+    Without: a model that ``fully_shard`` divided is refused as one of DTensors.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return None
+    bound = inspect.unwrap(hook, stop=lambda one: hasattr(one, "__self__"))  # of several modules it is wrapped
+    owner = getattr(bound, "__self__", None)
+    return owner if isinstance(owner, module.FSDPState) else None
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a module's hooks before and after its forward.
+
+    Why: FSDP2 gathers and frees parameters in hooks, which Dynamo does not trace.
+    Without: see `state_of`.
+    """
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a module had before ``fully_shard``.
+
+    Why: FSDP2 gives a unit's module a class of its own, which Dynamo treats in another way.
+    Without: see `state_of`.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return kind
+    sharded = sys.modules["torch.distributed.fsdp"].FSDPModule
+    if not issubclass(kind, sharded):
+        return kind
+    return next(one for one in kind.__mro__ if not issubclass(one, sharded))
+
+
+def register(module: nn.Module, state: State) -> None:
+    """Let the methods of FSDPModule find the unit of one more object.
+
+    Why: FSDP2 knows objects, and a transformed model is another object over the same state.
+    Without: ``transformed.set_requires_gradient_sync(False)`` raises.
+    """
+    sys.modules[_MODULE]._insert_module_state(module, state)  # type: ignore[attr-defined]
+
+
+def begin(roots: Sequence[State], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Do what the outermost units do before a forward, and cast the inputs as the first of them does.
+
+    Why: initialises FSDP2, waits for the optimizer's stream, and moves inputs to the device.
+    Without: see `state_of`.
+    """
+    for root in roots:
+        args, kwargs = root._root_pre_forward(module, args, kwargs)
+        root._state_ctx.iter_forward_root = None
+    return args, kwargs
+
+
+def is_outermost(state: State) -> bool:
+    """Return whether a unit is the root of its units; decided in the first forward of any of them."""
+    return state._is_root is not False
+
+
+def inner_units(root: State) -> list[State]:
+    """Return a root's units, itself first, in the order of ``named_modules``."""
+    units: list[State] = root._state_ctx.all_states
+    return units
+
+
+def groups(states: Sequence[State]) -> Iterator[Any]:
+    """Yield the groups of parameters that communicate together."""
+    for state in states:
+        yield from state._fsdp_param_groups
+
+
+def gather(states: Sequence[State]) -> None:
+    """Put the whole parameters in place of their shards, unit after unit.
+
+    Why: ``FSDPModule.unshard`` belongs to modules, and a transformed model's units are states.
+    Without: see `state_of`.
+    """
+    for group in groups(states):
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def is_gathered(states: Sequence[State]) -> bool:
+    """Return whether every unit's parameters are whole."""
+    return all(group.is_unsharded for group in groups(states))
+
+
+def free(states: Sequence[State]) -> None:
+    """Put the shards in place of whole parameters.
+
+    Why, without: as for `gather`.
+    """
+    for group in groups(states):
+        group.reshard()
+
+
+def reduce(roots: Sequence[State]) -> None:
+    """Do what the outermost units do at the end of a backward: every unit's gradients are reduced and sharded.
+
+    Why: the reduction honours every setting of FSDPModule, and nothing public begins it.
+    Without: see `state_of`.
+    """
+    for root in roots:
+        root._root_post_backward_final_callback()
+
+
+def pairs(states: Sequence[State]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return each parameter's shard and its whole, after a first `gather`.
+
+    Why: results are set on the one, and users ask the other.
+    Without: per-sample norms of a parameter are lost.
+    """
+    return [(one.sharded_param, one._unsharded_param) for group in groups(states) for one in group.fsdp_params]
+
+
+def precision(state: State) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the dtypes to which a unit casts its inputs and its outputs.
+
+    Why: the hooks that cast do not run.
+    Without: products of a float32 tensor and a bfloat16 weight fail.
+    """
+    policy = state._mp_policy
+    return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+
+
+def offloads(state: State) -> bool:
+    """Return whether a unit's shards lie on the CPU while its device is another.
+
+    Why: refused by name.
+    Without: an error of PyTorch's about devices.
+    """
+    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups([state]))
