@@ -12,8 +12,8 @@ from torch import nn
 
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
-from fxgrad.capture.sharded import check_not_sharded, units_of
 from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_scale
+from fxgrad.capture.sharded import check_not_sharded, units_of
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.costs.choices import Strategy, overrides_of
 from fxgrad.engine import Engine
@@ -315,6 +315,8 @@ def zero_grad(model: nn.Module) -> None:
 def _clear_results(model: nn.Module, engine: Engine | None) -> None:
     clear(model.parameters())
     if engine is not None:
+        if engine.units is not None:
+            engine.units.zero_grad()
         engine.store.results.clear()
         engine.store.cleared(model.parameters())
 

@@ -25,7 +25,7 @@ from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, 
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
-from fxgrad.capture.sharded import Units, check_local, units_of
+from fxgrad.capture.sharded import Units, check_alone, check_local, units_of
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch.check import FirstBatch
@@ -151,6 +151,7 @@ class Engine:
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
         if self.units is not None:
+            check_alone(bool(self.store.observers), self.first_batch is not None)
             check_local(self.store.asked_of(forward).attributes)
             forward.units = self.units
         self.store.check_clear(forward, forward.enclosing, "a forward")

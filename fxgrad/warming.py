@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from fxgrad.api import engine_of
+from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, OptionError, nearest
 from fxgrad.first_batch.check import FirstBatch
@@ -84,6 +85,7 @@ def _engine(model: Any) -> Engine:
             f"warm_up takes a transformed model, not {type(model).__name__}",
             advice="Pass what fxgrad.transform returned, before it is wrapped.",
         )
+    check_not_sharded(engine.model, "warm_up")
     if not engine.options.fullgraph:
         raise OptionError(
             "warm_up needs the whole model as one graph: what is behind a graph break is compiled in a step only",

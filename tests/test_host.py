@@ -711,6 +711,65 @@ def _(host: Any) -> None:
     assert f'FLAT_PARAM = "{host.FSDP_FLAT}"' in source
 
 
+@check(
+    *(
+        f"fsdp.{name}"
+        for name in "State state_of forward_hooks class_of register begin is_outermost inner_units".split()
+    ),
+    *(f"fsdp.{name}" for name in "groups gather is_gathered free reduce pairs precision offloads".split()),
+)
+def _(host: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo", store=dist.distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model: Any = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        fully_shard(model[0], mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        inner = _unit(host, model[0])
+        assert host.offloads(inner)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+        root, inner = (_unit(host, part) for part in (model, model[0]))
+        assert host.class_of(type(model)) is nn.Sequential and host.class_of(nn.Linear) is nn.Linear
+        assert host.precision(root) == (torch.bfloat16, torch.float64) and host.precision(inner) == (None, None)
+        assert not host.offloads(root) and host.is_outermost(inner)
+        args, kwargs = host.begin([root], model, (torch.ones(4, 3),), {})
+        assert torch.equal(args[0], torch.ones(4, 3)) and kwargs == {}
+        assert host.inner_units(root) == [root, inner] and not host.is_outermost(inner)
+        assert len(list(host.groups([root, inner]))) == 2 and not host.is_gathered([root, inner])
+        host.gather([root, inner])
+        assert host.is_gathered([root, inner])
+        shards = host.pairs([root, inner])
+        assert [type(whole) for _, whole in shards] == 4 * [nn.Parameter]
+        assert {id(whole) for _, whole in shards} == set(map(id, model.parameters()))
+        for _, whole in shards:
+            whole.grad = torch.ones_like(whole)
+        host.free([root])
+        assert not host.is_gathered([root, inner]) and host.is_gathered([inner])
+        host.reduce([root])
+        assert not host.is_gathered([inner]) and {id(shard) for shard, _ in shards} == set(map(id, model.parameters()))
+        assert all(bool((p.grad.full_tensor() == 1).all()) for p in model.parameters())
+        other = object.__new__(type(model))
+        object.__setattr__(other, "__dict__", model.__dict__)
+        host.register(other, root)
+        other.set_requires_gradient_sync(False)
+        assert not next(host.groups([root])).reduce_grads
+    finally:
+        dist.destroy_process_group()
+
+
+def _unit(host: Any, module: nn.Module) -> Any:
+    before, after = host.forward_hooks(module)
+    (state,) = map(host.state_of, before.values())
+    assert state is not None and [host.state_of(hook) for hook in after.values()] == [state]
+    assert host.state_of(print) is None
+    return state
+
+
 @check("modules.has_backward_hooks", "modules.is_compiled_in_place")
 def _(host: Any) -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -44,6 +44,7 @@ class Units:
         """Gather all parameters, and let the model be an ordinary one for a call; yields the call's arguments."""
         self._find_roots()
         args, kwargs = fsdp.begin(self.roots, self.model, args, kwargs)
+        fsdp.free(self.states)  # what an earlier forward without a backward left whole may be old
         fsdp.gather(self.states)
         for shard, whole in fsdp.pairs(self.states):
             whole.requires_grad_(shard.requires_grad)
@@ -88,6 +89,11 @@ class Units:
         if state is not None and fsdp.class_of(type(self.model)) is not type(self.model):
             fsdp.register(view, state)
 
+    def zero_grad(self) -> None:
+        """Clear p.grad of the shards, which the model does not hold between a forward and its backward."""
+        for shard, whole in fsdp.pairs(self.states) if self.roots else ():
+            shard.grad = whole.grad = None
+
     def gather(self) -> None:
         """Gather the parameters again that were freed between a forward and its backward."""
         if not fsdp.is_gathered(self.states):
@@ -116,7 +122,21 @@ def check_not_sharded(model: nn.Module, what: str) -> None:
     if units_of(model) is not None:
         raise OptionError(
             f"{what} does not know models that FSDP2 has sharded",
-            advice="Ask it of the model before fully_shard, in one process.",
+            advice="Use the model before fully_shard, in one process or under DistributedDataParallel.",
+        )
+
+
+def check_alone(private: bool, first_batch: bool) -> None:
+    """Refuse what would run beside FSDP2 and does not know shards."""
+    if private:
+        raise OptionError(
+            "make_private does not know models that FSDP2 has sharded: noise would be drawn for each shard alone",
+            advice="Use DistributedDataParallel.",
+        )
+    if first_batch:
+        raise OptionError(
+            "check_first_batch does not know models that FSDP2 has sharded",
+            advice="Leave it out, and check the model in one process.",
         )
 
 
@@ -180,7 +200,9 @@ def _ordinary(model: nn.Module) -> Iterator[None]:
             state = _hooks(module)
             if state is not None:
                 dtypes = fsdp.precision(state) if module is not model else (None, None)
-                for hooks, cast in zip(fsdp.forward_hooks(module), (_before(dtypes[0]), _after(dtypes[1])), strict=True):
+                for hooks, cast in zip(
+                    fsdp.forward_hooks(module), (_before(dtypes[0]), _after(dtypes[1])), strict=True
+                ):
                     undo.append(_replace(hooks, cast))
         yield
     finally:

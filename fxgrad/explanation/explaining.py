@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxgrad.api import engine_of, transform
+from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.compile.dry_run import Rehearsal, rehearse
 from fxgrad.compile.pipeline import PASSES
 from fxgrad.costs.choices import Choice
@@ -131,6 +132,7 @@ def explain(
             "explain got quantity= for a model that is transformed for its own",
             advice="Leave it out, or pass the original model.",
         )
+    check_not_sharded(model, "explain")
     engine = engine_of(model) or engine_of(transform(model, quantity=quantity))
     assert engine is not None
     args, kwargs, size = _two_samples(engine, args, kwargs)

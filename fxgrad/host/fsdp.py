@@ -14,7 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-State: TypeAlias = Any  # torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState
+State: TypeAlias = Any
+"""What FSDP2 keeps of a unit, its class FSDPState.
+
+Why: no public object leads to a unit's parameters.
+Without: a model that ``fully_shard`` divided is refused as one of DTensors.
+"""
 
 _MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
@@ -63,7 +68,7 @@ def register(module: nn.Module, state: State) -> None:
     Why: FSDP2 knows objects, and a transformed model is another object over the same state.
     Without: ``transformed.set_requires_gradient_sync(False)`` raises.
     """
-    sys.modules[_MODULE]._insert_module_state(module, state)  # type: ignore[attr-defined]
+    sys.modules[_MODULE]._insert_module_state(module, state)
 
 
 def begin(roots: Sequence[State], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -79,20 +84,33 @@ def begin(roots: Sequence[State], module: nn.Module, args: Any, kwargs: Any) -> 
 
 
 def is_outermost(state: State) -> bool:
-    """Return whether a unit is the root of its units; decided in the first forward of any of them."""
+    """Return whether a unit is the root of its units; decided in the first forward of any of them.
+
+    Why: FSDP2 begins and ends a step at roots.
+    Without: see `state_of`.
+    """
     return state._is_root is not False
 
 
 def inner_units(root: State) -> list[State]:
-    """Return a root's units, itself first, in the order of ``named_modules``."""
+    """Return a root's units, itself first, in the order of ``named_modules``.
+
+    Why: a unit that is in no root's list is a root.
+    Without: see `state_of`.
+    """
     units: list[State] = root._state_ctx.all_states
     return units
 
 
 def groups(states: Sequence[State]) -> Iterator[Any]:
-    """Yield the groups of parameters that communicate together."""
+    """Yield the groups of parameters that communicate together; before PyTorch 2.12 a unit has one, or None.
+
+    Why: FSDP2 gathers and reduces a group at a time.
+    Without: see `state_of`.
+    """
     for state in states:
-        yield from state._fsdp_param_groups
+        one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        yield from filter(None, getattr(state, "_fsdp_param_groups", one))
 
 
 def gather(states: Sequence[State]) -> None:
@@ -107,14 +125,19 @@ def gather(states: Sequence[State]) -> None:
 
 
 def is_gathered(states: Sequence[State]) -> bool:
-    """Return whether every unit's parameters are whole."""
+    """Return whether every unit's parameters are whole.
+
+    Why: a unit may be freed between a forward and its backward.
+    Without: see `state_of`.
+    """
     return all(group.is_unsharded for group in groups(states))
 
 
 def free(states: Sequence[State]) -> None:
     """Put the shards in place of whole parameters.
 
-    Why, without: as for `gather`.
+    Why: whole parameters that no backward freed may be older than their shards.
+    Without: a forward without a backward makes the next step's weights old.
     """
     for group in groups(states):
         group.reshard()

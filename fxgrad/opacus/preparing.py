@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture.options import Inner, loss_scale
+from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
@@ -128,8 +129,10 @@ def make_private(
     check_values(optimizer, noise_multiplier, max_grad_norm, clipping, one_backward, arguments)
     check_reduction(loss_reduction, criterion)
     wrapper = module if isinstance(module, WRAPPERS) else None
-    check_processes(wrapper, independent, clipping)
     inner: Any = module if wrapper is None else wrapper.module
+    if isinstance(inner, nn.Module):
+        check_not_sharded(inner, "make_private")
+    check_processes(wrapper, independent, clipping)
     view, transformed, quantity = _transformed(
         inner,
         poisson_sampling,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fxgrad.api import engine_of, transform, zero_grad
+from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
 from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host.pytree import tree_leaves
@@ -63,6 +64,7 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     >>> verdict.ok, [(p.name, p.verdict) for p in verdict.parameters]
     (True, [('weight', 'right'), ('bias', 'right')])
     """
+    check_not_sharded(model, "verify")
     engine = engine_of(model)
     options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
     options["check_first_batch"] = False  # every sample is changed here
