@@ -64,6 +64,14 @@ def test_runtime_dependencies() -> None:
     assert {r for r in requires if "extra ==" not in r} == {"torch>=2.11", "sympy"}
 
 
+def test_the_version_stands_in_one_place() -> None:
+    """The wheel and the site take it from the package."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in text and 'version = { attr = "fxgrad.__version__" }' in text
+    assert not re.search(r'^version = "', text, re.M)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fxgrad.__version__)
+
+
 def test_public_names_exist() -> None:
     for name in fxgrad.__all__:
         assert hasattr(fxgrad, name), name
@@ -75,6 +83,7 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True)
     (wheel,) = tmp_path.glob("fxgrad-*.whl")
+    assert wheel.name.split("-")[1] == fxgrad.__version__
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     others = {p.relative_to(ROOT).as_posix() for p in (ROOT / "fxgrad").rglob("*.*") if p.suffix in READ}
