@@ -19,6 +19,7 @@ from fxgrad.capture.options import Inner, loss_scale
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
+from fxgrad.opacus.checkpoints import give_wrapper_names
 from fxgrad.opacus.clipping import check_written, quantity_for, serves, set_bounds
 from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
@@ -157,6 +158,7 @@ def make_private(
     clipped = quantity if isinstance(quantity, ClippedGrad) else None
     check_steps(private, transformed, clipped, poisson_sampling=poisson_sampling)
     set_bounds(quantity, max_grad_norm)
+    give_wrapper_names(view)
     private.in_one_process = wrapper is None and not independent
     if wrapper is None:
         return view, private, loader
