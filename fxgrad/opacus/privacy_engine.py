@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from fxgrad.errors import OptionError, nearest
 from fxgrad.opacus.checkpoints import Loading
 from fxgrad.opacus.criterion import Criterion
+from fxgrad.opacus.fixing import fix
 from fxgrad.opacus.preparing import arguments_within, make_private
-from fxgrad.opacus.validating import fix, validate
+from fxgrad.opacus.validating import validate
 
 MODES = {"hooks": False, "functorch": False, "ew": False, "ghost": True}  # whether the backward clips
 REFUSED = {
@@ -97,8 +98,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
                 backward clips (one_backward=True).
             wrap_model: True; the returned model is not wrapped in any case.
             rand_on_empty: whether an empty batch becomes random numbers.
-            kwargs: the further arguments of `fxgrad.opacus.make_private`, such as backend and one_backward, and those
-                of adaptive clipping.
+            kwargs: the further arguments of `fxgrad.opacus.make_private`, such as backend, one_backward and fix,
+                and those of adaptive clipping.
 
         Returns:
             ``(model, optimizer, data_loader)``, or ``(model, optimizer, criterion, data_loader)`` for "ghost".
