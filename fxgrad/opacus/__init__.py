@@ -18,8 +18,9 @@ except ImportError as error:
         advice='Install it: pip install "fxgrad[opacus]".',
     ) from error
 
+from fxgrad.opacus.fixing import fix
 from fxgrad.opacus.preparing import make_private, make_private_with_epsilon
 from fxgrad.opacus.privacy_engine import PrivacyEngine
-from fxgrad.opacus.validating import fix, validate
+from fxgrad.opacus.validating import validate
 
 __all__ = ["PrivacyEngine", "fix", "make_private", "make_private_with_epsilon", "validate"]
