@@ -58,6 +58,12 @@ class Observer(Protocol):
     def cleared(self, parameters: Iterable[Tensor]) -> None: ...
 
 
+TWO_CALLS = (
+    "Transform a module whose forward calls the model twice (return self.model(a), self.model(b)), as docs/recipes.md "
+    "shows, or call backward() for each."
+)
+
+
 class Store:
     """Stores what a backward delivers, by the `accumulate` policy."""
 
@@ -226,7 +232,7 @@ class Store:
         if met or any(other.delivered == forward.task() or other.delivers() for other in others):
             raise AlreadySet(
                 f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
-                advice="Run both inputs through one call, or call backward() for each.",
+                advice=TWO_CALLS,
             )
 
     def _check_sizes(self, forward: Forward) -> None:
