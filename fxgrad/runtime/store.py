@@ -30,17 +30,17 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph, nearest
-from fxgrad.host.autograd import autograd_engine, current_task
+from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
 from fxgrad.host.tensors import identity, is_view
 from fxgrad.quantities import GRAD, Quantity
 from fxgrad.runtime.accumulation import check_undivided
-from fxgrad.runtime.autograd_graph import accumulates, roots_of_backward
+from fxgrad.runtime.autograd_graph import accumulates, are_captured, check_runs_again, roots_of_backward
 from fxgrad.runtime.deliveries import Asked, ask, zeros
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
 from fxgrad.runtime.idle_steps import watch_steps
-from fxgrad.runtime.reports import OnResult, Reports, packed
+from fxgrad.runtime.reports import OnResult, Reports, no_result, not_asked, packed
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
 POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
@@ -110,15 +110,9 @@ class Store:
         """Return what the last backward found of a quantity; see `fxgrad.result`."""
         place = next((i for i, one in enumerate(self.quantities) if one is quantity or one == quantity), None)
         if place is None:
-            raise OptionError(
-                f"the model is not transformed for {quantity}",
-                advice="Pass one of the quantities that fxgrad.transform was given.",
-            )
+            raise not_asked(quantity, self.quantities)
         if place not in self.results:
-            raise OptionError(
-                f"there is no result of {quantity}: no backward has run since zero_grad(), or it leaves none",
-                advice="Call backward() on the loss of the transformed model first.",
-            )
+            raise no_result(quantity, [asked.by_quantity[place] for asked in self.asked.values()])
         return packed(quantity, self.results[place])
 
     def check_clear(self, forward: Forward, task: int, what: str) -> None:
@@ -131,7 +125,8 @@ class Store:
                 if result is not None and (task == -1 or _task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
-                        advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
+                        advice="Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass "
+                        'accumulate="append", "sum" or "overwrite".',
                     )
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
@@ -182,8 +177,13 @@ class Store:
                 advice="Leave out create_graph=True.",
             )
         task = current_task()
-        if forward.checked == task or not forward.delivers():
+        if forward.checked == task:
             return
+        if retains_graph():
+            check_runs_again(roots_of_backward())
+        if not forward.delivers():
+            return
+        self._check_delivers_to_leaves(forward)
         if forward.outside:
             names = ", ".join(forward.outside)
             raise OutsideGraph(
@@ -194,12 +194,7 @@ class Store:
         if self.asked_of(forward).attributes:
             self.check_clear(forward, forward.task(), "a backward")
             self._check_sizes(forward)
-        guarded = self.guard is not None or bool(self.observers)
-        if guarded or self.only_norms:
-            roots = roots_of_backward()
-            check_undivided(roots)
-            if guarded:
-                check_unscaled(roots)
+        self._check_losses()
         for act in forward.at_backward:
             act()
         forward.checked = task
@@ -213,6 +208,27 @@ class Store:
         autograd_engine.queue_callback(partial(self._end_at_last, forward))
         if self.reports is not None and forward.enclosing == -1:
             self.reports.begin(task)
+
+    def _check_losses(self) -> None:
+        """A loss that was divided or scaled has other norms."""
+        guarded = self.guard is not None or bool(self.observers)
+        if guarded or self.only_norms:
+            roots = roots_of_backward()
+            check_undivided(roots)
+            if guarded:
+                check_unscaled(roots)
+
+    def _check_delivers_to_leaves(self, forward: Forward) -> None:
+        """`autograd.grad` returns what is for p.grad, and most quantities leave nothing there."""
+        if self.adds_to_grad(forward):
+            return
+        if any(are_captured([leaf for leaf, _ in node.next_functions]) for node in forward.placeholders):
+            raise OptionError(
+                f"torch.autograd.grad by parameters: {' and '.join(map(str, self.quantities))} leaves no gradient to "
+                "return",
+                advice="Call backward() on the loss, and read the results on the parameters or with fxgrad.result. For "
+                "the ordinary gradient, call the original model.",
+            )
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
