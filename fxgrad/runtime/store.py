@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph, nearest
 from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
 from fxgrad.host.tensors import identity, is_view
-from fxgrad.quantities import GRAD, Quantity
+from fxgrad.quantities import Quantity
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, are_captured, check_runs_again, roots_of_backward
 from fxgrad.runtime.deliveries import Asked, ask, zeros
@@ -149,7 +149,7 @@ class Store:
 
     def adds_to_grad(self, forward: Forward) -> bool:
         """Return whether a backward adds to p.grad."""
-        return any(delivery.place == GRAD for delivery in self.asked_of(forward).every)
+        return self.asked_of(forward).adds_to_grad
 
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
         """Return the quantities' own answers; remembered, since every step asks for the same."""
@@ -163,7 +163,7 @@ class Store:
             if len(self.asked) >= 64:
                 self.asked.clear()
             asked = self.asked[key] = ask(self.quantities, n, parameters)
-            if asked.attributes and all(delivery.place != GRAD for delivery in asked.every):
+            if asked.attributes and not asked.adds_to_grad:
                 watch_steps(asked.attributes)
         self.last_asked = key, asked
         return asked
@@ -172,10 +172,7 @@ class Store:
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
         if torch.is_grad_enabled():
-            raise OptionError(
-                "create_graph=True: per-sample gradients cannot be differentiated again",
-                advice="Leave out create_graph=True.",
-            )
+            raise _differentiated_again()
         task = current_task()
         if forward.checked == task:
             return
@@ -183,18 +180,21 @@ class Store:
             check_runs_again(roots_of_backward())
         if not forward.delivers():
             return
-        self._check_delivers_to_leaves(forward)
         if forward.outside:
-            names = ", ".join(forward.outside)
-            raise OutsideGraph(
-                f"trainable parameters were used outside of every transformed graph: {names}",
-                advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
-            )
+            raise _used_outside(forward.outside)
         self._check_alone(forward)
-        if self.asked_of(forward).attributes:
+        asked = self.asked_of(forward)
+        if not asked.adds_to_grad:
+            self._check_delivers_to_leaves(forward)
+        if asked.attributes:
             self.check_clear(forward, forward.task(), "a backward")
             self._check_sizes(forward)
-        self._check_losses()
+        guarded = self.guard is not None or bool(self.observers)
+        if guarded or self.only_norms:
+            roots = roots_of_backward()
+            check_undivided(roots)
+            if guarded:
+                check_unscaled(roots)
         for act in forward.at_backward:
             act()
         forward.checked = task
@@ -209,19 +209,8 @@ class Store:
         if self.reports is not None and forward.enclosing == -1:
             self.reports.begin(task)
 
-    def _check_losses(self) -> None:
-        """A loss that was divided or scaled has other norms."""
-        guarded = self.guard is not None or bool(self.observers)
-        if guarded or self.only_norms:
-            roots = roots_of_backward()
-            check_undivided(roots)
-            if guarded:
-                check_unscaled(roots)
-
     def _check_delivers_to_leaves(self, forward: Forward) -> None:
-        """`autograd.grad` returns what is for p.grad, and most quantities leave nothing there."""
-        if self.adds_to_grad(forward):
-            return
+        """`autograd.grad` returns what is for p.grad, and these quantities leave nothing there."""
         if any(are_captured([leaf for leaf, _ in node.next_functions]) for node in forward.placeholders):
             raise OptionError(
                 f"torch.autograd.grad by parameters: {' and '.join(map(str, self.quantities))} leaves no gradient to "
@@ -371,6 +360,20 @@ class Store:
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
+
+
+def _differentiated_again() -> OptionError:
+    return OptionError(
+        "create_graph=True: per-sample gradients cannot be differentiated again",
+        advice="Leave out create_graph=True.",
+    )
+
+
+def _used_outside(names: Sequence[str]) -> OutsideGraph:
+    return OutsideGraph(
+        f"trainable parameters were used outside of every transformed graph: {', '.join(names)}",
+        advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
+    )
 
 
 def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
