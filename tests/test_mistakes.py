@@ -296,9 +296,9 @@ def model_transformed_twice() -> Any:
     transformed(transformed())
 
 
-@mistake(OptionError, "parameter 'weight' has no shape yet", "Call the model once under torch.no_grad()")
+@mistake(OptionError, "parameter '0.weight' has no shape yet", "Call the model once under torch.no_grad()")
 def lazy_module() -> Any:
-    transformed(nn.LazyLinear(3))
+    transformed(nn.Sequential(nn.LazyLinear(3)))(X)
 
 
 @mistake(OptionError, "verify takes an nn.Module, not the class Net", "Pass an object, Net(..).")

@@ -43,20 +43,26 @@ def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool
 
 def check_call(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> None:
     """Refuse parameters and inputs for which there are no per-sample gradients, in a call that is not ordinary."""
+    _check_shaped(parameters)
     check_whole(model, parameters, inputs)
     check_parameters(parameters)
     _check_reverse_mode([*parameters.values(), *inputs])
     _check_inputs(inputs, parameters)
 
 
-def check_parameters(parameters: Mapping[str, Tensor]) -> None:
-    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
+def _check_shaped(parameters: Mapping[str, Tensor]) -> None:
+    """A lazy module's parameters have no shape before its first call; the model may be transformed before it."""
     for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise OptionError(
                 f"parameter '{name}' has no shape yet: a lazy module makes it in its first call",
                 advice="Call the model once under torch.no_grad(), then transform it.",
             )
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
+    for name, parameter in parameters.items():
         special = type(parameter) is not nn.Parameter
         kind = (
             f"a tensor subclass, {type(parameter.data).__name__}"
