@@ -85,6 +85,7 @@ SHOWN = {
     "../README.md": "readme.md",
     "../CONTRIBUTING.md": "contributing.md",
     "../CHANGELOG.md": "changelog.md",
+    "../SECURITY.md": "security.md",
     "../examples/gallery": "gallery/index.rst",
 }
 

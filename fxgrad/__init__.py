@@ -34,7 +34,7 @@ from fxgrad.verification.verdict import Verdict
 from fxgrad.verification.verifying import verify
 from fxgrad.warming import warm_up
 
-__version__ = "0.1.0"
+__version__ = "0.9.0"
 
 __all__ = [
     "ClippedGrad",

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
-from fxgrad.capture.options import FREE, Inner, Options, check_strategy, loss_scale
+from fxgrad.capture.options import FREE, Inner, Options, check_flags, check_strategy, loss_scale
 from fxgrad.capture.sharded import check_not_sharded, units_of
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.costs.choices import Strategy, overrides_of
@@ -142,10 +142,9 @@ def transform(
     options.check()
     entrances = _entrances(model, methods)
     store = Store(accumulate, quantities, guard_for(quantities, type(model).__name__, entrances[1:]), on_result)
+    check_flags(batch_first=batch_first, fullgraph=fullgraph, check_first_batch=check_first_batch)
     by_method = _by_method(in_dims, entrances) if methods else dict.fromkeys(entrances, in_dims)
-    roles = {
-        name: Roles(batch_size, batch_first, by_method[name], _positional(getattr(model, name))) for name in entrances
-    }
+    roles = {name: Roles.of(getattr(model, name), batch_size, batch_first, by_method[name]) for name in entrances}
     first_batch = None
     if check_first_batch:
         check_not_sharded(model, "check_first_batch")
@@ -198,8 +197,7 @@ def _first_batch(model: nn.Module, options: Options) -> FirstBatch:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"transform takes an nn.Module, not {_kind(model)}", advice=_module_for(model))
+    check_module("transform", model)
     if isinstance(model, OptimizedModule):
         raise OptionError(
             "transform takes the model itself, not a compiled one",
@@ -218,8 +216,17 @@ def _check_model(model: Any) -> None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
 
 
+def check_module(name: str, model: Any) -> None:
+    """Raise where a function is given no module."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{name} takes an nn.Module, not {_kind(model)}", advice=_module_for(model))
+
+
 def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:60]
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    shown = repr(value)
+    return type(value).__name__ + (f" {shown}" if len(shown) <= 50 and "\n" not in shown else "")
 
 
 def _module_for(value: Any) -> str:
@@ -228,7 +235,7 @@ def _module_for(value: Any) -> str:
         return f"Pass an object, {value.__name__}(..)."
     if callable(value):
         return "Put the function into the forward of a module that has its parameters."
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | dict):
         return "Put several modules into one, such as nn.Sequential or nn.ModuleDict."
     return "Pass the model itself."
 
@@ -237,12 +244,6 @@ def _parameter_names(model: nn.Module) -> dict[str, str]:
     """Return every name of each parameter, and the first, which it goes by."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _positional(method: Callable[..., Any]) -> list[str]:
-    """Return the names of a method's positional arguments: an input has one role, by position or by keyword."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, p in inspect.signature(method).parameters.items() if p.kind in kinds]
 
 
 def engine_of(model: Any) -> Engine | None:
@@ -307,6 +308,7 @@ def zero_grad(model: nn.Module) -> None:
     >>> zero_grad(model)
     >>> getattr(model.weight, "grad_sample", None)
     """
+    check_module("zero_grad", model)
     for parameter in model.parameters():
         parameter.grad = None
     _clear_results(model, engine_of(model))
@@ -339,6 +341,7 @@ def release(model: nn.Module) -> None:
     >>> release(private)
     >>> model(torch.ones(5, 3)).sum().backward()
     """
+    check_module("release", model)
     engine = engine_of(model)
     if engine is not None and engine.store.guard is not None:
         engine.store.guard.release()

@@ -18,6 +18,7 @@ from fxgrad.capture.checks import (
     check_groups,
     check_hooks,
     check_sample_weight,
+    check_takes_sample_weight,
     is_ordinary,
 )
 from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
@@ -107,7 +108,7 @@ class Engine:
         if not all(map(_requires_grad, every.values())):
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
-            self._pop_sample_weight(kwargs)
+            self.pop_sample_weight(method, kwargs)
             outputs = self._original(method)(*args, **kwargs)
             check_frozen_outputs(outputs, (args, kwargs))
             return outputs
@@ -118,7 +119,7 @@ class Engine:
                 self.units = units
                 return self._call(method, args, kwargs)
             check_call(self.model, parameters, leaves)
-        weight = self._pop_sample_weight(kwargs)
+        weight = self.pop_sample_weight(method, kwargs)
         indices_of_packs: dict[int, Tensor] = {}
         if nested:
             args, kwargs = with_indices((args, kwargs), indices_of_packs)
@@ -169,9 +170,15 @@ class Engine:
             for tensor in tensors:
                 tensor.__dict__.pop(SAMPLE_DIM, None)  # the mark was for the next graph
 
-    def _pop_sample_weight(self, kwargs: dict[str, Any]) -> Tensor | None:
+    def pop_sample_weight(self, method: str, kwargs: dict[str, Any]) -> Tensor | None:
         """Take ``sample_weight=`` out of a call's arguments if a quantity uses it."""
-        return kwargs.pop("sample_weight", None) if self.weighted is not None else None
+        if self.weighted is not None:
+            weight: Tensor | None = kwargs.pop("sample_weight", None)
+            return weight
+        if "sample_weight" in kwargs:
+            entrance = self.originals["forward" if method == "__call__" else method]
+            check_takes_sample_weight(entrance, self.options.quantities)
+        return None
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters by name."""

@@ -94,6 +94,8 @@ def capture(
     engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], passes: Sequence[Pass] | None = None
 ) -> Trace:
     """Trace a call by Dynamo, run the passes (all, or these) on its graph, and stop there."""
+    kwargs = dict(kwargs)
+    engine.pop_sample_weight("forward", kwargs)  # no graph has it
     batch = engine.roles["forward"].find(args, kwargs)
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -116,7 +118,10 @@ def capture(
         if moves_states(error):
             return capture(engine, args, kwargs, passes)
         raise translated(error, engine.options, engine.model) from error
-    raise FxgradError("the model has no graph: it uses no trainable parameter in any tensor op")
+    raise FxgradError(
+        "the model has no graph: it uses no trainable parameter in any tensor op",
+        advice="Pass a model whose forward computes with its parameters.",
+    )
 
 
 def settled_batch(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:

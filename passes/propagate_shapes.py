@@ -74,8 +74,20 @@ class _Propagate(fx.Interpreter):
         return LostLayout(
             f"{op_name(at.target)} does not work for every number of samples: {said if at is n else self._shapes(at)}",
             where=source_line(at),
-            advice="Write sizes in terms of x.shape[0], or use -1 in view and reshape.",
+            advice=self._advice(),
         )
+
+    def _advice(self) -> str:
+        """Return what to do where sizes do not go with B: a single sample without its dimension is known by its own."""
+        for name in self.ctx.sample_dims:
+            value = self.ctx.inputs[name]
+            if value.dim() == 1 and value.is_floating_point():
+                shown = self.ctx.names.get(name, name)
+                return (
+                    f"Input '{shown}' has one dimension, which counts samples: for one sample, pass "
+                    f"{shown}.unsqueeze(0). Else write sizes in terms of x.shape[0]."
+                )
+        return "Write sizes in terms of x.shape[0], or use -1 in view and reshape."
 
     def _divides_batch(self, n: fx.Node) -> bool:
         """Return whether a reshape divides the number of samples by a number: ``x.reshape(8, -1)``."""

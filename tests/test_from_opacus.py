@@ -23,25 +23,12 @@ import fxgrad.opacus
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.errors import OptionError, UnknownArgument
 from fxgrad.opacus import PrivacyEngine
+from tests.opacus_settings import ADAPTIVE, WARNINGS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),  # Opacus's own hooks
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Dynamo looks at it
-]
+pytestmark = WARNINGS
 
 STEPS, TOLERANCE = 20, 1e-5
 BOUNDS = [0.1, 0.05, 0.2, 0.1, 0.2, 0.1]
-ADAPTIVE = dict(
-    clipping="adaptive",
-    max_grad_norm=0.3,
-    target_unclipped_quantile=0.5,
-    clipbound_learning_rate=0.2,
-    max_clipbound=1e2,
-    min_clipbound=1e-2,
-    unclipped_num_std=1.0,
-)
 Change = Callable[[DPOptimizer], Any]
 
 

@@ -35,24 +35,11 @@ import fxgrad
 import fxgrad.opacus as private
 from fxgrad.errors import AlreadySet, MixedSamples, OptionError, UnclippedGrad, UnknownArgument
 from fxgrad.opacus.checked_step import CheckedStep
+from tests.opacus_settings import ADAPTIVE, WARNINGS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),  # Opacus's own hooks
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Dynamo looks at it
-]
+pytestmark = WARNINGS
 
 STEPS, TOLERANCE = 20, 1e-5
-ADAPTIVE = dict(
-    clipping="adaptive",
-    max_grad_norm=0.5,
-    target_unclipped_quantile=0.5,
-    clipbound_learning_rate=0.2,
-    max_clipbound=1e2,
-    min_clipbound=1e-2,
-    unclipped_num_std=1.0,
-)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -557,11 +544,11 @@ class TestArguments:
     def test_numbers_of_adaptive_clipping(self, name: str) -> None:
         for value in math.nan, -1.0:
             with pytest.raises(OptionError, match=f"{name} has to be a number"):
-                make(words(), **dict(ADAPTIVE) | {name: value})
+                make(words(), **ADAPTIVE | {name: value})
 
     @pytest.mark.parametrize("max_clipbound, std", [(1e-2, 1.0), (1.0, 0.5)])
     def test_numbers_of_adaptive_clipping_together(self, max_clipbound: float, std: float) -> None:
-        arguments = dict(ADAPTIVE) | dict(max_clipbound=max_clipbound, unclipped_num_std=std)
+        arguments = ADAPTIVE | dict(max_clipbound=max_clipbound, unclipped_num_std=std)
         with pytest.raises(OptionError, match=r"max_clipbound has to be above|noise_multiplier has to be below"):
             make(words(), noise_multiplier=1.0, **arguments)
 
@@ -605,7 +592,7 @@ class TestAdaptive:
         assert all(p.isfinite().all() for p in model.parameters())
 
     def test_batches_some_of_which_are_empty(self) -> None:
-        ours, sizes, engine = trained(fxgrads, words(), batch=1, **dict[str, Any](ADAPTIVE))
+        ours, sizes, engine = trained(fxgrads, words(), batch=1, **ADAPTIVE)
         assert 0 in sizes and engine.accountant.history[-1][2] == STEPS
         assert all(p.isfinite().all() for p in ours.values())
 

@@ -179,6 +179,30 @@ def test_packed_in_the_model(kind: Any, order: str, options: dict[str, Any], tot
     assert relative_error(grads, grads_alone(model, [partial(alone, i) for i in range(4)])) < 1e-10
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_and_clipped_sums_where_the_model_packs(kind: Any) -> None:
+    """The longest length is a number that the graph reads from data: no size decides how precisely a sum is taken."""
+    model = Packing(kind).double()
+    lengths = torch.tensor(LENGTHS["unsorted"])
+    x = pad_sequence(sample(LENGTHS["unsorted"]), batch_first=True)
+
+    def floats(outputs: Any) -> list[Tensor]:
+        return [output for output in outputs if output.is_floating_point()]
+
+    def alone(i: int) -> list[Tensor]:
+        return floats(model(x[i : i + 1], lengths[i : i + 1]))
+
+    rows = grads_alone(model, [partial(alone, i) for i in range(4)])
+    norms = torch.cat([g.flatten(1) for g in rows.values()], 1).norm(dim=1)
+    clipped = fxgrad.ClippedGrad(float(norms.median()))
+    transformed = fxgrad.transform(model, quantity=[fxgrad.NormSample(), clipped], backend="aot_eager")
+    loss(floats(transformed(x, lengths))).backward()
+    result = fxgrad.result(transformed, clipped)
+    torch.testing.assert_close(result.norm_sample, norms)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, torch.einsum("n,n...->...", result.weight, rows[name]))
+
+
 class Reader(nn.Module):
     """Embeds packed ids, two RNNs over one pack, attends over what they say; lengths from a mask."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 
 from fxgrad.capture.distributed import check_whole
-from fxgrad.errors import BatchSizeError, OptionError, OutsideGraph
+from fxgrad.errors import BatchSizeError, OptionError, OutsideGraph, UnknownArgument
 from fxgrad.host.functorch import forward_level, innermost_transform, is_batched
 from fxgrad.host.modules import FSDP_FLAT
 from fxgrad.host.pytree import tree_leaves
@@ -41,10 +43,21 @@ def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool
 
 def check_call(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> None:
     """Refuse parameters and inputs for which there are no per-sample gradients, in a call that is not ordinary."""
+    _check_shaped(parameters)
     check_whole(model, parameters, inputs)
     check_parameters(parameters)
     _check_reverse_mode([*parameters.values(), *inputs])
     _check_inputs(inputs, parameters)
+
+
+def _check_shaped(parameters: Mapping[str, Tensor]) -> None:
+    """A lazy module's parameters have no shape before its first call; the model may be transformed before it."""
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise OptionError(
+                f"parameter '{name}' has no shape yet: a lazy module makes it in its first call",
+                advice="Call the model once under torch.no_grad(), then transform it.",
+            )
 
 
 def check_parameters(parameters: Mapping[str, Tensor]) -> None:
@@ -65,7 +78,9 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
         if kind:
             raise OptionError(
                 f"parameter '{name}' is {kind}: it has no per-sample gradient here",
-                advice="Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
+                advice="Call the original model there."
+                if "functional_call" in kind
+                else "Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
             )
 
 
@@ -125,9 +140,26 @@ def check_sample_weight(weight: Any, size: int) -> None:
     """One number, not negative, for each sample."""
     if not isinstance(weight, Tensor) or tuple(weight.shape) != (size,) or weight.is_complex():
         kind = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise OptionError(f"sample_weight has to be a tensor of {size} numbers, one for each sample, not {kind}")
+        raise OptionError(
+            f"sample_weight has to be a tensor of {size} numbers, one for each sample, not {kind}",
+            advice="Pass a tensor of shape [B]; of groups of rows, one number for each group.",
+        )
     if size and not bool((weight >= 0).all()):
-        raise OptionError("sample_weight has to be 0 or more for every sample")
+        raise OptionError(
+            "sample_weight has to be 0 or more for every sample",
+            advice="Leave a sample out with the weight 0, such as weight.clamp_min(0).",
+        )
+
+
+def check_takes_sample_weight(method: Callable[..., Any], quantities: Sequence[Quantity]) -> None:
+    """Refuse ``sample_weight=`` where neither a quantity nor the model's own method takes it."""
+    takes = inspect.signature(method).parameters.values()
+    if not any(one.name == "sample_weight" or one.kind is inspect.Parameter.VAR_KEYWORD for one in takes):
+        raise UnknownArgument(
+            f"the call has sample_weight=, which {' and '.join(map(str, quantities))} does not use",
+            advice="Transform the model for quantity=fxgrad.ClippedGrad(.., sample_weight=True), or weight the loss of "
+            "each sample.",
+        )
 
 
 def _check_reverse_mode(values: Sequence[Any]) -> None:

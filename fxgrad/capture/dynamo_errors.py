@@ -26,7 +26,7 @@ from fxgrad.host.modules import has_backward_hooks
 
 def fails_without_dynamo(error: Exception) -> bool:
     """Return whether it looks like the model's own exception: wrong shapes, wrong arguments, an assert."""
-    raised = "failed to bind arguments|Observed exception|Assertion failed on symbolic shapes"
+    raised = "failed to bind arguments|Observed exception|Assertion failed on symbolic shapes|assertion failed"
     own = isinstance(error, Unsupported) and re.search(raised, str(error))
     return bool(own) or isinstance(error, TorchRuntimeError)
 
@@ -57,7 +57,7 @@ def _in_our_words(error: Exception, text: str, options: Options) -> tuple[str, s
             if match := re.search(words, text):
                 return sentence.format(*match.groups()), advice
         breaks = ", or pass fullgraph=False" if options.takes(fullgraph=False) else ""
-        advice = f"Write that line in traceable PyTorch{breaks}."
+        advice = f"Write that line in traceable PyTorch{breaks}.{_hint(text)}"
         return f"the model does not capture as one graph: {_reason(text)}", advice
     if isinstance(error, TorchRuntimeError):  # an op that works outside of Dynamo, and not on its fake tensors
         said = re.search(r"call_\w+ (\S+?)\(.*: got \w+\([\"'](.+)[\"']\)", text)
@@ -71,6 +71,20 @@ def _in_our_words(error: Exception, text: str, options: Options) -> tuple[str, s
         advice = "See what torch.compile(model, fullgraph=True) says of it."
         return f"TorchDynamo does not capture the model: {_reason(text)}", advice
     return None
+
+
+def _hint(text: str) -> str:
+    """Return what Dynamo itself advises on this line: not what it says of all, nor what fxgrad's options decide."""
+    for hint in re.findall(r"^ *Hint: (.+)$", text, re.MULTILINE):
+        if not re.search(_NO_ADVICE, hint):
+            return f" TorchDynamo says: {hint}"
+    return ""
+
+
+_NO_ADVICE = (
+    "^This |^It may be possible|^Your code may|issue|fullgraph|set_stance|graph break|torch.compile|autograd|"
+    "capture_scalar_outputs|capture_dynamic_output_shape_ops|allow_rnn"
+)
 
 
 def _with_backward_hooks(model: nn.Module) -> str:

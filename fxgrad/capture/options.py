@@ -53,11 +53,17 @@ class Options:
         limit = self.memory_limit
         number = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
         if limit is not None and limit != FREE and not number:
-            raise OptionError(f"memory_limit has to be a positive number of bytes, None or 'free', not {limit!r}")
+            raise OptionError(
+                f"memory_limit has to be a positive number of bytes, None or 'free', not {limit!r}",
+                advice="Pass an int such as 2 * 10**9.",
+            )
         for quantity in self.quantities:
             quantity.check(self)
             if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
-                raise OptionError(f"group_size has to be a positive int, not {quantity.group_size!r}")
+                raise OptionError(
+                    f"group_size has to be a positive int, not {quantity.group_size!r}",
+                    advice="It is the number of consecutive rows that make one sample.",
+                )
             if one_graph and not self.fullgraph and not quantity.adds:
                 raise OptionError(
                     f"{quantity} needs the whole model as one graph: what it makes of the parts does not add up",
@@ -91,6 +97,13 @@ def check_strategy(strategy: Any, quantities: Sequence[Quantity]) -> None:
         )
 
 
+def check_flags(**flags: Any) -> None:
+    """Raise for an option that is neither True nor False: a text such as "no" counts as true in Python."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"{name} has to be True or False, not {value!r}", advice="Pass a bool.")
+
+
 def loss_scale(reduction: str | float) -> float | str:
     if reduction == "sum":
         return 1
@@ -98,12 +111,8 @@ def loss_scale(reduction: str | float) -> float | str:
         return "mean"
     if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
         return reduction
-    raise OptionError(
-        f"loss_reduction has to be 'sum', 'mean' or a positive number, not {reduction!r}",
-        advice=nearest(
-            reduction,
-            ("sum", "mean"),
-            "It says what the loss does over samples: pass 'sum' or 'mean', or the number that it divides by. A loss "
-            "with reduction='none' is summed before backward().",
-        ),
+    meaning = (
+        "It says what the loss does over samples: pass 'sum' or 'mean', or the number that it divides by. A loss with "
+        "reduction='none' is summed before backward()."
     )
+    refuse_choice("loss_reduction", reduction, ("sum", "mean"), "a positive number", meaning)

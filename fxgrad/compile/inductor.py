@@ -30,6 +30,7 @@ from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
+from fxgrad.host.dynamo import written_now
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors
 from fxgrad.kernels.fusible import opened
@@ -72,6 +73,12 @@ def inner_compiler(backend: str | Inner) -> Inner:
     if backend == "aot_eager":
         return inductor.aot_eager()
     if backend == "eager":
-        return lambda gm, example_inputs: gm.forward
+        return _as_it_is
     choices = "inductor", "aot_eager", "eager"
     refuse_choice("backend", backend, choices, "a callable", "It is the compiler behind fxgrad.")
+
+
+def _as_it_is(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+    """Return the graph's own function; its code is written first, as a lazy module would print it with an error."""
+    written_now(gm)
+    return gm.forward

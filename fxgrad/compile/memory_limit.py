@@ -77,13 +77,14 @@ class Room:
         lines = table(["what", "bytes"], [*rows, ["total", _shown(total)]], right={1})
         limit = "memory_limit= allows" if isinstance(self.limit, int) else f"are free on {device}"
         fits = int(n * room / total)
+        batches = f"Take batches of at most {fits} samples" if fits else "Not one sample fits: allow more"
         dense = any(quantity.dense for quantity in self.quantities)
         other = ", or ask for what is made of the gradients (ClippedGrad, NormSample, GradDot)" if dense else ""
         other = ', or pass strategy="recompute", which holds no gradients' if self.held else other
         return NotEnoughMemory(
             f"a batch of {n} takes {_shown(total)} for its gradients, and {_shown(room)} {limit}",
             where="\n  ".join(lines),
-            advice=f"Take batches of at most {fits} samples{other}. memory_limit=None leaves the check out.",
+            advice=f"{batches}{other}. memory_limit=None leaves the check out.",
         )
 
 

@@ -105,7 +105,11 @@ class Recorder:
     def _sizes(self, node: fx.Node, sizes: Sequence[Any]) -> tuple[Any, ...]:
         numbers = tuple(map(self._of_one_sample, sizes))
         if None in numbers:
-            raise UnsupportedOp("a shape with two changing sizes meets a parameter", where=source_line(node))
+            raise UnsupportedOp(
+                "a shape with two changing sizes meets a parameter",
+                where=source_line(node),
+                advice="Split the op in two, so that each shape has one size that changes besides the samples.",
+            )
         return numbers
 
     def _layout(self, arg: fx.Node, output: Layout | None) -> Layout | None:

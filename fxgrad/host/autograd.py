@@ -25,6 +25,27 @@ Without: two backwards through one forward are mixed up, gradients are stored fo
 is not checked when all hooks have run.
 """
 
+retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward call was given ``retain_graph=True``.
+
+Why: a backward that AOTAutograd compiled may write over what the forward saved for it, and then runs once.
+Without: PyTorch's error about donated buffers, which names no argument of the user's.
+"""
+
+
+def writes_over_saved(node: Any) -> bool:
+    """Return whether a node is a compiled backward that may write over what the forward saved for it.
+
+    Why: as `retains_graph`.
+    Without: as `retains_graph`.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    if getattr(function, "compiled_bw", None) is None:  # not compiled yet: it will be for what is asked of it
+        return False
+    donated = getattr(getattr(function, "metadata", None), "bw_donated_idxs", None)
+    return bool(donated) and torch._functorch.config.donated_buffer
+
+
 BACKWARD_CODE: CodeType = _graph._engine_run_backward.__code__
 outputs_of_backward: Callable[[Mapping[str, Any]], Iterable[Any]] = itemgetter("t_outputs")
 """The code of the function that calls the engine; and what backward was called on, from that frame's variables.

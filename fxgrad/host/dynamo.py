@@ -134,18 +134,22 @@ def recurrent_modules_allowed() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def sizes_apart() -> Iterator[None]:
-    """Give equal sizes different symbols, and let PyTorch not log where it makes one a number.
+    """Give equal sizes different symbols, and let PyTorch not log where it makes one a number, or where shapes differ.
 
-    Why: a sequence may be as long as the batch by chance.
-    Without: sizes that equal the batch size by chance are taken for it.
+    Why: a sequence may be as long as the batch by chance. A model called with wrong shapes raises its own error.
+    Without: sizes that equal the batch size by chance are taken for it, and 15 lines of log precede the model's error.
     """
-    log = torch._guards.log
-    duck, silent = _shapes.use_duck_shape, log.disabled
-    _shapes.use_duck_shape, log.disabled = False, True
+    logs = torch._guards.log, torch._subclasses.fake_tensor.log
+    duck, silent = _shapes.use_duck_shape, [log.disabled for log in logs]
+    _shapes.use_duck_shape = False
+    for log in logs:
+        log.disabled = True
     try:
         yield
     finally:
-        _shapes.use_duck_shape, log.disabled = duck, silent
+        _shapes.use_duck_shape = duck
+        for log, before in zip(logs, silent, strict=True):
+            log.disabled = before
 
 
 def calls_ignored(functions: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -208,3 +212,12 @@ def lazy_graph_module(root: Any, graph: fx.Graph, name: str) -> fx.GraphModule:
     Without: `fx.GraphModule` writes code after each pass, which takes as long as the pass.
     """
     return _LazyGraphModule(root, graph, name)
+
+
+def written_now(gm: fx.GraphModule) -> None:
+    """Let a GraphModule write its Python code now.
+
+    Why: until then the ``forward`` of a lazy one is its ``__call__``, which prints its generated code with an error.
+    Without: forty lines precede the model's own error under backend="eager".
+    """
+    _LazyGraphModule.force_recompile(gm)

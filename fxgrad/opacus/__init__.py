@@ -7,6 +7,8 @@ silently disagree.
 Only this package of fxgrad needs Opacus (``pip install "fxgrad[opacus]"``).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fxgrad.errors import MissingPackage
 
 try:
@@ -18,8 +20,20 @@ except ImportError as error:
         advice='Install it: pip install "fxgrad[opacus]".',
     ) from error
 
+from fxgrad.opacus.fixing import fix
 from fxgrad.opacus.preparing import make_private, make_private_with_epsilon
 from fxgrad.opacus.privacy_engine import PrivacyEngine
-from fxgrad.opacus.validating import fix, validate
+from fxgrad.opacus.validating import validate
 
-__all__ = ["PrivacyEngine", "fix", "make_private", "make_private_with_epsilon", "validate"]
+if TYPE_CHECKING:
+    from fxgrad.opacus.trainer_callback import TrainerCallback
+
+__all__ = ["PrivacyEngine", "TrainerCallback", "fix", "make_private", "make_private_with_epsilon", "validate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TrainerCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fxgrad.opacus.trainer_callback import TrainerCallback  # imports transformers
+
+    return TrainerCallback

@@ -20,7 +20,9 @@ from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
+from fxgrad.opacus.checkpoints import give_wrapper_names
 from fxgrad.opacus.clipping import check_written, quantity_for, serves, set_bounds
+from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
 from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
@@ -49,6 +51,7 @@ def make_private(
     clipping: str | Callable[[Tensor], Tensor] = "flat",
     one_backward: bool = False,
     independent: bool = False,
+    fix: bool = False,
     backend: str | Inner = "inductor",
     check_first_batch: bool = True,
     **arguments: Any,
@@ -90,6 +93,9 @@ def make_private(
             p.grad is the clipped sum. ``fxgrad.result(model, optimizer.quantity)`` has the norms.
         independent: whether each of several processes trains a separate model; otherwise a module without a wrapper is
             refused there.
+        fix: whether to replace layers inside the module that the validator refuses, such as BatchNorm in training mode,
+            and Opacus's own layers, as `fxgrad.opacus.fix` does. The optimizer's parameters stay those of the module:
+            GroupNorm gets BatchNorm's Parameter objects, with the values 1 and 0.
         backend: the inner compiler, as in `fxgrad.transform`; for a module that is not transformed yet.
         check_first_batch: whether the first batch is checked for samples that influence each other, as in
             `fxgrad.transform`; for a module that is not transformed yet. Each of several processes checks its batch.
@@ -105,6 +111,8 @@ def make_private(
         OptionError: loss_reduction, criterion, and the options of a transformed module do not agree; a transformed
             module allows samples to mix, or fixes the batch size under Poisson sampling; noise and bounds are not
             positive and finite; several processes train, and the module is not wrapped.
+        OptionError: for fix=True, the optimizer holds parameters that the fixed module does not have, or has stepped
+            those of a BatchNorm; the module is wrapped, or is itself to be replaced.
         UnknownArgument (a TypeError): the name of an argument is misspelt or unknown.
         MixedSamples: in a call of the model, if one sample influences another in the check of the first batch.
         opacus.validators.errors.UnsupportedModuleError: Opacus's validator refuses the model (`validate`).
@@ -133,6 +141,8 @@ def make_private(
     if isinstance(inner, nn.Module):
         check_not_sharded(inner, "make_private")
     check_processes(wrapper, independent, clipping)
+    if fix:
+        _fix(module, optimizer)
     view, transformed, quantity = _transformed(
         inner,
         poisson_sampling,
@@ -160,6 +170,7 @@ def make_private(
     clipped = quantity if isinstance(quantity, ClippedGrad) else None
     check_steps(private, transformed, clipped, poisson_sampling=poisson_sampling)
     set_bounds(quantity, max_grad_norm)
+    give_wrapper_names(view)
     private.in_one_process = wrapper is None and not independent
     if wrapper is None:
         return view, private, loader
@@ -251,6 +262,15 @@ def arguments_within(
     )
     rest = {name: value for name, value in arguments.items() if name not in accountants}
     return {"noise_multiplier": noise_multiplier, **rest}
+
+
+def _fix(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    if isinstance(module, WRAPPERS):
+        raise OptionError(
+            f"fix=True replaces layers, and {type(module).__name__} has taken note of those that the model has",
+            advice=f"Do it before the model is wrapped. {FIRST}",
+        )
+    fix_in_place(module, optimizer)
 
 
 def _transformed(model: Any, poisson_sampling: bool, **options: Any) -> tuple[Any, Engine, Quantity]:

@@ -11,9 +11,11 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from fxgrad.errors import OptionError, nearest
+from fxgrad.opacus.checkpoints import Loading
 from fxgrad.opacus.criterion import Criterion
+from fxgrad.opacus.fixing import fix
 from fxgrad.opacus.preparing import arguments_within, make_private
-from fxgrad.opacus.validating import fix, validate
+from fxgrad.opacus.validating import validate
 
 MODES = {"hooks": False, "functorch": False, "ew": False, "ghost": True}  # whether the backward clips
 REFUSED = {
@@ -41,7 +43,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
 
     Sampling, noise, accounting and checkpoints are Opacus's. What differs:
 
-    - The returned model is of the module's own class, with its attributes and its state_dict.
+    - The returned model is of the module's own class, with its attributes and its state_dict. Its ``_module`` is the
+      module itself. State dicts of Opacus's wrapper, whose names begin with ``_module.``, load into it, too.
     - nn.RNN, nn.LSTM, nn.GRU and nn.MultiheadAttention need no replacement.
     - With ``grad_sample_mode="ghost"``, the criterion returns a tensor, and clipping may be any of `make_private`.
 
@@ -95,8 +98,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
                 backward clips (one_backward=True).
             wrap_model: True; the returned model is not wrapped in any case.
             rand_on_empty: whether an empty batch becomes random numbers.
-            kwargs: the further arguments of `fxgrad.opacus.make_private`, such as backend and one_backward, and those
-                of adaptive clipping.
+            kwargs: the further arguments of `fxgrad.opacus.make_private`, such as backend, one_backward and fix,
+                and those of adaptive clipping.
 
         Returns:
             ``(model, optimizer, data_loader)``, or ``(model, optimizer, criterion, data_loader)`` for "ghost".
@@ -165,6 +168,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Raise Opacus's UnsupportedModuleError for a module that cannot be trained privately."""
         validate(module)
+
+    def load_checkpoint(self, *, path: Any, module: nn.Module, **kwargs: Any) -> Any:
+        """Load what `save_checkpoint` saved, here or in Opacus, whose wrapper puts ``_module.`` before every name.
+
+        Args:
+            path: a path or a binary file.
+            module: the model, prepared or not, or its wrapper for several processes.
+            kwargs: those of Opacus's method: the optimizer, schedulers, and arguments of ``load_state_dict`` and
+                ``torch.load``.
+        """
+        return super().load_checkpoint(path=path, module=Loading(module), **kwargs)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from itertools import chain
 from typing import Any
 
 import opacus
@@ -18,6 +16,10 @@ from fxgrad.host.modules import BatchNorm, NormBase
 
 COVERED = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
 """Layers that Opacus wants replaced by its own; fxgrad supports them directly."""
+REPLACED = (
+    "\n  Pass fix=True to make_private, or call fxgrad.opacus.fix(model) before you make the optimizer. Both use "
+    "Opacus's ModuleValidator.fix, but leave the layers that fxgrad supports."
+)
 
 
 def validate(module: nn.Module) -> None:
@@ -37,7 +39,8 @@ def validate(module: nn.Module) -> None:
     """
     errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
     for name, part in module.named_modules():
-        errors += [type(reason)(f"{_kind(part).__name__} '{name}': {reason}") for reason in _objections(part)]
+        advice = REPLACED if _kind(part) in ModuleValidator.FIXERS else ""
+        errors += [type(reason)(f"{_kind(part).__name__} '{name}': {reason}{advice}") for reason in objections(part)]
     if errors:
         raise UnsupportedModuleError(errors)
 
@@ -47,8 +50,8 @@ def _kind(part: nn.Module) -> type:
     return type(part if transformed is None else transformed.model)  # the user's class
 
 
-def _objections(part: nn.Module) -> list[Any]:
-    """Return Opacus's reasons against one layer."""
+def objections(part: nn.Module) -> list[Any]:
+    """Return Opacus's reasons against one layer that fxgrad shares."""
     kind = _kind(part)
     if kind in COVERED or kind not in ModuleValidator.VALIDATORS or not _matters(part):
         return []
@@ -59,30 +62,6 @@ def _matters(part: nn.Module) -> bool:
     if isinstance(part, NormBase) and part.training:
         return True
     return not isinstance(part, BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
-
-
-def fix(module: nn.Module) -> nn.Module:
-    """Return a copy of a model that `validate` accepts: Opacus's fixers replace the layers that it refuses.
-
-    BatchNorm becomes GroupNorm, and InstanceNorm tracks no running statistics. Layers that fxgrad supports directly
-    stay. Make the optimizer of the copy's parameters.
-
-    >>> [type(layer).__name__ for layer in fix(nn.Sequential(nn.LSTM(3, 4), nn.BatchNorm1d(8)))]
-    ['LSTM', 'GroupNorm']
-    """
-    fixed = copy.deepcopy(module)
-    replaced: dict[nn.Module, nn.Module] = {}  # a layer may have several names
-    for name, part in list(fixed.named_modules(remove_duplicate=False)):
-        if type(part) not in ModuleValidator.FIXERS or not _objections(part):
-            continue
-        if part not in replaced:
-            new: nn.Module = ModuleValidator.FIXERS[type(part)](part)
-            like = next(chain(part.parameters(), part.buffers()), None)
-            replaced[part] = new if like is None else new.to(like.device, like.dtype)
-        if not name:
-            return replaced[part]
-        fixed.set_submodule(name, replaced[part])
-    return fixed
 
 
 def prepared_by_opacus(engine: opacus.PrivacyEngine, **arguments: Any) -> tuple[DPOptimizer, DataLoader[Any]]:

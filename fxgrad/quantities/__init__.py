@@ -58,4 +58,6 @@ def _meant(quantity: object) -> str:
     kinds = [name for name in __all__ if name not in ("Clipping", "Delivery", "Quantity") and name[1:2].islower()]
     known = [name for name in kinds if name != "Outside" and name[0].isupper()]
     listed = f"The quantities are {', '.join(sorted(known))}."
+    if one in known:
+        return f"Pass an object, not its name: {one}({'max_grad_norm=1.0' if one == ClippedGrad.__name__ else '..'})."
     return nearest(one, known, listed)

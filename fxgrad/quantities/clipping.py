@@ -147,7 +147,7 @@ class ClippedGrad(Quantity):
                 f"max_grad_norm has to be a positive number, not {bound!r}",
                 advice="It is the largest norm of a sample's gradient, such as 1.0; inf clips nothing.",
             )
-        if isinstance(self.groups, str) and self.groups not in GROUPS:
+        if self.groups not in GROUPS and not _are_names(self.groups):
             refuse_choice("groups", self.groups, GROUPS, "lists of names", "A group of each layer is a list of names.")
         if not callable(self.weights) and self.weights not in WEIGHTS:
             refuse_choice("weights", self.weights, WEIGHTS, "a function", "A function gets norms and returns weights.")
@@ -343,3 +343,10 @@ def _plain(value: Any) -> Any:
 
 def is_positive(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+
+
+def _are_names(groups: Any) -> bool:
+    """Return whether groups are lists of names."""
+    if isinstance(groups, str) or not isinstance(groups, Sequence) or not groups:
+        return False
+    return all(isinstance(group, list | tuple) and all(isinstance(one, str) for one in group) for group in groups)

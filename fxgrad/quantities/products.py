@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxgrad.errors import OptionError, names_checked
+from fxgrad.errors import OptionError, names_checked, nearest
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import Delivery, Quantity, of_model
@@ -50,6 +50,16 @@ class GradDot(Quantity):
     vectors: Mapping[str, Tensor] = field(repr=False)
     adds: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        is_mapping = isinstance(self.vectors, Mapping)
+        if not is_mapping or not all(isinstance(one, Tensor) for one in self.vectors.values()):
+            value = self.vectors if not is_mapping else next(v for v in self.vectors.values() if not torch.is_tensor(v))
+            raise OptionError(
+                f"vectors has to be a dict of a tensor for each parameter's name, not {type(value).__name__}"
+                + (" as a vector" if is_mapping else ""),
+                advice="Pass one such as {name: direction for name, p in model.named_parameters()}, each of p's shape.",
+            )
+
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         several = self._several(parameters)
         return [of_model((n,) if several is None else (n, several), parameters)]
@@ -64,7 +74,10 @@ class GradDot(Quantity):
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         unknown = sorted(self.vectors.keys() - forward.parameters.keys())
         if unknown:
-            raise OptionError(f"there are vectors for what is no trainable parameter: {', '.join(unknown)}")
+            raise OptionError(
+                f"there are vectors for what is no trainable parameter: {', '.join(unknown)}",
+                advice=nearest(unknown[0], forward.parameters, "Leave them out, or unfreeze the parameters."),
+            )
         return [
             self.vectors[name].detach().to(p.device, accumulating(p.dtype))
             for name, p in parameters.items()
@@ -93,7 +106,10 @@ class GradDot(Quantity):
                     )
                 counts.add(None if len(shape) == p.dim() else shape[0])
         if len(counts) > 1:
-            raise OptionError("the vectors do not agree on the number of directions")
+            raise OptionError(
+                "the vectors do not agree on the number of directions",
+                advice="Give each the parameter's shape, or all of them [K, *shape] with the same K.",
+            )
         return counts.pop() if counts else None
 
 
@@ -165,7 +181,10 @@ class GradProjection(Quantity):
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
-            raise OptionError(f"dim has to be a positive int, not {self.dim!r}")
+            raise OptionError(
+                f"dim has to be a positive int, not {self.dim!r}",
+                advice="It is the number of projections, such as 512.",
+            )
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         return [of_model((n, self.dim), parameters)]

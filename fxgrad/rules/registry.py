@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from fxgrad.errors import RuleError
 from fxgrad.ops.calls import Call, op_name
@@ -57,6 +60,25 @@ class Rule:
             return False
         fits = self.shared if use.output is None else all(map(use.has_samples, self.batched))
         return fits and self.applies(use, shapes)
+
+    def check_returned(self, op: str, returned: Any, g: Tensor, parameters: Mapping[str, Any]) -> None:
+        """Raise where a user's rule did not return ``{argument: gradient [n, *shape]}`` for these parameters."""
+        advice = "Return a dict from each argument's name to its gradient, a tensor [n, *shape] or a Term."
+        if not isinstance(returned, Mapping):
+            raise RuleError(f"the rule of {op} returned {type(returned).__name__}, not a dict", advice=advice)
+        for name, parameter in parameters.items():
+            if name not in returned:
+                got = ", ".join(map(repr, returned)) or "nothing"
+                raise RuleError(f"the rule of {op} returned {got}, and no gradient of '{name}'", advice=advice)
+            grad = returned[name]
+            if isinstance(grad, Tensor) and isinstance(parameter, Tensor):
+                each, shape = math.prod(grad.shape[1:]), list(parameter.shape)
+                if not grad.dim() or grad.shape[0] != g.shape[0] or each != parameter.numel():
+                    raise RuleError(
+                        f"the rule of {op} returned a gradient of '{name}' of shape {list(grad.shape)}: it has to be "
+                        f"{[g.shape[0], *shape]}",
+                        advice="Sum over what is no sample, and keep the samples on dimension 0.",
+                    )
 
     def refused(self, call: Call) -> tuple[str, str] | None:
         """Return an argument the rule says it cannot take, with the reason."""

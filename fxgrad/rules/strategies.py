@@ -121,6 +121,8 @@ class ByRule(Strategy):
         if "use" in self.rule.arguments:
             arguments["use"] = use
         by_argument = self.rule.function(g, **arguments)
+        if not self.rule.own:
+            self.rule.check_returned(use.op, by_argument, g, {name: arguments.get(name) for name in use.differentiated})
         parts: Contributions = []
         for name, slots in use.differentiated.items():
             template, grad = use.arguments[name], by_argument[name]

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from fxgrad.errors import OptionError
 from fxgrad.host.autograd import (
     BACKWARD_CODE,
     function_of,
     outputs_like,
     outputs_of_backward,
     will_execute,
+    writes_over_saved,
 )
 
 DELIVERS = "_fxgrad_delivers"  # on the autograd functions that stand between a transformed model and its parameters
@@ -57,6 +59,25 @@ def accumulates(parameter: Tensor) -> bool:
         return bool(will_execute(get_gradient_edge(parameter).node))
     except RuntimeError:  # PyTorch's answer for a leaf under autograd.grad
         return False
+
+
+def are_captured(leaves: Sequence[Any]) -> bool:
+    """Return whether the running backward call is an ``autograd.grad`` by one of these nodes of parameters."""
+    try:
+        list(map(will_execute, leaves))  # of all: PyTorch says False of a leaf that is not asked for
+    except RuntimeError:  # PyTorch's answer for such a leaf
+        return True
+    return False
+
+
+def check_runs_again(roots: Sequence[Any]) -> None:
+    """Refuse ``retain_graph=True`` for a compiled backward that can run once."""
+    if any(writes_over_saved(node) and will_execute(node) for node in _below(roots)):
+        raise OptionError(
+            "retain_graph=True: the compiled backward writes over what the forward saved for it, and runs once",
+            advice="Call backward() once, on the sum of the losses; or set torch._functorch.config.donated_buffer = "
+            "False before the first call.",
+        )
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:

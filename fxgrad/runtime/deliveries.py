@@ -31,6 +31,7 @@ class Asked(NamedTuple):
     every: list[Delivery]
     placeholders: list[Tensor]  # the gradient placeholders, one for each delivery
     attributes: frozenset[str]  # the names of the attributes that are set
+    adds_to_grad: bool  # whether a delivery is added to p.grad
 
 
 def by_place(deliveries: Sequence[Delivery], first: int) -> Kinds:
@@ -67,4 +68,5 @@ def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]
         every += deliveries
     with torch.inference_mode(False), disable_current_modes():  # later calls use them again
         placeholders = [placeholder(delivery) for delivery in every]
-    return Asked(kinds, every, placeholders, frozenset(one.place for one in every) - {GRAD, RESULT})
+    places = frozenset(one.place for one in every)
+    return Asked(kinds, every, placeholders, places - {GRAD, RESULT}, GRAD in places)

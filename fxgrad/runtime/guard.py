@@ -20,7 +20,7 @@ import torch.nn.modules.module as global_hooks
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxgrad.errors import FxgradError, OptionError, UnclippedGrad
+from fxgrad.errors import FxgradError, UnclippedGrad, refuse_choice
 from fxgrad.host.autograd import autograd_engine, current_task
 from fxgrad.host.tensors import hooks_of, identity
 from fxgrad.quantities import OUTSIDE, Outside, Quantity
@@ -201,7 +201,7 @@ def guard_for(quantities: Sequence[Quantity], kind: str = "the model", entrances
         return None
     outside = getattr(clipping[0], "outside", "error")
     if outside not in OUTSIDE:
-        raise OptionError(f"outside has to be 'error', 'allow' or 'unchecked', not {outside!r}")
+        refuse_choice("outside", outside, OUTSIDE)
     return Guard(outside, kind, entrances)
 
 

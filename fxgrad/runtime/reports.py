@@ -81,3 +81,26 @@ def packed(quantity: Quantity, results: list[Any]) -> Any:
     """Return a quantity's results of the whole model in the form that users get."""
     pack = getattr(quantity, "packed", None)
     return pack(results) if pack is not None else results[0] if len(results) == 1 else tuple(results)
+
+
+def not_asked(quantity: Any, quantities: Sequence[Quantity]) -> OptionError:
+    """Return the error of `fxgrad.result` for what is none of the model's quantities."""
+    shown = f"the class {quantity.__name__}" if isinstance(quantity, type) else repr(quantity)
+    return OptionError(
+        f"the model is transformed for {' and '.join(map(str, quantities))}, not for {shown}",
+        advice="Pass one of the quantities that fxgrad.transform was given: the object, not its class or name.",
+    )
+
+
+def no_result(quantity: Quantity, kinds: Sequence[Kinds]) -> OptionError:
+    """Return the error of `fxgrad.result` where it has nothing of a quantity; these are its deliveries so far."""
+    places = {one.place for each in kinds for _, one in each.attributes} | {GRAD for each in kinds if each.grads}
+    if places and not any(each.results for each in kinds):
+        return OptionError(
+            f"{quantity} leaves its results on the parameters, and none for fxgrad.result",
+            advice=f"Read {' and '.join(f'p.{place}' for place in sorted(places))} of each parameter p.",
+        )
+    return OptionError(
+        f"there is no result of {quantity}: no backward has run since zero_grad()",
+        advice="Call backward() on a loss of the transformed model's outputs first.",
+    )

@@ -30,17 +30,17 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph, nearest
-from fxgrad.host.autograd import autograd_engine, current_task
+from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
 from fxgrad.host.tensors import identity, is_view
-from fxgrad.quantities import GRAD, Quantity
+from fxgrad.quantities import Quantity
 from fxgrad.runtime.accumulation import check_undivided
-from fxgrad.runtime.autograd_graph import accumulates, roots_of_backward
+from fxgrad.runtime.autograd_graph import accumulates, are_captured, check_runs_again, roots_of_backward
 from fxgrad.runtime.deliveries import Asked, ask, zeros
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
 from fxgrad.runtime.idle_steps import watch_steps
-from fxgrad.runtime.reports import OnResult, Reports, packed
+from fxgrad.runtime.reports import OnResult, Reports, no_result, not_asked, packed
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
 POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
@@ -56,6 +56,12 @@ class Observer(Protocol):
     def ended(self, forward: Forward) -> None: ...
 
     def cleared(self, parameters: Iterable[Tensor]) -> None: ...
+
+
+TWO_CALLS = (
+    "Transform a module whose forward calls the model twice (return self.model(a), self.model(b)), as docs/recipes.md "
+    "shows, or call backward() for each."
+)
 
 
 class Store:
@@ -110,15 +116,9 @@ class Store:
         """Return what the last backward found of a quantity; see `fxgrad.result`."""
         place = next((i for i, one in enumerate(self.quantities) if one is quantity or one == quantity), None)
         if place is None:
-            raise OptionError(
-                f"the model is not transformed for {quantity}",
-                advice="Pass one of the quantities that fxgrad.transform was given.",
-            )
+            raise not_asked(quantity, self.quantities)
         if place not in self.results:
-            raise OptionError(
-                f"there is no result of {quantity}: no backward has run since zero_grad(), or it leaves none",
-                advice="Call backward() on the loss of the transformed model first.",
-            )
+            raise no_result(quantity, [asked.by_quantity[place] for asked in self.asked.values()])
         return packed(quantity, self.results[place])
 
     def check_clear(self, forward: Forward, task: int, what: str) -> None:
@@ -131,7 +131,8 @@ class Store:
                 if result is not None and (task == -1 or _task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
-                        advice='Call zero_grad() first, or pass accumulate="append", "sum" or "overwrite".',
+                        advice="Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass "
+                        'accumulate="append", "sum" or "overwrite".',
                     )
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
@@ -154,7 +155,7 @@ class Store:
 
     def adds_to_grad(self, forward: Forward) -> bool:
         """Return whether a backward adds to p.grad."""
-        return any(delivery.place == GRAD for delivery in self.asked_of(forward).every)
+        return self.asked_of(forward).adds_to_grad
 
     def _ask(self, n: int, parameters: Mapping[str, Tensor]) -> Asked:
         """Return the quantities' own answers; remembered, since every step asks for the same."""
@@ -168,7 +169,7 @@ class Store:
             if len(self.asked) >= 64:
                 self.asked.clear()
             asked = self.asked[key] = ask(self.quantities, n, parameters)
-            if asked.attributes and all(delivery.place != GRAD for delivery in asked.every):
+            if asked.attributes and not asked.adds_to_grad:
                 watch_steps(asked.attributes)
         self.last_asked = key, asked
         return asked
@@ -177,23 +178,23 @@ class Store:
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
         if torch.is_grad_enabled():
-            raise OptionError(
-                "create_graph=True: per-sample gradients cannot be differentiated again",
-                advice="Leave out create_graph=True.",
-            )
+            raise _differentiated_again()
         if forward.units is not None:
             forward.units.gather()
         task = current_task()
-        if forward.checked == task or not forward.delivers():
+        if forward.checked == task:
+            return
+        if retains_graph():
+            check_runs_again(roots_of_backward())
+        if not forward.delivers():
             return
         if forward.outside:
-            names = ", ".join(forward.outside)
-            raise OutsideGraph(
-                f"trainable parameters were used outside of every transformed graph: {names}",
-                advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
-            )
+            raise _used_outside(forward.outside)
         self._check_alone(forward)
-        if self.asked_of(forward).attributes:
+        asked = self.asked_of(forward)
+        if not asked.adds_to_grad:
+            self._check_delivers_to_leaves(forward)
+        if asked.attributes:
             self.check_clear(forward, forward.task(), "a backward")
             self._check_sizes(forward)
         guarded = self.guard is not None or bool(self.observers)
@@ -216,6 +217,16 @@ class Store:
         if self.reports is not None and forward.enclosing == -1:
             self.reports.begin(task)
 
+    def _check_delivers_to_leaves(self, forward: Forward) -> None:
+        """`autograd.grad` returns what is for p.grad, and these quantities leave nothing there."""
+        if any(are_captured([leaf for leaf, _ in node.next_functions]) for node in forward.placeholders):
+            raise OptionError(
+                f"torch.autograd.grad by parameters: {' and '.join(map(str, self.quantities))} leaves no gradient to "
+                "return",
+                advice="Call backward() on the loss, and read the results on the parameters or with fxgrad.result. For "
+                "the ordinary gradient, call the original model.",
+            )
+
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
         # A reentrant checkpoint's forward runs when another one's backward may have ended in the same call.
@@ -228,7 +239,7 @@ class Store:
         if met or any(other.delivered == forward.task() or other.delivers() for other in others):
             raise AlreadySet(
                 f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
-                advice="Run both inputs through one call, or call backward() for each.",
+                advice=TWO_CALLS,
             )
 
     def _check_sizes(self, forward: Forward) -> None:
@@ -359,6 +370,20 @@ class Store:
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
+
+
+def _differentiated_again() -> OptionError:
+    return OptionError(
+        "create_graph=True: per-sample gradients cannot be differentiated again",
+        advice="Leave out create_graph=True.",
+    )
+
+
+def _used_outside(names: Sequence[str]) -> OutsideGraph:
+    return OutsideGraph(
+        f"trainable parameters were used outside of every transformed graph: {', '.join(names)}",
+        advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
+    )
 
 
 def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:

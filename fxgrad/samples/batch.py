@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fxgrad.errors import BatchSizeError, OptionError
+from fxgrad.errors import BatchSizeError, OptionError, nearest
 
 Path = tuple[Any, ...]
 
@@ -84,12 +85,21 @@ class Roles:
     def __init__(self, batch_size: int | None, batch_first: bool, in_dims: Any, names: Sequence[str] = ()) -> None:
         is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
         if batch_size is not None and not (is_int and batch_size > 0):
-            raise OptionError(f"batch_size has to be a positive int or None, not {batch_size!r}")
+            raise OptionError(
+                f"batch_size has to be a positive int or None, not {batch_size!r}",
+                advice="Leave it out: fxgrad reads it from the inputs.",
+            )
         _check_in_dims(in_dims)
         self.batch_size, self.default_dim, self.in_dims = batch_size, 0 if batch_first else 1, in_dims
         self.names = names  # of the positional arguments
         self.shared: set[Path] = set()  # inputs without samples in an earlier call
         self.states: set[Path] = set()  # states of recurrent layers: see Note [States]
+
+    @classmethod
+    def of(cls, method: Callable[..., Any], batch_size: int | None, batch_first: bool, in_dims: Any) -> Roles:
+        """Return the roles of a method's inputs; raise where ``in_dims`` names arguments that it does not have."""
+        _check_named(in_dims, method)
+        return cls(batch_size, batch_first, in_dims, _positional(method))
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return the batch of ``model(*args, **kwargs)``."""
@@ -101,11 +111,26 @@ class Roles:
         if self.batch_size is not None:
             return self._explicit(inputs, self.batch_size)
         if not sizes:
-            raise BatchSizeError(
-                "no tensor among the inputs holds samples, so the batch size is not known",
-                advice="Pass the inputs as tensors, or name them with in_dims=.",
-            )
+            raise self._no_samples(args, kwargs)
         return _batch(sizes[0], inputs) if len(sizes) == 1 else self._suppose(inputs, sizes)
+
+    def _no_samples(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSizeError:
+        """Return the error of a call without samples, which shows its first input."""
+        inputs = [
+            *zip([*self.names, *map(str, range(len(self.names), len(args)))], args, strict=False),
+            *kwargs.items(),
+        ]
+        shown = "the call has no inputs"
+        advice = "Pass the batch as tensors (torch.as_tensor), with the samples on dimension 0."
+        if inputs:
+            name, value = inputs[0]
+            shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+            shown = f"input '{name}' is of type {type(value).__name__}{shape}"
+        if any(isinstance(value, Tensor) and value.dim() for _, value in inputs):
+            advice = "Name the sample dimension of an input in in_dims=, which says that all samples share them."
+        return BatchSizeError(
+            f"no tensor among the inputs holds samples, so the batch size is not known: {shown}", advice=advice
+        )
 
     def _suppose(self, inputs: list[Input], sizes: list[int]) -> Batch:
         """Resolve a disagreement by taking inputs of three dimensions for states. See Note [States]."""
@@ -197,15 +222,46 @@ class Roles:
                 yield Input((*path, name), getattr(value, name), role)
             return
         if isinstance(spec, tuple | list) and isinstance(value, tuple | list) and len(spec) != len(value):
-            raise OptionError(f"in_dims has {len(spec)} entries for the {len(value)} of {_show(path)}")
+            raise OptionError(
+                f"in_dims has {len(spec)} entries for the {len(value)} of {_show(path)}",
+                advice="Give one for each, or a single one for all of them.",
+            )
         for key, item in _children(value):
             below = _below(spec, key) if isinstance(spec, tuple | list | dict) else spec
             yield from self._walk((*path, key), item, below)
 
 
+def _positional(method: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's positional arguments: an input has one role, by position or by keyword."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in inspect.signature(method).parameters.items() if p.kind in kinds]
+
+
+def _check_named(in_dims: Any, method: Callable[..., Any]) -> None:
+    """Raise where ``in_dims`` names arguments that a method does not have."""
+    takes, names = inspect.signature(method).parameters, _positional(method)
+    kinds = {parameter.kind for parameter in takes.values()}
+    if isinstance(in_dims, dict) and inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in in_dims:
+            if isinstance(name, str) and name not in takes:
+                raise OptionError(
+                    f"in_dims names '{name}', which {method.__name__} does not take",
+                    advice=nearest(name, takes, f"It takes {', '.join(takes)}."),
+                )
+    one_each = isinstance(in_dims, tuple | list) and inspect.Parameter.VAR_POSITIONAL not in kinds
+    if one_each and len(in_dims) > len(names):
+        raise OptionError(
+            f"in_dims has {len(in_dims)} entries, and {method.__name__} takes {len(names)}: {', '.join(names)}",
+            advice="Give one for each positional argument, or a dict by name.",
+        )
+
+
 def _check_in_dims(in_dims: Any) -> None:
     if isinstance(in_dims, bool | float | str):
-        raise OptionError(f"in_dims holds ints, None, tuples, lists and dicts, not {in_dims!r}")
+        raise OptionError(
+            f"in_dims holds ints, None, tuples, lists and dicts, not {in_dims!r}",
+            advice="Give each positional argument's sample dimension, such as in_dims=(0, None), or a dict by name.",
+        )
     below = in_dims.values() if isinstance(in_dims, dict) else in_dims if isinstance(in_dims, tuple | list) else ()
     for item in below:
         _check_in_dims(item)

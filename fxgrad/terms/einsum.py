@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from fxgrad.kernels.factors import Factor
 from fxgrad.kernels.norms import CHAIN, frobenius, in_a_row
@@ -112,7 +113,7 @@ class Einsum(Term):
 
     def _is_long(self) -> bool:
         """Return whether more products are added up than a kernel would add one after another."""
-        return bool(self._summed() > CHAIN)
+        return bool(guard_or_true(self._summed() > CHAIN))  # a size read from data (packed lengths) may be
 
     def grouped(self, size: int) -> Term:
         """Sum over the samples of a group as one more letter."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fxgrad.api import engine_of, transform, zero_grad
+from fxgrad.api import check_module, engine_of, transform, zero_grad
 from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
 from fxgrad.first_batch.compared_rows import difference, largest
@@ -47,7 +47,7 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
             per sample; it may use the batch's targets. None: a sum in which each element of the output has another
             term. The rows of ``grad_sample`` are compared with dL/dW(i) as `transform` defines it. For a mean over
             samples, pass a model transformed with ``loss_reduction="mean"``; otherwise the gradients are divided by B.
-        kwargs: as the model takes them.
+        kwargs: as the model takes them. ``sample_weight=`` of a clipping quantity has no part in what is compared.
 
     Returns:
         A `Verdict`: ``print`` it for a table, read ``.ok``, or call ``.raise_if_wrong()`` in a test. The verdict of a
@@ -64,6 +64,7 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     >>> verdict.ok, [(p.name, p.verdict) for p in verdict.parameters]
     (True, [('weight', 'right'), ('bias', 'right')])
     """
+    check_module("verify", model)
     check_not_sharded(model, "verify")
     engine = engine_of(model)
     options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
@@ -73,6 +74,8 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
         # grad_sample is compared; what the model's own quantities refuse is refused here, too
         options["quantity"], options["strategy"] = [GradSample(), *engine.options.quantities], None
     original = model if engine is None else engine.model
+    if engine is not None:
+        engine.pop_sample_weight("forward", kwargs)  # it weighs clipped sums, and no grad_sample
     if any(map(_is_packed, tree_leaves((args, kwargs), is_leaf=_is_packed))):
         raise OptionError(
             "verify cannot take single samples out of a PackedSequence",

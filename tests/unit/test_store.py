@@ -111,7 +111,7 @@ def test_results_of_the_model() -> None:
     model = Model(quantity=norms)
     with pytest.raises(OptionError, match="no backward has run"):
         model.store.result(norms)
-    with pytest.raises(OptionError, match="the model is not transformed for GradSample"):
+    with pytest.raises(OptionError, match="transformed for NormSample, not for GradSample"):
         model.store.result(PLAIN)
     model.step(2.0)
     assert factors(model.store.result(norms)) == factors(model.w.norm_sample) == 2
