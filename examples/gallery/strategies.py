@@ -52,8 +52,9 @@ figure.legend(seen.values(), seen, loc="outside lower center", ncol=len(seen))
 plt.show()
 
 # %%
-# The strong bars are fxgrad's choices. ``gram`` multiplies positions with positions, so its cost grows with the square
-# of the length. ``recompute`` and ``materialise`` multiply gradients out, and their cost grows with the layer.
+# The strong bars are fxgrad's choices. Where two costs are about equal, it takes the strategy that holds less memory.
+# ``gram`` multiplies positions with positions, so its cost grows with the square of the length. ``recompute`` and
+# ``materialise`` multiply gradients out, and their cost grows with the layer.
 #
 # The estimates are those of the machine that built this page. The text has the same with bytes, flops and reasons:
 
