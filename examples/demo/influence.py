@@ -58,8 +58,9 @@ class Influence(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """How many times as large as predicted the moves are, by least squares."""
-        return ((self.predicted * self.measured).sum() / self.predicted.square().sum()).item()
+        """How many times as large as predicted the moves are, by least squares around each test image's mean."""
+        a, b = centred(self.predicted), centred(self.measured)
+        return ((a * b).sum() / a.square().sum()).item()
 
     def rows_to_show(self, count: int) -> list[int]:
         """The repairs with the most wrong labels among the blamed images."""
@@ -162,8 +163,12 @@ def similarity(model: nn.Sequential, data: Digits) -> Tensor:
 
 def correlation(predicted: Tensor, measured: Tensor) -> float:
     """The correlation over removals, the mean over test images."""
-    a, b = (values - values.mean(1, keepdim=True) for values in (predicted, measured))
-    return F.cosine_similarity(a, b, dim=1).mean().item()
+    return F.cosine_similarity(centred(predicted), centred(measured), dim=1).mean().item()
+
+
+def centred(values: Tensor) -> Tensor:
+    """The differences from each row's mean."""
+    return values - values.mean(1, keepdim=True)
 
 
 def run(quick: bool = False, backend: str = "inductor") -> Influence:

@@ -1,9 +1,9 @@
 """Train with a stated privacy, beside plain training: one function for both, and an engine's call for the privacy.
 
 A network trained by DP-SGD (Abadi et al., Deep Learning with Differential Privacy, 2016,
-https://arxiv.org/abs/1607.00133) cannot reveal much about any one training image: in each step, every image's gradient
-is cut to length C, noise is added to their sum, and the accountant bounds by ε what all steps together reveal. fxgrad
-computes the clipped sum in one backward. Sampling, noise and accounting are Opacus's.
+https://arxiv.org/abs/1607.00133) reveals a limited amount about any one training image. In each step, every image's
+gradient is cut to length C, and noise is added to their sum. The accountant bounds by ε what all steps together reveal.
+fxgrad computes the clipped sum in one backward. Sampling, noise and accounting are Opacus's.
 """
 
 from __future__ import annotations
