@@ -8,7 +8,7 @@ PYTEST_FLAGS ?= -n 2
 .PHONY: demo test long lint docs clean
 
 demo: .venv/installed
-	$(BIN)/python examples/noisy_digits.py
+	$(BIN)/python examples/demo
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -57,7 +57,20 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples/gallery",
     "gallery_dirs": "gallery",
     "filename_pattern": "/",
-    "within_subsection_order": ExplicitOrder(["per_sample_norms.py", "*"]),
+    "within_subsection_order": ExplicitOrder(
+        [
+            "per_sample_norms.py",
+            "noise_scale.py",
+            "influence.py",
+            "curvature.py",
+            "private_training.py",
+            "people.py",
+            "clipping_schedule.py",
+            "sequences.py",
+            "strategies.py",
+            "*",
+        ]
+    ),
     "download_all_examples": False,
     "show_memory": False,
     "show_signature": False,

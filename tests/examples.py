@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "examples"
+DEMO = FOLDER / "demo"
 
 
 def load(name: str) -> Any:
