@@ -114,11 +114,8 @@ class Engine:
             return outputs
         nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
-        if not is_ordinary(parameters, leaves):
-            if self.units is None and (units := units_of(self.model)) is not None:  # sharded since it was transformed
-                self.units = units
-                return self._call(method, args, kwargs)
-            check_call(self.model, parameters, leaves)
+        if not is_ordinary(parameters, leaves) and self._was_sharded(parameters, leaves):
+            return self._call(method, args, kwargs)
         weight = self.pop_sample_weight(method, kwargs)
         indices_of_packs: dict[int, Tensor] = {}
         if nested:
@@ -144,6 +141,15 @@ class Engine:
             self.store.leave(forward, before)
         self._end(forward, tensors)
         return outputs
+
+    def _was_sharded(self, parameters: Mapping[str, Tensor], leaves: Sequence[Any]) -> bool:
+        """Return whether FSDP2 divided the model since it was transformed; refuse other calls that are not ordinary."""
+        if self.units is None:
+            self.units = units_of(self.model)
+            if self.units is not None:
+                return True
+        check_call(self.model, parameters, leaves)
+        return False
 
     def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
         """Let the guard watch every parameter, and refuse results of an earlier backward."""

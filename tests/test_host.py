@@ -726,6 +726,11 @@ def _(host: Any) -> None:
     assert host.wrapped_by_ddp() is None
 
 
+@check("modules.VERSIONS")
+def _(host: Any) -> None:
+    assert getattr(nn.BatchNorm1d(2).state_dict(), host.VERSIONS) == {"": {"version": 2}}
+
+
 @check("modules.FSDP_MANAGED", "modules.FSDP_FLAT")
 def _(host: Any) -> None:
     from torch.distributed.fsdp import _dynamo_utils, _flat_param

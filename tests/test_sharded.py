@@ -13,6 +13,8 @@ from tests.sharded_processes import CASES, WORLD
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
@@ -29,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         for rank in range(WORLD)
     ]
     try:
-        said = [process.communicate(timeout=240)[0] for process in processes]
+        said = [process.communicate(timeout=560)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -46,6 +46,13 @@ Why: the check of a private step stands behind every other hook.
 Without: a hook that changes p.grad after the clipping goes unnoticed.
 """
 
+VERSIONS = "_metadata"
+"""The attribute of a state dict with the versions of its layers, by their names.
+
+Why: a state dict whose names change keeps its versions.
+Without: a layer may read what an older version of it saved as its own.
+"""
+
 FSDP_MANAGED = "_is_fsdp_managed_module"
 FSDP_FLAT = "_flat_param"
 """The attribute that FullyShardedDataParallel sets on modules; and how the names of its flat parameters end.

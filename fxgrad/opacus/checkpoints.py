@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from fxgrad.api import engine_of
+from fxgrad.host.modules import VERSIONS
 
 PREFIX = "_module."
 """Opacus's GradSampleModule holds the model in its attribute `_module`, which every key of its state dict names."""
@@ -31,7 +33,7 @@ def unwrapped(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     if not all(key.startswith(PREFIX) for key in state) or len(own & set(names)) <= len(own & set(state)):
         return state
     renamed: Any = OrderedDict(state)
-    renamed._metadata = OrderedDict(getattr(state, "_metadata", {}))  # versions of layers, by their names
+    setattr(renamed, VERSIONS, OrderedDict(getattr(state, VERSIONS, {})))
     consume_prefix_in_state_dict_if_present(renamed, PREFIX)
     return renamed  # type: ignore[no-any-return]
 
@@ -44,16 +46,20 @@ def give_wrapper_names(view: nn.Module) -> None:
     """
     kind: Any = type(view)
     engine = engine_of(view)
-    if engine is None or "_fxgrad_loads" in vars(kind):
+    if engine is None or kind in _GIVEN:
         return
+    _GIVEN.add(kind)
     load = kind.load_state_dict
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return load(self, unwrapped(self, state_dict), *args, **kwargs)
 
-    kind._fxgrad_loads, kind.load_state_dict = load, load_state_dict
+    kind.load_state_dict = load_state_dict
     if not hasattr(view, "_module"):
         kind._module = property(lambda self: engine_of(self).model)  # type: ignore[union-attr]
+
+
+_GIVEN: weakref.WeakSet[type] = weakref.WeakSet()  # the classes that have Opacus's names
 
 
 class Loading:

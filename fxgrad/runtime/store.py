@@ -29,17 +29,18 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxgrad.errors import AlreadySet, OptionError, OutsideGraph, nearest
+from fxgrad.errors import AlreadySet, OptionError, nearest
 from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
 from fxgrad.host.tensors import identity, is_view
 from fxgrad.quantities import Quantity
 from fxgrad.runtime.accumulation import check_undivided
-from fxgrad.runtime.autograd_graph import accumulates, are_captured, check_runs_again, roots_of_backward
+from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
 from fxgrad.runtime.deliveries import Asked, ask, zeros
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
 from fxgrad.runtime.idle_steps import watch_steps
+from fxgrad.runtime.refusals import check_delivers_to_leaves, differentiated_again, used_outside
 from fxgrad.runtime.reports import OnResult, Reports, no_result, not_asked, packed
 
 Accumulate = Literal["error", "append", "sum", "overwrite"]
@@ -178,7 +179,7 @@ class Store:
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
         if torch.is_grad_enabled():
-            raise _differentiated_again()
+            raise differentiated_again()
         if forward.units is not None:
             forward.units.gather()
         task = current_task()
@@ -189,11 +190,11 @@ class Store:
         if not forward.delivers():
             return
         if forward.outside:
-            raise _used_outside(forward.outside)
+            raise used_outside(forward.outside)
         self._check_alone(forward)
         asked = self.asked_of(forward)
         if not asked.adds_to_grad:
-            self._check_delivers_to_leaves(forward)
+            check_delivers_to_leaves(forward.placeholders, self.quantities)
         if asked.attributes:
             self.check_clear(forward, forward.task(), "a backward")
             self._check_sizes(forward)
@@ -216,16 +217,6 @@ class Store:
         autograd_engine.queue_callback(partial(self._end_at_last, forward))
         if self.reports is not None and forward.enclosing == -1:
             self.reports.begin(task)
-
-    def _check_delivers_to_leaves(self, forward: Forward) -> None:
-        """`autograd.grad` returns what is for p.grad, and these quantities leave nothing there."""
-        if any(are_captured([leaf for leaf, _ in node.next_functions]) for node in forward.placeholders):
-            raise OptionError(
-                f"torch.autograd.grad by parameters: {' and '.join(map(str, self.quantities))} leaves no gradient to "
-                "return",
-                advice="Call backward() on the loss, and read the results on the parameters or with fxgrad.result. For "
-                "the ordinary gradient, call the original model.",
-            )
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
@@ -370,20 +361,6 @@ class Store:
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
-
-
-def _differentiated_again() -> OptionError:
-    return OptionError(
-        "create_graph=True: per-sample gradients cannot be differentiated again",
-        advice="Leave out create_graph=True.",
-    )
-
-
-def _used_outside(names: Sequence[str]) -> OutsideGraph:
-    return OutsideGraph(
-        f"trainable parameters were used outside of every transformed graph: {', '.join(names)}",
-        advice="Remove the graph break around their use (fullgraph=True names it), or freeze them.",
-    )
 
 
 def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
