@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -409,6 +410,21 @@ def hooks_and_classes_are_there_afterwards(rank: int) -> None:
     assert seen == ["first", "last"]
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad.full_tensor(), q.grad.full_tensor()), name
+
+
+@case
+def collectives_of_a_step(rank: int) -> None:
+    """One gather and one reduction of each of four units; plain FSDP2 gathers three of them again."""
+    plain, private = units(tied()), fxgrad.transform(units(tied()), quantity=fxgrad.ClippedGrad(C), backend="eager")
+    batch = ids((2, 3))
+    counts = []
+    for model in (plain, private):
+        loss(model(batch[rank])).backward()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            loss(model(batch[rank])).backward()
+        counts.append({one.key: one.count for one in seen.key_averages() if one.key.startswith("c10d::")})
+    assert counts[0] == {"c10d::_allgather_base_": 7, "c10d::_reduce_scatter_base_": 4}, counts[0]
+    assert counts[1] == {"c10d::_allgather_base_": 4, "c10d::_reduce_scatter_base_": 4}, counts[1]
 
 
 # Other quantities

@@ -504,7 +504,11 @@ def loss_of_the_original_model() -> Any:
     del private
 
 
-@mistake(AlreadySet, "two forwards of the model meet in one backward", "Transform a module whose forward calls the model twice")
+@mistake(
+    AlreadySet,
+    "two forwards of the model meet in one backward",
+    "Transform a module whose forward calls the model twice",
+)
 def two_forwards() -> Any:
     model = transformed(quantity=fxgrad.NormSample())
     (model(X).sum() + model(-X).sum()).backward()
