@@ -413,6 +413,21 @@ def hooks_and_classes_are_there_afterwards(rank: int) -> None:
 
 
 @case
+def parameters_that_no_forward_uses(rank: int) -> None:
+    """A process with samples reduces what one without does: p.grad is zero where nothing was sent."""
+    model = tied()
+    model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    alone = copy.deepcopy(model)
+    private = fxgrad.transform(units(model), quantity=fxgrad.ClippedGrad(C), backend="eager")
+    for sizes in ((0, 3), (2, 3)):
+        batch = ids(sizes)
+        private.zero_grad()
+        loss(private(batch[rank])).backward()
+        expected = {"unused": torch.zeros(3, dtype=torch.float64)}
+        assert_grads(private, expected | clipped_sum(alone, torch.cat(batch)))
+
+
+@case
 def collectives_of_a_step(rank: int) -> None:
     """One gather and one reduction of each of four units; plain FSDP2 gathers three of them again."""
     plain, private = units(tied()), fxgrad.transform(units(tied()), quantity=fxgrad.ClippedGrad(C), backend="eager")

@@ -38,6 +38,7 @@ class Units:
         self.states = _states(model)
         self.roots: list[State] = []
         self.reducing = -1  # the backward call at whose end the gradients are reduced
+        self.adds = False  # whether that call adds to p.grad
 
     @contextlib.contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -99,8 +100,9 @@ class Units:
         if not fsdp.is_gathered(self.states):
             fsdp.gather(self.states)
 
-    def reduce(self, task: int) -> None:
+    def reduce(self, task: int, adds: bool) -> None:
         """Reduce and shard p.grad behind the last callback of a backward call, once for all its forwards."""
+        self.adds = adds or (self.adds and self.reducing == task)
         if self.reducing != task:
             self.reducing = task
             autograd_engine.queue_callback(self._reduce)
@@ -109,6 +111,8 @@ class Units:
         self.reducing = -1
         for shard, whole in fsdp.pairs(self.states):
             _move(whole, shard)
+            if self.adds and whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)  # every process reduces the same, whatever its samples used
         fsdp.reduce(self.roots)
 
 

@@ -288,7 +288,7 @@ class Store:
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
         if forward.units is not None:
-            forward.units.reduce(task)
+            forward.units.reduce(task, self.adds_to_grad(forward))
         forward.view = None  # autograd's nodes and a forward hold each other
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:
