@@ -20,7 +20,7 @@ from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
-from fxgrad.opacus.checkpoints import give_wrapper_names
+from fxgrad.opacus.checkpoints import give_wrapper_names, load_names_of_opacus
 from fxgrad.opacus.clipping import check_written, quantity_for, serves, set_bounds
 from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
@@ -175,6 +175,7 @@ def make_private(
     if wrapper is None:
         return view, private, loader
     wrapper.module = view
+    load_names_of_opacus(wrapper)
     communicate_in_steps(wrapper, loader, private, transformed.first_batch)
     return module, private, loader
 
