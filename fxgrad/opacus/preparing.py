@@ -26,7 +26,7 @@ from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
 from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
-from fxgrad.opacus.validating import prepared_by_opacus
+from fxgrad.opacus.validating import check_not_wrapped, prepared_by_opacus
 from fxgrad.quantities import ClippedGrad, Quantity
 
 M = TypeVar("M", bound=nn.Module)
@@ -140,6 +140,7 @@ def make_private(
     inner: Any = module if wrapper is None else wrapper.module
     if isinstance(inner, nn.Module):
         check_not_sharded(inner, "make_private")
+        check_not_wrapped(inner)
     check_processes(wrapper, independent, clipping)
     if fix:
         _fix(module, optimizer)
