@@ -68,6 +68,8 @@ sphinx_gallery_conf = {
             "clipping_schedule.py",
             "sequences.py",
             "strategies.py",
+            "own_quantity.py",
+            "own_operator.py",
             "*",
         ]
     ),
