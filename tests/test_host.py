@@ -10,7 +10,9 @@ import contextlib
 import importlib
 import inspect
 import operator
+import os
 import re
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -1098,6 +1100,14 @@ def _(host: Any) -> None:
     host.find_vectors()
     library = host.load_library('extern "C" int fxgrad_tests_seven() { return 7; }')
     assert library.fxgrad_tests_seven() == 7
+
+
+@check("inductor.find_compiler", "inductor.cache_folder")
+def _(host: Any) -> None:
+    run = subprocess.run([host.find_compiler(), "--version"], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout
+    folder = Path(host.cache_folder())
+    assert folder.is_dir() and str(folder) == os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 @check("inductor.import_compiler", "inductor.compile_fx", "inductor.compile_traced")

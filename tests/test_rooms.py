@@ -13,11 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ROOMS = """errors host kernels ops samples terms costs gradients quantities rules runtime graph proof passes capture
-compile first_batch front explanation verification opacus public""".split()
+compile first_batch front explanation verification opacus command_line public""".split()
 """From the lowest up. A file beside the folders is "front"; what is listed below is a room by itself, or "public"."""
 
 ALONE = {
     "fxgrad": "public",
+    "fxgrad.__main__": "public",
     "fxgrad.testing": "public",
     "fxgrad.losses": "public",
     "fxgrad.errors": "errors",

@@ -52,6 +52,28 @@ def find_vectors() -> None:
     pick_vec_isa()
 
 
+def find_compiler() -> str:
+    """Return the C++ compiler that Inductor calls; RuntimeError if none works.
+
+    Why: which one that is, by the environment and by what runs, only Inductor knows.
+    Without: `python -m fxgrad doctor` cannot name it.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
+
+
+def cache_folder() -> str:
+    """Return the folder of Inductor's caches, which this makes; OSError if that fails.
+
+    Why: its name has the user's, and an environment variable may say another.
+    Without: `python -m fxgrad doctor` cannot name it.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
 def compile_fx(gm: Any, examples: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own entry point, which torch.compile calls.
 
