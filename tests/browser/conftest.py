@@ -43,7 +43,8 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser installs it")
+    from playwright import sync_api  # `make browser` installs it
+
     path = next(filter(None, map(shutil.which, NAMES)), None)
     assert path is not None, "no Chromium on PATH: apt-get install chromium"
     with sync_api.sync_playwright() as playwright:
@@ -58,10 +59,18 @@ class Watched:
     def __init__(self, page: Any) -> None:
         self.page = page
         self.faults: list[str] = []
-        page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(said.text))
+        page.on("console", self._said)
         page.on("pageerror", lambda error: self.faults.append(str(error)))
         page.on("requestfailed", lambda request: self.faults.append(f"failed: {request.url}"))
-        page.on("response", lambda one: one.status >= 400 and self.faults.append(f"{one.status}: {one.url}"))
+        page.on("response", self._answered)
+
+    def _said(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.faults.append(message.text)
+
+    def _answered(self, response: Any) -> None:
+        if response.status >= 400:
+            self.faults.append(f"{response.status}: {response.url}")
 
 
 @pytest.fixture(params=[(width, scheme) for width in WIDTHS for scheme in SCHEMES], ids="-".join)
