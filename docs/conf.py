@@ -83,6 +83,7 @@ sphinx_gallery_conf = {
 }
 
 # -- theme ----------------------------------------------------------------------------------------------------------
+pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = f"fxgrad {release}"
 html_copy_source = False
