@@ -25,7 +25,8 @@ import fxgrad
 from fxgrad.testing import relative_error
 from tests.opacus_settings import WARNINGS
 
-PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 START, *SECTIONS = re.split(r"^## (?:From )?", PAGE, flags=re.MULTILINE)
 PROGRAMS = {title: code for title, *code in (re.split(r"\n", section, maxsplit=1) for section in SECTIONS)}
 NEEDS = {"BackPACK": "backpack", "JAX Privacy": "jax_privacy"}  # what the dev extra does not install
@@ -285,8 +286,18 @@ def test_the_table_has_every_model_and_library() -> None:
     assert all(list(row) == list(LIBRARIES) for row in table().values())
 
 
+VERSIONS = {package: version for package, version in re.findall(r"(torch|Opacus|BackPACK) (\d+\.\d+)[,)]", PAGE)}
+COLUMNS = LIBRARIES if torch.__version__.startswith(f"{VERSIONS['torch']}.") else ["fxgrad"]
+
+
+def test_the_table_is_that_of_the_usual_versions() -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    names = {"torch": "torch", "Opacus": "opacus", "BackPACK": "backpack-for-pytorch"}
+    assert {name: pinned[package] for name, package in names.items()} == VERSIONS
+
+
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", COLUMNS)
 def test_a_column_of_the_table(library: str) -> None:
     if library in NEEDS:
         pytest.importorskip(NEEDS[library])
