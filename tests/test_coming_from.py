@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import re
@@ -24,11 +25,13 @@ import fxgrad
 from fxgrad.testing import relative_error
 from tests.opacus_settings import WARNINGS
 
-PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 START, *SECTIONS = re.split(r"^## (?:From )?", PAGE, flags=re.MULTILINE)
 PROGRAMS = {title: code for title, *code in (re.split(r"\n", section, maxsplit=1) for section in SECTIONS)}
 NEEDS = {"BackPACK": "backpack", "JAX Privacy": "jax_privacy"}  # what the dev extra does not install
 B = 4
+JAX_WARNINGS = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")
 
 
 def blocks(text: str) -> list[str]:
@@ -38,7 +41,7 @@ def blocks(text: str) -> list[str]:
 WITH_PROGRAMS = [title for title, (text,) in PROGRAMS.items() if blocks(text)]
 
 
-@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # JAX Privacy's own
+@JAX_WARNINGS
 @pytest.mark.parametrize("title", [pytest.param(title, marks=WARNINGS) for title in WITH_PROGRAMS])
 def test_the_programs_of_a_section_run(title: str) -> None:
     if title in NEEDS:
@@ -60,6 +63,61 @@ def test_every_name_is_public(name: str) -> None:
     found = getattr(fxgrad, first)
     for attribute in rest:
         found = getattr(found, attribute)
+
+
+def run_twice(model: nn.Module, layer: nn.Linear, around: Callable[[], Any] = contextlib.nullcontext) -> Any:
+    """Two backwards without clearing."""
+    for x in torch.ones(B, 6), torch.eye(B, 6):
+        with around():
+            loss_of(model(x)).backward()
+    return layer.weight
+
+
+def twice_by_fxgrad(layer: nn.Linear, accumulate: Any) -> Any:
+    return run_twice(fxgrad.transform(layer, accumulate=accumulate, backend="eager"), layer)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_opacus_makes_a_list() -> None:
+    layer, same = nn.Linear(6, 6), nn.Linear(6, 6)
+    same.load_state_dict(layer.state_dict())
+    p, q = run_twice(GradSampleModule(layer, loss_reduction="sum"), layer), twice_by_fxgrad(same, "append")
+    assert isinstance(p.grad_sample, list) and isinstance(q.grad_sample, list)
+    torch.testing.assert_close(p.grad_sample, q.grad_sample)
+    assert p.grad is not None and q.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_backpack_overwrites() -> None:
+    library = pytest.importorskip("backpack")
+    grads = importlib.import_module("backpack.extensions").BatchGrad
+    layer, same = nn.Linear(6, 6), nn.Linear(6, 6)
+    same.load_state_dict(layer.state_dict())
+    p = run_twice(library.extend(layer), layer, lambda: library.backpack(grads()))
+    torch.testing.assert_close(p.grad_batch, twice_by_fxgrad(same, "overwrite").grad_sample)
+
+
+@JAX_WARNINGS
+def test_jax_privacy_leaves_padding_out_and_makes_zeros_of_infinite_elements() -> None:
+    jax_privacy = pytest.importorskip("jax_privacy.clipping")
+    jnp = importlib.import_module("jax.numpy")
+    clip = jax_privacy.clipped_grad(lambda w, x: (x @ w).sum(), l2_clip_norm=1.0)
+    rows = [[3.0, 0.0], [0.0, 2.0], [torch.inf, 0.5]]
+    padded = clip(jnp.ones(2), jnp.array(rows[:2]), is_padding_example=jnp.array([False, True]))
+    assert padded.tolist() == [1.0, 0.0] == pytest.approx(by_clipping(rows[:2], [1.0, 0.0])[0], rel=1e-4)
+    assert clip(jnp.ones(2), jnp.array(rows)).tolist() == [1.0, 1.5]
+    sums, nonfinite = by_clipping(rows, [1.0, 1.0, 1.0])
+    assert sums == pytest.approx([1.0, 1.0], rel=1e-4)
+    assert nonfinite == 1
+
+
+def by_clipping(rows: list[list[float]], weights: list[float]) -> tuple[list[float], int]:
+    """The clipped sum and the number of samples that count as nonfinite."""
+    layer, quantity = nn.Linear(2, 1, bias=False), fxgrad.ClippedGrad(1.0, sample_weight=True)
+    model = fxgrad.transform(layer, quantity=quantity, backend="eager")
+    model(torch.tensor(rows), sample_weight=torch.tensor(weights)).sum().backward()
+    assert layer.weight.grad is not None
+    return layer.weight.grad[0].tolist(), int(fxgrad.result(model, quantity).nonfinite)
 
 
 # ---------------------------------------------------------------------------- the table of models
@@ -217,7 +275,7 @@ def table() -> dict[str, dict[str, str]]:
     """The page's table: what each library does with each model."""
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in PROGRAMS["The same models"][0].partition("| | |")[0].splitlines()
+        for line in PROGRAMS["The same models"][0].partition("| word | meaning |")[0].splitlines()
         if line.startswith("|")
     ]
     return {row[0].strip(): dict(zip(head[1:], row[1:], strict=True)) for row in rows}
@@ -228,8 +286,18 @@ def test_the_table_has_every_model_and_library() -> None:
     assert all(list(row) == list(LIBRARIES) for row in table().values())
 
 
+VERSIONS = {package: version for package, version in re.findall(r"(torch|Opacus|BackPACK) (\d+\.\d+)[,)]", PAGE)}
+COLUMNS = LIBRARIES if torch.__version__.startswith(f"{VERSIONS['torch']}.") else ["fxgrad"]
+
+
+def test_the_table_is_that_of_the_usual_versions() -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    names = {"torch": "torch", "Opacus": "opacus", "BackPACK": "backpack-for-pytorch"}
+    assert {name: pinned[package] for name, package in names.items()} == VERSIONS
+
+
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", COLUMNS)
 def test_a_column_of_the_table(library: str) -> None:
     if library in NEEDS:
         pytest.importorskip(NEEDS[library])
