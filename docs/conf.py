@@ -114,6 +114,12 @@ def lead_to_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](programs.md#\1py)", source[0])
 
 
+def lead_from_included(app: Sphinx, path: Path, docname: str, content: list[str]) -> None:
+    """Do the same in files that a page includes, which lie one folder up."""
+    for outside, page in SHOWN.items():
+        content[0] = content[0].replace(f"]({outside.removeprefix('../')}", f"]({page}")
+
+
 def without_links_back(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Take the links back from sources: viewcode knows one public name per file, and some files have several."""
     if pagename.startswith("_modules/"):
@@ -122,4 +128,5 @@ def without_links_back(app: Sphinx, pagename: str, template: str, context: dict[
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", lead_to_the_site)
+    app.connect("include-read", lead_from_included)
     app.connect("html-page-context", without_links_back)

@@ -3,7 +3,7 @@
 #
 #     tools/matrix.sh [version ...]        MATRIX=folder for the environments and logs; PYTEST_FLAGS as for make
 #
-# Prints the table of the README. An environment that is there already is used as it is.
+# Prints the table of docs/versioning.md. An environment that is there already is used as it is.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."

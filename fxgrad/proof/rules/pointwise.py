@@ -80,7 +80,7 @@ def div(call: Call) -> Tensor:
 # ~~~~~~~~~~~~~~~~~~~
 # The mean of a loss over tokens divides a sum over samples by a token count that depends on all samples. The count is
 # made of labels and masks, which are integers and bools. grad_sample is then the gradient of a sample's share, as
-# README defines it. Quantities that clip or speak of one sample refuse such a mean, and so do these rules.
+# docs/quantities.md defines it. Quantities that clip or speak of one sample refuse such a mean, and so do these rules.
 
 
 @follows("where masked_fill")
