@@ -79,10 +79,14 @@ class _Propagate(fx.Interpreter):
 
     def _advice(self) -> str:
         """Return what to do where sizes do not go with B: a single sample without its dimension is known by its own."""
-        for name in self.ctx.sample_dims:
-            value = self.ctx.inputs[name]
+        for name, dim in self.ctx.sample_dims.items():
+            value, shown = self.ctx.inputs[name], self.ctx.names.get(name, name)
+            if dim != 0:
+                return (
+                    f"Input '{shown}' is taken to have its samples on dimension {dim}. If they are not there, correct "
+                    f"in_dims= or batch_first=. Else write sizes in terms of {shown}.shape[{dim}]."
+                )
             if value.dim() == 1 and value.is_floating_point():
-                shown = self.ctx.names.get(name, name)
                 return (
                     f"Input '{shown}' has one dimension, which counts samples: for one sample, pass "
                     f"{shown}.unsqueeze(0). Else write sizes in terms of x.shape[0]."

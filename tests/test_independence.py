@@ -356,7 +356,7 @@ def test_a_rule_asks_for_the_samples_in_each_operand(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(RULES, "linalg_cross", lambda given: given.ids("self"))
     found = followed(call, A, A)
     assert found.blame is not None
-    assert found.blame.sentence == "linalg_cross: nobody has said what the samples in its other do"
+    assert found.blame.sentence == "linalg_cross: fxgrad does not know what the samples in its other do"
     assert found.ids[0].unique().tolist() == [MANY]
     assert followed(lambda x: call(x, torch.ones(A, dtype=torch.float64)), A).ids[0].flatten().tolist() == [1, 2, 3, 4]
 

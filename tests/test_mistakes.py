@@ -403,6 +403,19 @@ def assert_of_the_model() -> Any:
     transformed(Strict())(torch.ones(8, 5))
 
 
+SAMPLES_AT_1 = "Input 'input' is taken to have its samples on dimension 1. If they are not there, correct"
+
+
+@mistake(LostLayout, "linear does not work for every number of samples", SAMPLES_AT_1, "in_dims= or batch_first=")
+def in_dims_of_a_feature() -> Any:
+    transformed(nn.Linear(3, 2), in_dims=1)(X)
+
+
+@mistake(LostLayout, "linear does not work for every number of samples", SAMPLES_AT_1, "in_dims= or batch_first=")
+def batch_first_of_samples_in_front() -> Any:
+    transformed(nn.Linear(3, 2), batch_first=False)(X)
+
+
 # sample_weight
 
 

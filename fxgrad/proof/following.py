@@ -236,7 +236,7 @@ class Follow(Facts):
             raise Undecided(f"{name} writes where it cannot be followed")
         rule = rules.of(call.func) if call.is_op else None
         if rule is None:
-            raise Undecided(f"nobody has said how {name} treats samples", Reason.NO_RULE)
+            raise Undecided(f"fxgrad does not know how {name} treats samples", Reason.NO_RULE)
         if seen:
             raise Undecided(f"{name}{LONGEST}", Reason.LONGEST)
         ids_of_trials = []

@@ -16,7 +16,7 @@ def contraction(op: Op, output: Tensor) -> Answer:
     if op.call.op == "einsum":
         return _einsum(op, output)
     if op.call.op not in _CONTRACTED:
-        return Mixes("nobody says which of its dims are contracted")
+        return Mixes("fxgrad does not know which of its dims are contracted")
     summed = {layout.dim in _contracted_dims(op, operand) for operand, layout in op.batched}
     if True in summed:  # Σ_n a_n b_n, a contraction over the samples of all operands
         alike = len({layout.at(0) for _, layout in op.batched}) == 1

@@ -34,7 +34,7 @@ def applied(rule: Rule, call: Call) -> list[Tensor]:
     rest = [(name, one) for name, one in call.tensors if name not in unread and id(one) not in call.looked_at]
     for name, tensor in rest:
         if bool(call.of(tensor).any()):
-            raise Undecided(f"nobody has said what the samples in its {name} do", Reason.NO_RULE)
+            raise Undecided(f"fxgrad does not know what the samples in its {name} do", Reason.NO_RULE)
     pairs = zip(result if isinstance(result, list) else [result], call.outputs, strict=True)
     return [_settled(call, ids, out) if isinstance(out, Tensor) else ids for ids, out in pairs]
 
