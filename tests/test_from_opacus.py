@@ -476,12 +476,12 @@ class TestEngine:
 
     def test_models_that_fit_and_others(self) -> None:
         engine = PrivacyEngine()
-        layer = nn.BatchNorm1d(6)
+        layer = nn.BatchNorm2d(6)
         model: Any = nn.Sequential(nn.LSTM(3, 6), nn.Sequential(layer, nn.ReLU()), layer)
         assert not engine.is_compatible(module=model, optimizer=None, data_loader=None)
-        with pytest.raises(UnsupportedModuleError, match=r"BatchNorm1d '1\.0'"):
+        with pytest.raises(UnsupportedModuleError, match=r"BatchNorm2d '1\.0'"):
             engine.validate(module=model, optimizer=None, data_loader=None)
         fixed: Any = engine.get_compatible_module(model)
-        assert engine.is_compatible(module=fixed) and isinstance(model[1][0], nn.BatchNorm1d)
+        assert engine.is_compatible(module=fixed) and isinstance(model[1][0], nn.BatchNorm2d)
         assert isinstance(fixed[0], nn.LSTM) and isinstance(fixed[1][0], nn.GroupNorm) and fixed[2] is fixed[1][0]
         assert isinstance(fxgrad.opacus.fix(layer), nn.GroupNorm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ from fxgrad.errors import OptionError
 from fxgrad.opacus import PrivacyEngine, fix
 from tests.opacus_settings import WARNINGS
 
-pytestmark = WARNINGS
+ALONE = "GroupNorm takes the place of BatchNorm1d .*one channel in each group"
+pytestmark = [*WARNINGS, pytest.mark.filterwarnings(f"ignore:{ALONE}")]
 
 
 def normed(norm: nn.Module | None = None) -> Any:
@@ -278,3 +280,15 @@ def test_a_script_with_a_layer_of_opacus_trains(fixed: bool) -> None:
     assert isinstance(model.layer, nn.LSTM if fixed else DPLSTM)
     for name, p in dict(theirs.named_parameters()).items():
         torch.testing.assert_close(model.get_parameter(name), p, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_norm_of_one_number_is_warned_of() -> None:
+    """Of inputs [B, C], a group norm with one channel in each group returns its shift."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with pytest.warns(UserWarning, match=ALONE.replace("BatchNorm1d ", "BatchNorm1d '1'") + r".*nn\.LayerNorm\(4\)"):
+        fixed = fix(model)
+    out = fixed(torch.randn(5, 3))
+    assert (out - out[:1]).abs().max() < 1e-4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fix(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(64)))

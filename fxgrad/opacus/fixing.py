@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -31,12 +32,14 @@ FIRST = "Call model = fxgrad.opacus.fix(model), and make the optimizer of model.
 def fix(module: nn.Module) -> nn.Module:
     """Return a copy of a model that `validate` accepts: Opacus's fixers replace the layers that it refuses.
 
-    BatchNorm becomes GroupNorm, and InstanceNorm tracks no running statistics. Opacus's DPRNN, DPLSTM, DPGRU and
-    DPMultiheadAttention become layers of torch.nn that compute the same. DPMultiheadAttention with ``batch_first=True``
-    stays, as it computes another function than nn.MultiheadAttention. Parameters that are frozen stay frozen. Make the
-    optimizer of the copy's parameters.
+    BatchNorm becomes GroupNorm, and InstanceNorm tracks no running statistics. Up to 32 channels, the GroupNorm in the
+    place of BatchNorm1d has one channel in each group. fxgrad warns: for inputs ``[B, C]`` the output is constant.
 
-    >>> [type(layer).__name__ for layer in fix(nn.Sequential(DPLSTM(3, 4), nn.BatchNorm1d(8)))]
+    Opacus's DPRNN, DPLSTM, DPGRU and DPMultiheadAttention become layers of torch.nn that compute the same.
+    DPMultiheadAttention with ``batch_first=True`` stays, as it computes another function than nn.MultiheadAttention.
+    Parameters that are frozen stay frozen. Make the optimizer of the copy's parameters.
+
+    >>> [type(layer).__name__ for layer in fix(nn.Sequential(DPLSTM(3, 4), nn.BatchNorm2d(8)))]
     ['LSTM', 'GroupNorm']
     """
     fixed = copy.deepcopy(module)
@@ -79,6 +82,8 @@ def fix_in_place(module: nn.Module, optimizer: optim.Optimizer) -> None:
 def _replacements(module: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return the new layer for each layer that `fix` replaces; a layer may have several names."""
     found = {part: new for part in module.modules() if (new := _replacement(part)) is not None}
+    for name, part in module.named_modules():
+        _warn_of_constant(name, part, found.get(part))
     shared = {id(p) for part in module.modules() if part not in found for p in part.parameters(recurse=False)}
     for old in found:
         if isinstance(old, BatchNorm) and any(id(p) in shared for p in old.parameters()):
@@ -87,6 +92,16 @@ def _replacements(module: nn.Module) -> dict[nn.Module, nn.Module]:
                 advice="Replace it yourself.",
             )
     return found
+
+
+def _warn_of_constant(name: str, old: nn.Module, new: nn.Module | None) -> None:
+    """Warn of a group norm that has one number in each group if the inputs have no dimension behind the channels."""
+    if isinstance(old, nn.BatchNorm1d) and isinstance(new, nn.GroupNorm) and new.num_groups == new.num_channels:
+        warnings.warn(
+            f"GroupNorm takes the place of BatchNorm1d '{name}', with one channel in each group: of inputs "
+            f"[B, {new.num_channels}] its output is constant. For these, use nn.LayerNorm({new.num_channels}).",
+            stacklevel=4,
+        )
 
 
 def _replacement(old: nn.Module) -> nn.Module | None:
