@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2
 
-.PHONY: demo test long lint docs clean
+.PHONY: demo test long lint docs browser clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo
@@ -32,6 +32,10 @@ docs: .venv/docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -E -W --keep-going -q docs docs/_build/html
 	$(BIN)/python tools/check_site.py
 
+# Looks at the site that `make docs` has built, and at a page of `explain`, in a headless Chromium (apt-get install chromium).
+browser: .venv/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m browser tests/browser
+
 # torch comes first and as exactly one version, so that a CPU build is taken where there is one.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -41,6 +45,10 @@ docs: .venv/docs
 
 .venv/docs: .venv/installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
+	touch $@
+
+.venv/browser: .venv/docs
+	$(BIN)/python -m pip install -c constraints.txt -e ".[browser]"
 	touch $@
 
 clean:

@@ -68,6 +68,8 @@ sphinx_gallery_conf = {
             "clipping_schedule.py",
             "sequences.py",
             "strategies.py",
+            "own_quantity.py",
+            "own_operator.py",
             "*",
         ]
     ),
@@ -81,6 +83,7 @@ sphinx_gallery_conf = {
 }
 
 # -- theme ----------------------------------------------------------------------------------------------------------
+pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = f"fxgrad {release}"
 html_copy_source = False

@@ -14,6 +14,7 @@ from fxgrad.errors import AlreadySet, BatchSizeError, OptionError, names_checked
 from fxgrad.host import pytree
 from fxgrad.samples.batch import tensors_in
 
+_BATCH_SIZE = "Pass the number of samples, or leave batch_size out: it is then read from the inputs."
 _VIEWS = "_fxgrad_views"  # on a module: its transformed views, by the arguments they were made with
 
 
@@ -93,13 +94,21 @@ def call_for_per_sample_grads(
 
 def _check(module: Any, batch_size: Any, loss_reduction: Any) -> None:
     if loss_reduction not in ("sum", "mean"):
-        raise OptionError(f"Expected loss_reduction argument to be sum or mean, got {loss_reduction}")
+        raise OptionError(
+            f"Expected loss_reduction argument to be sum or mean, got {loss_reduction}",
+            advice="Pass the reduction of the loss that you call backward on.",
+        )
     if not isinstance(module, nn.Module):
-        raise OptionError(f"Module passed must be nn.Module, got {type(module).__name__}")
+        raise OptionError(
+            f"Module passed must be nn.Module, got {type(module).__name__}",
+            advice="Pass the module here, and its inputs to the returned function.",
+        )
     if not (batch_size is None or isinstance(batch_size, int)):
-        raise OptionError(f"Batch size passed must be None or an integer, got {type(batch_size).__name__}")
+        raise OptionError(
+            f"Batch size passed must be None or an integer, got {type(batch_size).__name__}", advice=_BATCH_SIZE
+        )
     if batch_size is not None and batch_size < 1:
-        raise OptionError(f"Batch size must be positive, got {batch_size}")
+        raise OptionError(f"Batch size must be positive, got {batch_size}", advice=_BATCH_SIZE)
     for name, parameter in module.named_parameters():
         if getattr(parameter, "grad_sample", None) is not None:
             raise AlreadySet(
@@ -117,10 +126,12 @@ def _check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: boo
         if size != sizes[0]:
             raise BatchSizeError(
                 f"When computing batch size, found at least one input with batch size {sizes[0]} and one with batch "
-                f"size {size}. Please specify it explicitly using the batch size kwarg in call_for_per_sample_grads"
+                f"size {size}. Please specify it explicitly using the batch size kwarg in call_for_per_sample_grads",
+                advice="Pass batch_size=. All samples then share the inputs of another size.",
             )
     if not sizes and not tensors_in((args, kwargs)):
         raise BatchSizeError(
             "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able, so the batch size "
-            "cannot be computed from the inputs. Please specify it explicitly"
+            "cannot be computed from the inputs. Please specify it explicitly",
+            advice="Pass batch_size=, or inputs that are tensors in lists, tuples or dicts.",
         )

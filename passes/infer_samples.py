@@ -28,7 +28,7 @@ from fxgrad.samples.layouts import (
     samples_of_outputs,
     taken_from,
 )
-from fxgrad.samples.mixed import check_mixed, divided
+from fxgrad.samples.mixed import BY_MASK, COUNTING, check_mixed, divided
 from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Answer, Crossed, Op, Operand, by_shape
 from fxgrad.samples.places import BY_OFFSETS
@@ -240,12 +240,11 @@ class _Inference:
         return any(holds_samples(SAMPLES.of(node)) for node in others)
 
     def _unknown(self, op: Op) -> UnknownOp:
-        return UnknownOp(
-            f"nobody has said whether {op.call.op} treats samples alone",
-            where=source_line(op.node),
-            path=path_to(op.node, self.ctx),
-            advice="Say it with fxgrad.register_op, or write the op in terms of PyTorch's own.",
-        )
+        sentence = f"fxgrad does not know whether {op.call.op} treats samples alone"
+        advice = "If it does, declare that by fxgrad.register_op. Or write it in terms of PyTorch's own ops."
+        if op.call.op in COUNTING:
+            sentence, advice = f"{op.call.op}: how many elements it finds, all samples decide together", BY_MASK
+        return UnknownOp(sentence, where=source_line(op.node), path=path_to(op.node, self.ctx), advice=advice)
 
     def _function(self, op: Op) -> list[Samples | None]:
         """Follow a user's autograd.Function; its forward and its backward have to keep the samples apart, both."""

@@ -407,5 +407,6 @@ ELEMENTWISE = [
     case("prelu", F.prelu, x(..., 3), w(1)),
     case("prelu of numbers", F.prelu, x(), w(1)),
     case("prelu by the channel", F.prelu, x(6, ...), w(6)),
+    case("prelu of copies", lambda x, v, w: x * F.prelu(v.expand(x.shape[0], 2, 3), w), x(2, 3), w(1, 2, 3), w(2)),
     case("prelu twice with one weight", lambda x, w: F.prelu(-F.prelu(x, w), w), x(6, ...), w(6)),
 ]  # fmt: skip

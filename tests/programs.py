@@ -495,7 +495,7 @@ KNOWN_REFUSALS: dict[str, str] = {
     "result in memory as the first",
     r"GraphBreak: TorchDynamo does not capture the model: This higher order operator": "PyTorch's own cond, whose "
     "arguments share memory where there is one sample",
-    r"MixedSamples: index_(put|copy|add) .* it writes one sample": "places counted by the pieces that the "
+    r"MixedSamples: (index_(put|copy|add)|scatter\w*) .* it writes one sample": "places counted by the pieces that the "
     "batch was cut into, a number, or by an arange from the last to the first",
     r"GraphBreak: the model does not capture as one graph: Failed to trace builtin": "a number made a text",
     r"LostLayout: … does not work for every number of samples": "modules called on one sample after the other",

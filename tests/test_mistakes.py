@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fxgrad
+from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.errors import (
     AlreadySet,
     BatchSizeError,
@@ -27,6 +28,7 @@ from fxgrad.errors import (
     RuleError,
     UnclippedGrad,
     UnknownArgument,
+    UnknownOp,
 )
 
 
@@ -427,6 +429,30 @@ def negative_weights_of_samples() -> Any:
 # The model's code
 
 
+ALL_DECIDE = "how many elements it finds, all samples decide together"
+
+
+@mistake(UnknownOp, f"nonzero: {ALL_DECIDE}", "path: x -> linear -> gt -> nonzero", "Write torch.where(mask, f(x), x)")
+def places_of_a_mask() -> Any:
+    class Sparse(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            places = (h > 0).nonzero()
+            return h[places[:, 0], places[:, 1]]
+
+    transformed(Sparse())(X)
+
+
+@mistake(UnknownOp, f"masked_select: {ALL_DECIDE}", "or a sum of x * mask")
+def elements_of_a_mask() -> Any:
+    class Selecting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            return h.masked_select(h > 0)
+
+    transformed(Selecting())(X)
+
+
 class Branches(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.enc(x if x.sum() > 0 else -x))
@@ -595,6 +621,49 @@ def rule_that_sums_over_samples() -> Any:
     with_rule(lambda g, x, w: {"w": (g * x).sum(0)})
 
 
+TERM = 'Write the einsum of the gradient, samples first, such as Term("n...o,n...i->noi", g, x)'
+
+
+@mistake(RuleError, "the equation 'ab,bc' of a Term has no '->'", TERM)
+def term_without_an_arrow() -> Any:
+    fxgrad.Term("ab,bc", torch.ones(2, 3), torch.ones(3, 4))
+
+
+@mistake(RuleError, "the equation 'n...i->ni' of a Term has 1 operand(s) for 2 factor(s)", TERM)
+def term_with_a_factor_more() -> Any:
+    fxgrad.Term("n...i->ni", X, X)
+
+
+@mistake(RuleError, "the equation 'nki,ni->ni' of a Term has the operand 'nki' for a factor of 2 dimension(s)", TERM)
+def term_with_a_dimension_more() -> Any:
+    fxgrad.Term("nki,ni->ni", X, X)
+
+
+@mistake(RuleError, "the equation 'n...i->n...ji' of a Term has 'j' in its result, and in no operand", TERM)
+def term_with_a_letter_from_nowhere() -> Any:
+    fxgrad.Term("n...i->n...ji", X)
+
+
+@mistake(RuleError, "the equation 'n?->n' of a Term has '?', which is no letter", TERM)
+def term_with_a_question_mark() -> Any:
+    fxgrad.Term("n?->n", X)
+
+
+@mistake(RuleError, "the equation 'n...i->in' of a Term has a result that does not begin with the samples", TERM)
+def term_with_samples_behind() -> Any:
+    fxgrad.Term("n...i->in", X)
+
+
+@mistake(RuleError, "the factors of a Term are tensors, and this one has int", TERM)
+def term_of_a_number() -> Any:
+    SILENT.Term("n->n", 3)
+
+
+@mistake(RuleError, "a gradient of 'w' of shape [8, 3, 3]: it has to be [8, 3]", "keep the samples on dimension 0")
+def term_of_another_shape() -> Any:
+    with_rule(lambda g, x, w: {"w": fxgrad.Term("n...o,n...i->noi", g, x)})
+
+
 @mistake(OptionError, "register_op takes a function or a custom op, not 'aten::mm'", "Pass the object")
 def op_by_its_name() -> Any:
     fxgrad.register_op("aten::mm")
@@ -603,6 +672,45 @@ def op_by_its_name() -> Any:
 @mistake(OptionError, "family has to be a fxgrad.Family, not 'elementwise'", "Did you mean 'ELEMENTWISE'?")
 def family_by_its_name() -> Any:
     SILENT.register_op(torch.relu, "elementwise")
+
+
+# PyTorch's own interface: its sentences, with advice
+
+
+def by_expanded_weights(module: Any = None, *args: Any, **options: Any) -> None:
+    call_for_per_sample_grads(Net() if module is None else module, backend="eager", **options)(*args)
+
+
+@mistake(
+    OptionError, "Module passed must be nn.Module, got str", "Pass the module here, and its inputs to the returned"
+)
+def expanded_weights_of_a_text() -> Any:
+    by_expanded_weights("net")
+
+
+@mistake(OptionError, "Expected loss_reduction argument to be sum or mean, got none", "Pass the reduction of the loss")
+def expanded_weights_without_a_reduction() -> Any:
+    by_expanded_weights(loss_reduction="none")
+
+
+@mistake(OptionError, "Batch size must be positive, got 0", "Pass the number of samples, or leave batch_size out")
+def expanded_weights_of_no_samples() -> Any:
+    by_expanded_weights(batch_size=0)
+
+
+@mistake(OptionError, "Batch size passed must be None or an integer, got float", "or leave batch_size out")
+def expanded_weights_of_half_a_sample() -> Any:
+    by_expanded_weights(batch_size=0.5)
+
+
+@mistake(BatchSizeError, "with batch size 8 and one with batch size 4", "Pass batch_size=. All samples then share")
+def expanded_weights_of_inputs_that_disagree() -> Any:
+    by_expanded_weights(None, X, X[:4])
+
+
+@mistake(BatchSizeError, "Unable to find a tensor in the passed args", "Pass batch_size=, or inputs that are tensors")
+def expanded_weights_without_tensors() -> Any:
+    by_expanded_weights(None, "text")
 
 
 # The table itself

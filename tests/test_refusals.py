@@ -551,10 +551,10 @@ unknown.register_autograd(lambda ctx, g: g * 2)
 
 @refused(
     [
-        "UnknownOp: nobody has said whether fxgrad_tests::unknown treats samples alone",
+        "UnknownOp: fxgrad does not know whether fxgrad_tests::unknown treats samples alone",
         "test_refusals.py:N   return unknown(x * w)",
         "path: x -> mul -> fxgrad_tests::unknown",
-        "Say it with fxgrad.register_op, or write the op in terms of PyTorch's own.",
+        "If it does, declare that by fxgrad.register_op. Or write it in terms of PyTorch's own ops.",
     ],
     x(3),
     w(3),

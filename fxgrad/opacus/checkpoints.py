@@ -1,45 +1,111 @@
-"""Checkpoints of Opacus: its wrapper's prefix in state dicts, and the wrapped model's attribute `_module`."""
+"""Checkpoints of Opacus: the names of its wrapper and layers in state dicts, and the wrapped model's `_module`."""
 
 from __future__ import annotations
 
+import functools
+import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from fxgrad.api import engine_of
+from fxgrad.errors import OptionError
 from fxgrad.host.modules import VERSIONS
+from fxgrad.opacus.processes import WRAPPERS
 
-PREFIX = "_module."
-"""Opacus's GradSampleModule holds the model in its attribute `_module`, which every key of its state dict names."""
+PREFIXES = ("_module.", "module.")
+"""Opacus's GradSampleModule holds the model in its attribute `_module`, and DistributedDataParallel in `module`; either
+may be inside the other."""
+RECURRENT = re.compile(r"(.*\.)?(l\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)")
+"""The inner names of Opacus's recurrent layers. A state dict of a model that contains such a layer has them beside
+those of torch.nn: ``layer.l0.ih.weight`` is ``layer.weight_ih_l0``."""
+ATTENTION = re.compile(r"(.*\.)?[qkv]linear\.(weight|bias)")
+"""The names of Opacus's attention inside a model."""
 
 
 def unwrapped(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state dict of Opacus's wrapper as one of the model itself; any other state dict as it is.
 
+    The names may have the prefixes of Opacus's wrapper, of DistributedDataParallel and of both. Those of Opacus's
+    recurrent layers become those of torch.nn, which `fixing.fix` puts in their place.
+
     Args:
-        module: the model that the state dict is for; it may have a submodule `_module` of its own.
+        module: the model or its DistributedDataParallel; it may have submodules `_module` and `module` of its own.
         state: the state dict; it is not changed.
+
+    Raises:
+        OptionError: two values of one parameter; or matrices of Opacus's attention for nn.MultiheadAttention.
 
     >>> import torch
     >>> list(unwrapped(nn.Linear(3, 2), {"_module.weight": torch.ones(2, 3), "_module.bias": torch.ones(2)}))
     ['weight', 'bias']
     """
     own = module.state_dict().keys()
-    names = [key.removeprefix(PREFIX) for key in state]
-    if not all(key.startswith(PREFIX) for key in state) or len(own & set(names)) <= len(own & set(state)):
+    best = max(_renamed(module, state), key=lambda names: len(own & names.keys()))  # the first of several
+    return _of_torch_layers(own, best)
+
+
+def _renamed(module: nn.Module, state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a state dict as it is; then with ever fewer prefixes, and with that of the module's own wrapper."""
+    yield state
+    bare = state
+    while bare and (prefix := next((one for one in PREFIXES if all(name.startswith(one) for name in bare)), None)):
+        bare = _copied(bare)
+        consume_prefix_in_state_dict_if_present(bare, prefix)
+        yield bare
+    if isinstance(module, WRAPPERS):
+        yield _copied(bare, "module.")
+
+
+def _copied(state: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a copy of a state dict with its layers' versions, with a prefix before every name."""
+    copied: Any = OrderedDict((prefix + name, value) for name, value in state.items())
+    versions = getattr(state, VERSIONS, {})
+    setattr(copied, VERSIONS, OrderedDict(((prefix + name).rstrip("."), of) for name, of in versions.items()))
+    return copied
+
+
+def _of_torch_layers(own: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict without the inner names of Opacus's layers that the model does not have."""
+    found = {name: new for name in state if name not in own and (new := _in_torch(name)) in own}
+    for old, new in found.items():
+        if new in state and not state[new].equal(state[old]):
+            raise OptionError(
+                f"the state dict has two values for '{new}': another one is '{old}', the name inside Opacus's layer",
+                advice="Delete one of the two from the state dict.",
+            )
+    attention = next((name for name in state if name not in own and _is_of_attention(own, name)), None)
+    if attention is not None:
+        raise OptionError(
+            f"the state dict has '{attention}' of Opacus's DPMultiheadAttention, and the model has "
+            "nn.MultiheadAttention",
+            advice="Load it into the model with Opacus's layer, and call fxgrad.opacus.fix(model) then.",
+        )
+    if not found:
         return state
-    renamed: Any = OrderedDict(state)
-    setattr(renamed, VERSIONS, OrderedDict(getattr(state, VERSIONS, {})))
-    consume_prefix_in_state_dict_if_present(renamed, PREFIX)
+    renamed = _copied(state)
+    for old, new in found.items():
+        renamed[new] = renamed.pop(old)
     return renamed  # type: ignore[no-any-return]
 
 
+def _in_torch(name: str) -> str:
+    """Return the name in torch.nn of a parameter inside Opacus's recurrent layers; "" for any other."""
+    parts = RECURRENT.fullmatch(name)
+    return "" if parts is None else f"{parts[1] or ''}{parts[4]}_{parts[3]}_{parts[2]}"
+
+
+def _is_of_attention(own: Any, name: str) -> bool:
+    parts = ATTENTION.fullmatch(name)
+    return parts is not None and any((parts[1] or "") + one in own for one in ("in_proj_weight", "q_proj_weight"))
+
+
 def give_wrapper_names(view: nn.Module) -> None:
-    """Let a transformed model have `_module`, the model itself, and load state dicts of Opacus's wrapper.
+    """Let a transformed model and its copies have `_module`, the model itself, and load state dicts of the wrapper.
 
     A model that has an attribute `_module` of its own keeps it. The names are those of the transformed object's class;
     the model itself stays as it was.
@@ -49,17 +115,34 @@ def give_wrapper_names(view: nn.Module) -> None:
     if engine is None or kind in _GIVEN:
         return
     _GIVEN.add(kind)
-    load = kind.load_state_dict
+    load, reduce = kind.load_state_dict, kind.__reduce__
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return load(self, unwrapped(self, state_dict), *args, **kwargs)
 
     kind.load_state_dict = load_state_dict
+    kind.__reduce__ = lambda self: (_rebuilt, reduce(self))
     if not hasattr(view, "_module"):
         kind._module = property(lambda self: engine_of(self).model)  # type: ignore[union-attr]
 
 
 _GIVEN: weakref.WeakSet[type] = weakref.WeakSet()  # the classes that have Opacus's names
+
+
+def _rebuilt(rebuild: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    """Return a copy of a transformed model that has the names, too."""
+    view = rebuild(*arguments)
+    give_wrapper_names(view)
+    return view
+
+
+def load_names_of_opacus(wrapper: nn.Module) -> None:
+    """Let the wrapper of a transformed model for several processes load state dicts of Opacus's wrapper."""
+    wrapper.load_state_dict = functools.partial(_load, wrapper)  # type: ignore[method-assign]
+
+
+def _load(wrapper: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    return type(wrapper).load_state_dict(wrapper, unwrapped(wrapper, state_dict), *args, **kwargs)
 
 
 class Loading:

@@ -20,13 +20,13 @@ from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
-from fxgrad.opacus.checkpoints import give_wrapper_names
+from fxgrad.opacus.checkpoints import give_wrapper_names, load_names_of_opacus
 from fxgrad.opacus.clipping import check_written, quantity_for, serves, set_bounds
 from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
 from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
-from fxgrad.opacus.validating import prepared_by_opacus
+from fxgrad.opacus.validating import check_not_wrapped, prepared_by_opacus
 from fxgrad.quantities import ClippedGrad, Quantity
 
 M = TypeVar("M", bound=nn.Module)
@@ -140,6 +140,7 @@ def make_private(
     inner: Any = module if wrapper is None else wrapper.module
     if isinstance(inner, nn.Module):
         check_not_sharded(inner, "make_private")
+        check_not_wrapped(inner)
     check_processes(wrapper, independent, clipping)
     if fix:
         _fix(module, optimizer)
@@ -175,6 +176,7 @@ def make_private(
     if wrapper is None:
         return view, private, loader
     wrapper.module = view
+    load_names_of_opacus(wrapper)
     communicate_in_steps(wrapper, loader, private, transformed.first_batch)
     return module, private, loader
 

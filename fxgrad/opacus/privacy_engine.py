@@ -44,7 +44,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     Sampling, noise, accounting and checkpoints are Opacus's. What differs:
 
     - The returned model is of the module's own class, with its attributes and its state_dict. Its ``_module`` is the
-      module itself. State dicts of Opacus's wrapper, whose names begin with ``_module.``, load into it, too.
+      module itself. State dicts of Opacus's wrapper, whose names begin with ``_module.``, load into it, too; also
+      those with the names of DistributedDataParallel, ``_module.module.``.
     - nn.RNN, nn.LSTM, nn.GRU and nn.MultiheadAttention need no replacement.
     - With ``grad_sample_mode="ghost"``, the criterion returns a tensor, and clipping may be any of `make_private`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import opacus
+from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from opacus.validators.module_validator import ModuleValidator
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of
+from fxgrad.errors import OptionError
 from fxgrad.host.modules import BatchNorm, NormBase
 
 COVERED = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
@@ -62,6 +64,16 @@ def _matters(part: nn.Module) -> bool:
     if isinstance(part, NormBase) and part.training:
         return True
     return not isinstance(part, BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Raise for a model in Opacus's wrapper."""
+    wrapper = next((part for part in module.modules() if isinstance(part, AbstractGradSampleModule)), None)
+    if wrapper is not None:
+        raise OptionError(
+            f"the module is in Opacus's {type(wrapper).__name__}, whose hooks compute gradients beside fxgrad's",
+            advice="Pass module.to_standard_module(): the module without the hooks, with the same parameters.",
+        )
 
 
 def prepared_by_opacus(engine: opacus.PrivacyEngine, **arguments: Any) -> tuple[DPOptimizer, DataLoader[Any]]:

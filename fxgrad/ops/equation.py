@@ -65,6 +65,30 @@ class Equation:
         inputs = ",".join(map(str, self.inputs))
         return inputs if self.output is None else f"{inputs}->{self.output}"
 
+    def fault(self, ranks: Sequence[int | None]) -> str:
+        """Say why it is no equation of a term, for factors of these ranks (None: not a tensor); empty if it is one.
+
+        >>> Equation.of("ab,bc").fault([2, 2])
+        "has no '->'"
+        """
+        if self.output is None:
+            return "has no '->'"
+        if len(self.inputs) != len(ranks):
+            return f"has {len(self.inputs)} operand(s) for {len(ranks)} factor(s)"
+        known = "".join(operand.letters for operand in self.inputs)
+        for letter in known + self.output.letters:
+            if letter not in string.ascii_letters:
+                return f"has {letter!r}, which is no letter"
+            if letter not in known:
+                return f"has {letter!r} in its result, and in no operand"
+        for operand, rank in zip(self.inputs, ranks, strict=True):
+            further = 0 if rank is None else rank - len(operand.letters)
+            if further < 0 or (further > 0 and not operand.dots):
+                return f"has the operand '{operand}' for a factor of {rank} dimension(s)"
+        if self.output.before[:1] not in {operand.before[:1] for operand in self.inputs} - {""}:
+            return "has a result that does not begin with the samples"
+        return ""
+
     @cached_property
     def is_product(self) -> bool:
         """Return whether it is ``n...o,n...i->noi`` in any letters: a sum of outer products over positions."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from fxgrad.errors import RuleError
 from fxgrad.ops.calls import Call, op_name
 from fxgrad.rules.uses import Use
+from fxgrad.terms import Term
 
 RuleFunction = Callable[..., Mapping[str, Any]]
 Applies = Callable[[Use, Sequence[Any]], bool]  # of a use, and the operands' shapes, None for numbers
@@ -70,15 +71,8 @@ class Rule:
             if name not in returned:
                 got = ", ".join(map(repr, returned)) or "nothing"
                 raise RuleError(f"the rule of {op} returned {got}, and no gradient of '{name}'", advice=advice)
-            grad = returned[name]
-            if isinstance(grad, Tensor) and isinstance(parameter, Tensor):
-                each, shape = math.prod(grad.shape[1:]), list(parameter.shape)
-                if not grad.dim() or grad.shape[0] != g.shape[0] or each != parameter.numel():
-                    raise RuleError(
-                        f"the rule of {op} returned a gradient of '{name}' of shape {list(grad.shape)}: it has to be "
-                        f"{[g.shape[0], *shape]}",
-                        advice="Sum over what is no sample, and keep the samples on dimension 0.",
-                    )
+            if isinstance(parameter, Tensor):
+                _check_shape(op, name, returned[name], g.shape[0], parameter)
 
     def refused(self, call: Call) -> tuple[str, str] | None:
         """Return an argument the rule says it cannot take, with the reason."""
@@ -86,6 +80,22 @@ class Rule:
             if call.arguments[name] not in (None, False):
                 return name, self.refuse[name]
         return None
+
+
+def _check_shape(op: str, name: str, grad: Any, samples: Any, parameter: Tensor) -> None:
+    """Raise where the gradient that a user's rule returned has not the size of one parameter per sample."""
+    if isinstance(grad, Term):
+        shape = [samples, *(grad.result_shape() if grad.shape is None else grad.shape)]
+    elif isinstance(grad, Tensor):
+        shape = list(grad.shape)
+    else:
+        return
+    if not shape or shape[0] != samples or math.prod(shape[1:]) != parameter.numel():
+        raise RuleError(
+            f"the rule of {op} returned a gradient of '{name}' of shape {shape}: it has to be "
+            f"{[samples, *parameter.shape]}",
+            advice="Sum over what is no sample, and keep the samples on dimension 0.",
+        )
 
 
 RULES: dict[str, Rule] = {}

@@ -271,12 +271,13 @@ def choose(use: Use, call: Call, shapes: Sequence[Any], *, where: str = "") -> S
         if rule.takes(use, call, shapes):
             return ByRule(use, rule)
     _refuse_drawing(use, call, where)
-    if family_of(use.op) is Family.ELEMENTWISE and use.op not in _SCALAR_ARGUMENTS:
+    if family_of(use.op) is Family.ELEMENTWISE and use.op not in _NO_BROADCASTING:
         return Elementwise(use)
     return Generic(use)
 
 
-_SCALAR_ARGUMENTS = frozenset({"masked_fill", "fill"})  # ops that take a parameter as a 0-dim number
+_NO_BROADCASTING = frozenset({"masked_fill", "fill", "prelu"})
+"""Ops whose parameter is a 0-dim number, or one number for each channel."""
 
 
 def _refuse_drawing(use: Use, call: Call, where: str) -> None:

@@ -24,6 +24,9 @@ from fxgrad.samples.replay import Replay
 # returned and nothing else.
 _LINEAR = frozenset("add sub sum mean nansum neg mul div clone to float double half bfloat16".split()) | MOVEMENT
 
+COUNTING = frozenset("nonzero argwhere masked_select".split())
+"""Ops whose result has as many elements as they find in the whole batch."""
+BY_MASK = "Write torch.where(mask, f(x), x), or a sum of x * mask."
 PICKS = "takes samples out of the batch by their places"
 PICK_ADVICE = "Work on all samples at once, or use torch.vmap for a function of one sample."
 

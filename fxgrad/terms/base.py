@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from fxgrad.errors import RuleError
 from fxgrad.kernels.factors import Factor, Patches
 from fxgrad.kernels.norms import bounded
 from fxgrad.kernels.precision import FULL, WIDE, at_most, cast, unit
@@ -45,6 +46,18 @@ OTHER = CostTable(
 """Of a term that is multiplied out in any case."""
 
 
+_ADVICE = 'Write the einsum of the gradient, samples first, such as Term("n...o,n...i->noi", g, x).'
+
+
+def _parsed(text: str, factors: Sequence[Factor]) -> Equation:
+    """Parse the equation that a rule wrote for these factors."""
+    equation = Equation.of(text)
+    fault = equation.fault([factor.dim() if isinstance(factor, Tensor) else None for factor in factors])
+    if fault:
+        raise RuleError(f"the equation '{text}' of a Term {fault}", advice=_ADVICE)
+    return equation
+
+
 class Term(Part):
     """One use of one parameter: ``factors`` contracted by an einsum ``equation``, samples first.
 
@@ -62,11 +75,15 @@ class Term(Part):
     def __new__(cls, equation: str | Equation = "", *factors: Factor, shape: Sequence[int] | None = None) -> Self:
         if cls is Term:
             parsed = equation if isinstance(equation, Equation) else Equation.of(equation)
-            cls = next(kind for kind in Term.kinds if kind.takes(parsed, factors))  # type: ignore[assignment]
+            kinds = [kind for kind in Term.kinds if kind.takes(parsed, factors)]
+            if not kinds:
+                names = ", ".join(type(factor).__name__ for factor in factors if not isinstance(factor, Tensor))
+                raise RuleError(f"the factors of a Term are tensors, and this one has {names}", advice=_ADVICE)
+            cls = kinds[0]  # type: ignore[assignment]
         return object.__new__(cls)
 
     def __init__(self, equation: str | Equation, *factors: Factor, shape: Sequence[int] | None = None) -> None:
-        self.equation = equation if isinstance(equation, Equation) else Equation.of(equation)
+        self.equation = equation if isinstance(equation, Equation) else _parsed(equation, factors)
         self.factors = factors
         self.shape = None if shape is None else tuple(shape)
 
