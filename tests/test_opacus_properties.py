@@ -220,7 +220,8 @@ class TestAccumulation:
         run = Training(seeded(), mode, poisson_sampling=True)
         batch = next(iter(batches()))
         run.loss(batch).backward()
-        with pytest.raises(AlreadySet):  # the forward for p.grad_sample, or the step
+        said = {"hooks": "a forward while grad_sample", "ghost": "2 backwards have added to p.grad"}[mode]
+        with pytest.raises(AlreadySet, match=said):
             run.loss(batch).backward()
             run.optimizer.step()
         run.optimizer.zero_grad()
