@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     warnings.filterwarnings("ignore", "Secure RNG turned off")
     set_seed(0)
-    data = sentences(options.sentences)
+    data: Any = sentences(options.sentences)  # PyTorch's types want a Dataset, and take a list
     model = make_model()
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     before = mean_loss(model, data)

@@ -10,6 +10,7 @@ torch.Size([8, 2, 3])
 from fxgrad import errors, losses, testing
 from fxgrad.api import empty_cache, release, result, transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
+from fxgrad.delivered import delivered
 from fxgrad.errors import FxgradError
 from fxgrad.explanation.explaining import Explanation, explain
 from fxgrad.extend import implements_per_sample_grads, register_op
@@ -57,6 +58,7 @@ __all__ = [
     "Trace",
     "Verdict",
     "call_for_per_sample_grads",
+    "delivered",
     "empty_cache",
     "errors",
     "explain",

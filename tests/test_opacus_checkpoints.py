@@ -106,6 +106,15 @@ def test_a_checkpoint_continues(saved_by: Any, tmp_path: Path) -> None:
     assert_same(second.train().values(), theirs().train().train().values())
 
 
+def test_a_checkpoint_continues_under_opacus(tmp_path: Path) -> None:
+    first, second = ours().train(), theirs(seed=7)
+    first.save(tmp_path / "point")
+    second.engine.load_checkpoint(path=tmp_path / "point", module=second.model._module, optimizer=second.optimizer)
+    assert_same(second.values(), first.values())
+    assert_same(second.train().values(), first.train().values())
+    assert second.engine.accountant.history == first.engine.accountant.history
+
+
 def test_a_checkpoint_loads_into_a_model_that_is_not_prepared(tmp_path: Path) -> None:
     first = theirs().train()
     first.save(tmp_path / "point")

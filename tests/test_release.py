@@ -86,7 +86,7 @@ def test_issue_forms_ask_for_what_repeats_the_problem(name: str) -> None:
     form = read(ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml")
     asked = {part["id"]: str(part["attributes"]) for part in form["body"] if "id" in part}
     assert {"program", "explain", "versions"} <= set(asked)
-    assert "torch.__version__, fxgrad.__version__" in asked["versions"]
+    assert "python -m fxgrad doctor" in asked["versions"]
     assert all(any(word in text for text in asked.values()) for word in ("fxgrad.verify", "fxgrad.explain"))
 
 

@@ -121,7 +121,7 @@ def log_odds(logits: Tensor, y: Tensor) -> Tensor:
 def rows(gs_model: nn.Module, values: Tensor) -> Tensor:
     """The gradient of each sample's value with respect to all parameters: [B, parameters]."""
     values.sum().backward()
-    grads = [p.grad_sample.flatten(1) for p in gs_model.parameters()]
+    grads = [fxgrad.delivered(p).flatten(1) for p in gs_model.parameters()]
     fxgrad.zero_grad(gs_model)
     return torch.cat(grads, dim=1)
 

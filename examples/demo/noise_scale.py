@@ -77,7 +77,7 @@ def exact_scale(gs_model: nn.Module, data: Digits) -> float:
     """tr(Σ) / |G|² from the gradients of all training images."""
     fxgrad.zero_grad(gs_model)
     F.cross_entropy(gs_model(data.images), data.labels, reduction="sum").backward()
-    rows = torch.cat([p.grad_sample.flatten(1) for p in gs_model.parameters()], dim=1)
+    rows = torch.cat([fxgrad.delivered(p).flatten(1) for p in gs_model.parameters()], dim=1)
     fxgrad.zero_grad(gs_model)
     return (rows.var(0, correction=0).sum() / rows.mean(0).square().sum()).item()
 
