@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fxgrad.errors import OptionError
-from fxgrad.opacus import PrivacyEngine
+from fxgrad.opacus import PrivacyEngine, fix
 from fxgrad.opacus.checkpoints import unwrapped
 from tests.opacus_settings import WARNINGS
 
@@ -302,6 +302,19 @@ class TestLayersOfOpacus:
         expected = first.model.state_dict()
         for name, value in second.model.state_dict().items():
             torch.testing.assert_close(value, expected[f"_module.{name}"], rtol=0, atol=1e-6, msg=name)
+
+    def test_the_order_of_the_optimizer_s_state(self, layer: Any, tmp_path: Path) -> None:
+        """`fix` makes layers whose parameters have the order of torch.nn; without a bias it is the same."""
+        first = self.prepared(opacus.PrivacyEngine, layer, 0).train()
+        first.save(tmp_path / "point")
+        second = Script(PrivacyEngine(accountant="rdp"), fix(Reads(layer())), backend="eager")
+        if not any("bias" in name for name, _ in second.model.layer.named_parameters()):
+            second.load(tmp_path / "point").train()
+            return
+        sentence = r"the state has momentum_buffer of shape \[\d+\] for a parameter of shape \[\d+, 4\](?s:.*)fix=True"
+        with pytest.raises(OptionError, match=sentence):
+            second.load(tmp_path / "point")
+        assert not any("momentum_buffer" in one for one in second.optimizer.state.values())
 
     def test_old_names_alone(self, layer: Any) -> None:
         state = self.prepared(opacus.PrivacyEngine, layer, 0).model.state_dict()

@@ -16,6 +16,7 @@ from fxgrad.errors import OptionError, UnaccountedGrad
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.modules import own_step_hooks, step_pre_hooks
 from fxgrad.host.tensors import identity, version
+from fxgrad.opacus.checkpoints import check_order
 from fxgrad.opacus.ledger import CLEAR, Ledger
 from fxgrad.opacus.processes import check_one_process
 from fxgrad.runtime.grad_scaler import check_no_scaler_steps
@@ -91,6 +92,10 @@ class CheckedStep(DPOptimizer):  # type: ignore[misc]
             if isinstance(getattr(hook, "__self__", None), CheckedStep):  # from an earlier make_private
                 del hooks[key]
         self._hook = self.original_optimizer.register_step_pre_hook(self._check_original)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        check_order(self.original_optimizer, state_dict)
+        super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise OptionError(

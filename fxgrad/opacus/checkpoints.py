@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn, optim
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from fxgrad.api import engine_of
@@ -143,6 +143,25 @@ def load_names_of_opacus(wrapper: nn.Module) -> None:
 
 def _load(wrapper: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     return type(wrapper).load_state_dict(wrapper, unwrapped(wrapper, state_dict), *args, **kwargs)
+
+
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""The states of torch.optim that are of the parameter's shape."""
+
+
+def check_order(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise if an optimizer's state is of parameters in another order; PyTorch compares their number alone."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=False):
+        for name, value in state["state"].get(key, {}).items():
+            if name in MOMENTS and isinstance(value, Tensor) and value.dim() != parameter.dim():
+                raise OptionError(
+                    f"the state has {name} of shape {list(value.shape)} for a parameter of shape "
+                    f"{list(parameter.shape)}: the parameters are in another order",
+                    advice="Make the optimizer of the model as it was when the state was saved, and pass make_private "
+                    "fix=True. Or leave the optimizer out.",
+                )
 
 
 class Loading:
