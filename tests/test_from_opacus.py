@@ -34,7 +34,7 @@ from tests.opacus_settings import ADAPTIVE, WARNINGS
 
 pytestmark = WARNINGS
 
-STEPS, TOLERANCE = 8, 1e-5
+STEPS, TOLERANCE = 20, 1e-5
 BOUNDS = [0.1, 0.05, 0.2, 0.1]
 Change = Callable[[DPOptimizer], Any]
 
