@@ -51,10 +51,16 @@
     if (found) found.scrollIntoView({ block: "center" });
   }
 
-  graph.addEventListener("toggle", draw, true);
+  let due = 0;  // opening all groups is one drawing, not one for each
+  function soon() {
+    cancelAnimationFrame(due);
+    due = requestAnimationFrame(draw);
+  }
+
+  graph.addEventListener("toggle", soon, true);
   graph.addEventListener("mouseover", light);
   graph.addEventListener("mouseleave", light);
-  addEventListener("resize", draw);
+  addEventListener("resize", soon);
   addEventListener("hashchange", reveal);
   for (const button of document.querySelectorAll("[data-open]"))
     button.onclick = () => graph.querySelectorAll("details").forEach(group => (group.open = !!button.dataset.open));

@@ -83,16 +83,27 @@ def watched(request: pytest.FixtureRequest, browser: Any) -> Iterator[Watched]:
     context.close()
 
 
+class Block(nn.Module):
+    """Some ten ops, which are one group of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)).exp().sin())
+
+
 class Deep(nn.Module):
     """A model whose rewritten graph has more than 1,000 values."""
 
-    def __init__(self, depth: int = 340) -> None:
+    def __init__(self, depth: int = 170) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
+        for block in self.blocks:
+            x = block(x)
         return x
 
 
