@@ -364,6 +364,25 @@ class TestOneBackward:
         with pytest.raises(OptionError, match="and Opacus's optimizer needs ClippedGrad"):
             make(view, one_backward=True)
 
+    def test_a_model_that_reports_its_results(self) -> None:
+        """Once for each backward, also of an empty batch; nothing in the check of the first batch or in a step."""
+        reports: list[Any] = []
+        clipped = fxgrad.ClippedGrad(max_grad_norm=1.0)
+        view = fxgrad.transform(
+            words(),
+            quantity=clipped,
+            loss_reduction="mean",
+            backend="eager",
+            check_first_batch=True,
+            on_result=lambda *report: reports.append(report),
+        )
+        made, optimizer, _ = make(view, one_backward=True)
+        for n in (7, 0, 3):
+            optimizer.zero_grad()
+            made(torch.randn(n, 5, 3)).mean(1).sum().backward()
+            optimizer.step()
+        assert [(of, len(result.norm_sample)) for of, result in reports] == [(clipped, 7), (clipped, 0), (clipped, 3)]
+
     @pytest.mark.parametrize("weights", ["clip", "automatic"])
     def test_a_model_transformed_for_it(self, weights: Any) -> None:
         quantities = [fxgrad.NormSample(), fxgrad.ClippedGrad(max_grad_norm=1.0, weights=weights)]
@@ -479,6 +498,12 @@ class TestArguments:
     def test_a_name_that_is_like_no_other(self) -> None:
         with pytest.raises(TypeError, match=r"argument 'xyz'\n  It takes module, optimizer, .*rand_on_empty"):
             make(words(), xyz=1)
+
+    @pytest.mark.parametrize("name", ["on_result", "in_dims", "batch_size", "strategy", "memory_limit", "quantity"])
+    def test_an_option_of_transform(self, name: str) -> None:
+        advice = rf"It is an option of fxgrad\.transform\. Pass make_private .* fxgrad\.transform\(module, {name}=\.\."
+        with pytest.raises(UnknownArgument, match=rf"unexpected argument '{name}'\n  {advice}"):
+            make(words(), **{name: print})
 
     @pytest.mark.parametrize("name", ["grad_sample_mode", "wrap_model"])
     def test_what_opacus_would_compute_gradients_with(self, name: str) -> None:

@@ -88,6 +88,30 @@ def clipped(each: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.einsum("n,n...->...", weights, g) for name, g in each.items()}
 
 
+class Units(nn.Module):
+    """The gradient of sample i is row i of the input: all parameters in one vector."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, child in model.named_children():  # projections go by the parameters' names
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([p.flatten() for p in self.parameters()])
+
+
+PROJECTION = fxgrad.GradProjection(7, seed=3)
+
+
+def projected(each: dict[str, Tensor], model: nn.Module) -> Tensor:
+    """Each row by the matrix that `PROJECTION` makes of unit gradients."""
+    gs = fxgrad.transform(Units(model), quantity=PROJECTION, backend="eager")
+    gs(torch.eye(flat(each).shape[1], dtype=torch.float64)).sum().backward()
+    matrix: Tensor = fxgrad.result(gs, PROJECTION)  # [elements, 7]
+    torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, 7**-0.5))
+    return flat(each) @ matrix
+
+
 DIRECTION = {name: torch.ones_like(p) for name, p in pair_of().named_parameters()}
 QUANTITIES: dict[str, tuple[fxgrad.Quantity, Any]] = {
     "GradSample": (fxgrad.GradSample(), lambda each: each),
@@ -97,6 +121,7 @@ QUANTITIES: dict[str, tuple[fxgrad.Quantity, Any]] = {
     "SquaredGrad": (fxgrad.SquaredGrad(), lambda each: {name: g.square().sum(0) for name, g in each.items()}),
     "GradVariance": (fxgrad.GradVariance(), lambda each: {name: g.var(0) for name, g in each.items()}),
     "GradDot": (fxgrad.GradDot(DIRECTION), lambda each: flat(each).sum(1)),
+    "GradProjection": (PROJECTION, lambda each: projected(each, pair_of())),
     "GradGram": (fxgrad.GradGram(), lambda each: flat(each) @ flat(each).T),
 }
 IN_P_GRAD = ("Grad", "ClippedGrad")
@@ -125,3 +150,32 @@ def test_two_calls_are_refused_and_the_advice_is_the_recipe(name: str) -> None:
     with pytest.raises(AlreadySet, match="two forwards of the model meet in one backward") as caught:
         loss_of((gs(first), gs(second))).backward()
     assert "return self.model(a), self.model(b)" in caught.value.advice
+
+
+OF_THE_ENCODER = {name.removeprefix("encoder."): one for name, one in DIRECTION.items()}
+ADD_UP: dict[str, tuple[fxgrad.Quantity, Any]] = {
+    "GradSample": QUANTITIES["GradSample"],
+    "GradDot": (fxgrad.GradDot(OF_THE_ENCODER), QUANTITIES["GradDot"][1]),
+    "GradProjection": (PROJECTION, lambda each: projected(each, encoder())),
+}
+
+
+@pytest.mark.parametrize("name", ADD_UP)
+def test_two_calls_add_up_in_linear_quantities(name: str) -> None:
+    """What is linear in the gradients needs no module for the pair."""
+    quantity, truth = ADD_UP[name]
+    reports: list[Any] = []
+    gs = fxgrad.transform(
+        encoder(), quantity=quantity, backend="eager", on_result=lambda _, result: reports.append(result)
+    )
+    for step in range(2):
+        gs.zero_grad()
+        first, second = inputs(B)
+        loss_of((gs(first), gs(second))).backward()
+        assert len(reports) == step + 1
+        expected = truth({name.removeprefix("encoder."): g for name, g in rows(B).items()})
+        found = reports[-1]
+        if isinstance(expected, Tensor):
+            torch.testing.assert_close(fxgrad.result(gs, quantity), found)
+            found, expected = {"": found}, {"": expected}
+        assert relative_error(found, expected) < 1e-9
