@@ -514,6 +514,12 @@ def retained_graph() -> Any:
     transformed(backend="aot_eager")(X).square().sum().backward(retain_graph=True)
 
 
+@mistake(OptionError, "retain_graph=True: the compiled backward writes over", 'pass backend="eager"')
+def retained_graph_of_the_outputs_themselves() -> Any:
+    out = transformed(backend="aot_eager")(X)
+    out.backward(torch.ones_like(out), retain_graph=True)
+
+
 @mistake(RuntimeError, "grad can be implicitly created only for scalar outputs")
 def backward_of_outputs() -> Any:
     transformed()(X).backward()
@@ -533,6 +539,13 @@ def zero_grad_of_an_optimizer() -> Any:
     for _ in range(2):
         optimizer.zero_grad()
         model(X).sum().backward()
+
+
+@mistake(AlreadySet, "a forward while grad_sample of 'enc.weight' is still set", "Evaluate under torch.no_grad().")
+def evaluation_with_gradients() -> Any:
+    model = transformed()
+    model(X).sum().backward()
+    model.eval()(X)
 
 
 @mistake(UnclippedGrad, "a gradient that is not clipped arrived at parameter 'head.bias'", "the original model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ class Grad(Quantity):
     >>> model.weight.grad[0].tolist(), tuple(model.weight.norm_sample.shape)
     ([5.0, 5.0, 5.0], (5,))
     """
+
+    adds: ClassVar[bool] = True
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         return like_parameters(GRAD, parameters)

@@ -64,6 +64,15 @@ TWO_CALLS = (
     "shows, or call backward() for each."
 )
 
+CLEAR = (
+    "Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass "
+    'accumulate="append", "sum" or "overwrite". Evaluate under torch.no_grad().'
+)
+CLEAR_OF_PRIVATE = (
+    "Call zero_grad() of make_private's optimizer before the forward, and evaluate under torch.no_grad(). Lightning "
+    "runs the forward first: use make_private(.., one_backward=True) there."
+)
+
 
 class Store:
     """Stores what a backward delivers, by the `accumulate` policy."""
@@ -132,8 +141,7 @@ class Store:
                 if result is not None and (task == -1 or _task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
-                        advice="Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass "
-                        'accumulate="append", "sum" or "overwrite".',
+                        advice=CLEAR_OF_PRIVATE if self.observers else CLEAR,
                     )
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
