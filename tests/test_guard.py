@@ -931,7 +931,7 @@ class Sliced(nn.Module):
 
 
 def test_a_graph_does_not_depend_on_the_guards_of_other_models() -> None:
-    """Dynamo traces what runs where a module gets parts; it neither compiles again nor fails when guards come and go."""
+    """Dynamo traces what runs where a module gets parts. When guards come and go, nothing compiles again or fails."""
     graphs: list[Any] = []
 
     def compiler(gm: Any, _: Any) -> Any:

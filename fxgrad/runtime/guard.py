@@ -291,7 +291,7 @@ def _guards_of(module: nn.Module, name: str) -> Iterator[tuple[Guard, str]]:
 def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """``load_state_dict(assign=True)`` and assigned parameters: guarded before the next call.
 
-    Dynamo traces this function where it traces a module that gets parts, as ``self.layers[:2]`` does: its graph must not
+    Dynamo traces this function where a module gets parts, as in ``self.layers[:2]``: its graph must not
     depend on the guards of a process. Parts that a forward assigns for good get here once the graph has run.
     """
     if parameter is None or torch.compiler.is_dynamo_compiling():
