@@ -52,6 +52,11 @@ def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], furt
                 "Leave it out: fxgrad computes the gradients, in the backward with one_backward=True. "
                 "fxgrad.opacus.PrivacyEngine takes Opacus's names of its modes."
             )
+        if name == "group_size":
+            advice = (
+                "Opacus's accountants count rows, not groups of rows. fxgrad.ClippedGrad(.., group_size=) clips groups "
+                "without an accountant."
+            )
         raise UnknownArgument(f"{function.__name__} got an unexpected argument '{name}'", advice=advice)
 
 
