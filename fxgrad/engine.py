@@ -34,6 +34,7 @@ from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, a
 from fxgrad.host.modules import on_other_tensors
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
+from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Unseen, watch
@@ -72,6 +73,7 @@ class Engine:
         kind = type(self.model)
         self.originals = {n: inspect.getattr_static(kind, n).__get__(self.model, kind) for n in self.roles}
         self.grouped = any(q.group_size != 1 for q in self.options.quantities)
+        self.single = self.options.mixing == "error" and any(q.alone for q in self.options.quantities)
         self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
         self.units = units_of(self.model)
         if self.store.guard is not None and self.units is None:  # p.grad is guarded from now on
@@ -121,10 +123,8 @@ class Engine:
         if nested:
             args, kwargs = with_indices((args, kwargs), indices_of_packs)
         batch = self.roles[method].find(args, kwargs)
-        if self.grouped:
-            check_groups(self.options.quantities, batch.size)
-        if weight is not None and self.weighted is not None:
-            check_sample_weight(weight, self.weighted.units(batch.size))
+        if self.grouped or weight is not None or kwargs:
+            self._check_samples(batch, weight, kwargs)
         forward = Forward(batch.size, parameters, weight, method)
         self._begin(forward, every)
         before = self.store.enter(forward)
@@ -141,6 +141,15 @@ class Engine:
             self.store.leave(forward, before)
         self._end(forward, tensors)
         return outputs
+
+    def _check_samples(self, batch: Batch, weight: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse groups, weights and divisors that do not go with the samples of a call."""
+        if self.grouped:
+            check_groups(self.options.quantities, batch.size)
+        if self.single:
+            check_uncounted(kwargs)
+        if weight is not None and self.weighted is not None:
+            check_sample_weight(weight, self.weighted.units(batch.size))
 
     def _was_sharded(self, parameters: Mapping[str, Tensor], leaves: Sequence[Any]) -> bool:
         """Return whether FSDP2 divided the model since it was transformed; refuse other calls that are not ordinary."""

@@ -60,6 +60,11 @@ def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], furt
                 f"fxgrad.transform(module, {name}=.., loss_reduction=..) returns; for one_backward=True also with "
                 "quantity=fxgrad.ClippedGrad(max_grad_norm)."
             )
+        elif name == "group_size":
+            advice = (
+                "Opacus's accountants count rows, not groups of rows. fxgrad.ClippedGrad(.., group_size=) clips groups "
+                "without an accountant."
+            )
         raise UnknownArgument(f"{function.__name__} got an unexpected argument '{name}'", advice=advice)
 
 

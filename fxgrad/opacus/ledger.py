@@ -156,7 +156,8 @@ class Ledger:
         if not self.deliveries:
             raise UnaccountedGrad(
                 "no backward of the private model since the last step: there is nothing to step with",
-                advice="Run forward and backward for an empty batch, too; step the optimizer of the model that runs.",
+                advice="Call the model that make_private returned: not the one that you passed in, not a submodule. "
+                "Run forward and backward for an empty batch, too.",
             )
 
     def _check_parameters(self, stepped: dict[int, Tensor], trainable: dict[int, Tensor]) -> None:

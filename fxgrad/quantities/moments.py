@@ -19,12 +19,13 @@ class Grad(Quantity):
     """The ordinary gradient, for use together with other quantities.
 
     Delivers:
-        ``p.grad += Σ_i g_i``, ``[*p.shape]`` in p's dtype.
+        ``p.grad += Σ_i g_i``, ``[*p.shape]`` in p's dtype. With ``loss_reduction="mean"`` this is B times the gradient
+        of the mean.
 
     Args:
         group_size: how many consecutive rows of a batch are one sample; the sum does not change.
 
-    Source: what ``loss.backward()`` adds to ``p.grad`` without fxgrad.
+    Source: what ``loss.backward()`` adds to ``p.grad`` without fxgrad, for a loss that is a sum over samples.
 
     >>> import torch, fxgrad
     >>> both = [fxgrad.Grad(), fxgrad.NormSample()]
