@@ -33,7 +33,7 @@ from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback
-from fxgrad.host.modules import on_other_tensors
+from fxgrad.host.modules import on_other_tensors, without_reentrant_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.runtime.autograd_graph import used_outside
@@ -273,7 +273,8 @@ class Engine:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
         stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
-        with on_other_tensors(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
+        others = dict(zip(forward.parameters, stand_ins, strict=True))
+        with on_other_tensors(self.model, others), without_reentrant_checkpoints():
             return self._original(forward.method)(*args, **kwargs)
 
 
