@@ -158,7 +158,9 @@ class Engine:
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
         if self.units is not None:
-            check_alone(bool(self.store.observers), self.first_batch is not None)
+            check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
+            if self.store.observers:
+                self.units.check_averages()
             check_local(self.store.asked_of(forward).attributes)
             forward.units = self.units
         self.store.check_clear(forward, forward.enclosing, "a forward")

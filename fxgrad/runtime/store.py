@@ -52,6 +52,8 @@ _TASK = "_fxgrad_task"  # on a result: the backward call that set it
 class Observer(Protocol):
     """Follows backward calls; an optimizer that has to know what p.grad is made of."""
 
+    shards: bool  # whether it knows models that FSDP2 has sharded
+
     def began(self, forward: Forward) -> None: ...
 
     def ended(self, forward: Forward) -> None: ...
@@ -280,6 +282,8 @@ class Store:
                 parameter = forward.parameters[delivery.parameter or ""]
                 if _task_of(getattr(parameter, delivery.place, None)) != task:
                     self.put(parameter, delivery.place, zeros(delivery), forward)
+        if forward.units is not None:  # queued first: observers look at p.grad of the shards
+            forward.units.reduce(task, self.adds_to_grad(forward))
         if self.observers:
             for observer in self.observers:
                 observer.ended(forward)
@@ -287,8 +291,6 @@ class Store:
             self.reports.ended(task, forward.parameters, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
-        if forward.units is not None:
-            forward.units.reduce(task, self.adds_to_grad(forward))
         forward.view = None  # autograd's nodes and a forward hold each other
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:

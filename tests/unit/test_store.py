@@ -171,6 +171,8 @@ def test_observers_hear_of_each_backward_call() -> None:
     heard: list[str] = []
 
     class Observer:
+        shards = False
+
         def began(self, forward: Forward) -> None:
             heard.append("began")
 
