@@ -554,7 +554,7 @@ def what_does_not_know_shards(rank: int) -> None:
     later = fxgrad.transform(late, check_first_batch=True, quantity=fxgrad.ClippedGrad(C), backend="eager")
     units(late)
     refused(OptionError, "check_first_batch", partial(later, x))
-    prepared = _private(tied())
+    prepared, _optimizer = _private(tied())
     units(prepared)
     refused(OptionError, "make_private", partial(prepared, x))
     offloaded = units(tied(), offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -577,7 +577,7 @@ def _private(model: nn.Module) -> Any:
         independent=True,
         check_first_batch=False,
         backend="eager",
-    )[0]
+    )[:2]
 
 
 def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]]) -> None:
