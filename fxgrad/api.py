@@ -318,7 +318,10 @@ def _clear_results(model: nn.Module, engine: Engine | None) -> None:
     clear(model.parameters())
     if engine is not None:
         if engine.units is not None:
-            engine.units.zero_grad()
+            whole_and_shards = engine.units.parameters()
+            clear(whole_and_shards)
+            for parameter in whole_and_shards:
+                parameter.grad = None
         engine.store.results.clear()
         engine.store.cleared(model.parameters())
 

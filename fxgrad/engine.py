@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,16 @@ from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, 
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
-from fxgrad.capture.sharded import Units, check_alone, check_local, units_of
+from fxgrad.capture.sharded import Units, check_alone, units_of
+from fxgrad.capture.sharded_results import Results, per_process
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback
-from fxgrad.host.modules import on_other_tensors
+from fxgrad.host.modules import on_other_tensors, without_reentrant_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
+from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Unseen, watch
@@ -72,8 +75,9 @@ class Engine:
         kind = type(self.model)
         self.originals = {n: inspect.getattr_static(kind, n).__get__(self.model, kind) for n in self.roles}
         self.grouped = any(q.group_size != 1 for q in self.options.quantities)
+        self.single = self.options.mixing == "error" and any(q.alone for q in self.options.quantities)
         self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
-        self.units = units_of(self.model)
+        self.find_units()
         if self.store.guard is not None and self.units is None:  # p.grad is guarded from now on
             self.store.guard.watch(self.parameters(), self.model)
 
@@ -121,10 +125,8 @@ class Engine:
         if nested:
             args, kwargs = with_indices((args, kwargs), indices_of_packs)
         batch = self.roles[method].find(args, kwargs)
-        if self.grouped:
-            check_groups(self.options.quantities, batch.size)
-        if weight is not None and self.weighted is not None:
-            check_sample_weight(weight, self.weighted.units(batch.size))
+        if self.grouped or weight is not None or kwargs:
+            self._check_samples(batch, weight, kwargs)
         forward = Forward(batch.size, parameters, weight, method)
         self._begin(forward, every)
         before = self.store.enter(forward)
@@ -142,14 +144,33 @@ class Engine:
         self._end(forward, tensors)
         return outputs
 
+    def _check_samples(self, batch: Batch, weight: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse groups, weights and divisors that do not go with the samples of a call."""
+        if self.grouped:
+            check_groups(self.options.quantities, batch.size)
+        if self.single:
+            check_uncounted(kwargs)
+        if weight is not None and self.weighted is not None:
+            check_sample_weight(weight, self.weighted.units(batch.size))
+
     def _was_sharded(self, parameters: Mapping[str, Tensor], leaves: Sequence[Any]) -> bool:
         """Return whether FSDP2 divided the model since it was transformed; refuse other calls that are not ordinary."""
         if self.units is None:
-            self.units = units_of(self.model)
+            self.find_units()
             if self.units is not None:
                 return True
         check_call(self.model, parameters, leaves)
         return False
+
+    def find_units(self) -> None:
+        """Learn that FSDP2 divided the model: from here on graphs compute what the processes can add up."""
+        self.units = units_of(self.model)
+        if self.units is not None:
+            self.compiled.clear()
+            quantities = per_process(self.options.quantities)
+            self.options = dataclasses.replace(self.options, quantities=quantities)
+            self.store.deliver_instead(quantities)
+            self.units.results = Results(quantities, self.store.policy)
 
     def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
         """Let the guard watch every parameter, and refuse results of an earlier backward."""
@@ -161,7 +182,7 @@ class Engine:
             check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
             if self.store.observers:
                 self.units.check_averages()
-            check_local(self.store.asked_of(forward).attributes)
+            self.units.check(self.store.asked_of(forward), forward.parameters)
             forward.units = self.units
         self.store.check_clear(forward, forward.enclosing, "a forward")
         if self.first_batch is not None and self.first_batch.due(forward.size, forward.parameters):
@@ -263,7 +284,8 @@ class Engine:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
         stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
-        with on_other_tensors(self.model, dict(zip(forward.parameters, stand_ins, strict=True))):
+        others = dict(zip(forward.parameters, stand_ins, strict=True))
+        with on_other_tensors(self.model, others), without_reentrant_checkpoints():
             return self._original(forward.method)(*args, **kwargs)
 
 

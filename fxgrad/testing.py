@@ -218,7 +218,7 @@ def check_rule(
         The largest error.
 
     Raises:
-        RuleError: the rule is wrong by more than the tolerance.
+        RuleError: the rule is wrong by more than the tolerance, or no argument is an `nn.Parameter`.
 
     >>> check_rule(torch.nn.functional.linear, torch.randn(5, 3), nn.Parameter(torch.randn(2, 3))) < 1e-4
     True
@@ -227,6 +227,11 @@ def check_rule(
     model = _OneOp(op, leaves, spec)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
     parameters = list(model.parameters())
+    if not parameters:
+        raise RuleError(
+            f"no argument of {getattr(op, '__name__', op)} is an nn.Parameter: there is nothing to differentiate by",
+            advice="Pass nn.Parameter(w) for each w of the rule's of=. Every other tensor holds samples.",
+        )
     errors = []
     for frozen in (None, *(parameters if len(parameters) > 1 else ())):
         if frozen is not None:

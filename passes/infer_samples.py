@@ -38,8 +38,8 @@ from fxgrad.samples.writes import after_write, written
 
 _ADVICE = {
     "batch_norm": "Use GroupNorm, or put the layer in eval mode.",
-    "fxgrad::recurrence": "Say where the inputs hold their samples: in_dims=(0, 1) for x [B, T, in] and a state "
-    "[layers * directions, B, out].",
+    "fxgrad::recurrence": "Say where the inputs hold their samples: fxgrad.transform(model, batch_first=False) for x "
+    "[T, B, in]; in_dims=(0, 1) for x [B, T, in] and a state [layers * directions, B, out].",
 }
 
 

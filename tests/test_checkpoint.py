@@ -65,6 +65,15 @@ def test_the_reentrant_form(device: torch.device) -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_no_samples(device: torch.device, reentrant: bool) -> None:
+    """An empty batch runs on stand-ins for the parameters, which a recomputation does not see."""
+    model = fxgrad.transform(Checkpointed(reentrant).to(device), quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+    x = torch.randn(0, 6, 4, device=device, requires_grad=True)
+    model(x).square().sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 class Nested(Checkpointed):
     def both(self, x: Tensor) -> Tensor:
         return self.blocks[1](checkpoint(self.blocks[0], x, use_reentrant=False)) * self.head.weight[0, 0]

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 START, *SECTIONS = re.split(r"^## (?:From )?", PAGE, flags=re.MULTILINE)
 PROGRAMS = {title: code for title, *code in (re.split(r"\n", section, maxsplit=1) for section in SECTIONS)}
-NEEDS = {"BackPACK": "backpack", "JAX Privacy": "jax_privacy"}  # what the dev extra does not install
+NEEDS = {"BackPACK": "backpack", "JAX Privacy": "jax_privacy"}  # JAX Privacy comes with the peers extra alone
 B = 4
 JAX_WARNINGS = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")
 

@@ -1,4 +1,4 @@
-"""The examples run at tiny size, and their own comparisons hold. The Trainer's is in tests/zoo."""
+"""The examples run at tiny size, and their own comparisons hold. Those with timm or the Trainer are in tests/zoo."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ def test_attribution_over_checkpoints(capsys: pytest.CaptureFixture[str]) -> Non
     tiny = "--checkpoints 2 --epochs 1 --images 320 --dim 64 --backend eager"
     assert load("attribution").main(tiny.split()) == 0
     assert " graph(s) for the first of 2 checkpoints, 0 for the others\ngood\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["denoising", "speech_ctc"])
+def test_clipped_sums_beside_a_loop(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(name).main("--steps 2 --batch 8 --backend eager".split()) == 0
+    assert capsys.readouterr().out.endswith("good\n")
+
+
+def test_another_clipped_sum_falls_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load("speech_ctc")
+    loop = module.loop
+    monkeypatch.setattr(module, "loop", lambda *batch: 1.01 * loop(*batch))
+    assert module.main("--steps 1 --batch 4 --backend eager".split()) == 1
+    assert capsys.readouterr().out.endswith("FELL SHORT\n")
 
 
 @pytest.fixture

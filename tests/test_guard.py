@@ -915,3 +915,48 @@ def test_a_backward_that_raised_before_its_parameters_were_replaced() -> None:
 
 def _stop(_: Tensor) -> None:
     raise KeyError("a hook")
+
+
+class Sliced(nn.Module):
+    """Its forward makes a module list of its layers, as language models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x).tanh()
+        return x
+
+
+def test_a_graph_does_not_depend_on_the_guards_of_other_models() -> None:
+    """Dynamo traces what runs where a module gets parts. When guards come and go, nothing compiles again or fails."""
+    graphs: list[Any] = []
+
+    def compiler(gm: Any, _: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    plain, model = Sliced(), Sliced()
+    view, other = fxgrad.transform(model, quantity=CLIPPED, backend=compiler), private(Sliced())
+    compiled = torch.compile(plain, backend=compiler)
+    x = inputs()
+
+    def call() -> None:
+        view(x).sum().backward()
+        model.zero_grad()
+        compiled(x)
+
+    call()
+    count = len(graphs)
+    other(x)
+    call()
+    del other
+    gc.collect()
+    another = private(Sliced())
+    another(x)
+    call()
+    assert len(graphs) == count
+    with pytest.raises(UnclippedGrad, match="outside of the transformed Sliced"):
+        (view(x).sum() + model.layers[0](x).sum()).backward()

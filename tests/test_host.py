@@ -840,6 +840,18 @@ def _(host: Any) -> None:
     assert model.weight is own
 
 
+@check("modules.without_reentrant_checkpoints")
+def _(host: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(1, requires_grad=True)
+    kept: list[Any] = []
+    with host.without_reentrant_checkpoints(), host.without_reentrant_checkpoints():
+        kept.append(checkpoint(torch.sin, x, use_reentrant=True).grad_fn)
+    kept.append(checkpoint(torch.sin, x, use_reentrant=True).grad_fn)
+    assert [type(node).__name__ for node in kept] == ["SinBackward0", "CheckpointFunctionBackward"]
+
+
 @check("modules.step_pre_hooks", "modules.own_step_hooks")
 def _(host: Any) -> None:
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)

@@ -7,6 +7,7 @@ could hide it, or could print something else before it.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -514,6 +515,12 @@ def retained_graph() -> Any:
     transformed(backend="aot_eager")(X).square().sum().backward(retain_graph=True)
 
 
+@mistake(OptionError, "retain_graph=True: the compiled backward writes over", 'pass backend="eager"')
+def retained_graph_of_the_outputs_themselves() -> Any:
+    out = transformed(backend="aot_eager")(X)
+    out.backward(torch.ones_like(out), retain_graph=True)
+
+
 @mistake(RuntimeError, "grad can be implicitly created only for scalar outputs")
 def backward_of_outputs() -> Any:
     transformed()(X).backward()
@@ -533,6 +540,65 @@ def zero_grad_of_an_optimizer() -> Any:
     for _ in range(2):
         optimizer.zero_grad()
         model(X).sum().backward()
+
+
+@mistake(RuleError, "no argument of linear is an nn.Parameter", "Pass nn.Parameter(w) for each w")
+def rule_without_a_parameter() -> Any:
+    fxgrad.testing.check_rule(nn.functional.linear, torch.randn(5, 3), torch.randn(2, 3))
+
+
+@mistake(MixedSamples, "it runs along the sample dimension", "batch_first=False) for x [T, B, in]")
+def steps_before_samples() -> Any:
+    transformed(nn.LSTM(3, 2))(torch.randn(5, 4, 3))
+
+
+@mistake(BatchSizeError, "an input is a nested tensor", "torch.nested.to_padded_tensor(x, 0.0)")
+def nested_tensor() -> Any:
+    transformed()(torch.nested.nested_tensor([X[:2], X[2:]], layout=torch.jagged))
+
+
+@mistake(BatchSizeError, "an input is a nested tensor", "torch.nested.to_padded_tensor(x, 0.0)")
+def nested_tensor_of_the_older_layout() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, of a prototype
+        ragged = torch.nested.nested_tensor([X[:2], X[2:]])
+    transformed()(ragged)
+
+
+@mistake(BatchSizeError, "no input has batch_size=3", "Pad samples that have different numbers of rows.")
+def number_of_graphs() -> Any:
+    transformed(batch_size=3)(X)
+
+
+@mistake(OptionError, "group_size has to be a positive int, not tensor([3, 5])", "losses are multiplied by 0")
+def groups_of_different_sizes() -> Any:
+    transformed(quantity=fxgrad.NormSample(group_size=torch.tensor([3, 5])))  # type: ignore[arg-type]
+
+
+class Language(nn.Module):
+    """A model with a loss of its own, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        losses = nn.functional.cross_entropy(self.head(x).mT, labels, reduction="sum")
+        return losses if num_items_in_batch is None else losses / num_items_in_batch
+
+
+@mistake(MixedSamples, "the model divides its loss by num_items_in_batch", "compute_loss_func=, a sum over samples")
+def number_of_tokens_of_the_batch() -> Any:
+    model = transformed(Language(), quantity=fxgrad.ClippedGrad(1.0))
+    labels = torch.zeros(2, 5, dtype=torch.long)
+    model(torch.ones(2, 5, 3), labels=labels, num_items_in_batch=torch.tensor(8)).backward()
+
+
+@mistake(AlreadySet, "a forward while grad_sample of 'enc.weight' is still set", "Evaluate under torch.no_grad().")
+def evaluation_with_gradients() -> Any:
+    model = transformed()
+    model(X).sum().backward()
+    model.eval()(X)
 
 
 @mistake(UnclippedGrad, "a gradient that is not clipped arrived at parameter 'head.bias'", "the original model")

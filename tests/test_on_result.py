@@ -165,6 +165,64 @@ def test_two_forwards_of_one_backward() -> None:
     torch.testing.assert_close(result, {name: one[name] + other[name] for name in one})
 
 
+class Broken(nn.Module):
+    """Three graphs: the first layer is in the first and the last, and a graph break calls nothing of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        y = self.second(h)
+        torch._dynamo.graph_break()
+        return torch.cat([y, torch.tanh(self.first(h))], 1)
+
+
+BROKEN = {name: torch.ones_like(p) for name, p in Broken().named_parameters()}
+IN_SEVERAL_GRAPHS: dict[str, tuple[fxgrad.Quantity, Callable[[Any], Any]]] = {
+    "rows": (fxgrad.GradSample(), lambda rows: rows),
+    "products": (fxgrad.GradDot(BROKEN), lambda rows: sum(g.flatten(1).sum(1) for g in rows.values())),
+}
+
+
+@pytest.mark.parametrize("n", [BATCH, 1])
+@pytest.mark.parametrize("name", IN_SEVERAL_GRAPHS)
+def test_graph_breaks(name: str, n: int) -> None:
+    """One report for each backward, with what all graphs give together."""
+    quantity, truth = IN_SEVERAL_GRAPHS[name]
+    reports = Reports()
+    gs = view(Broken(), reports, quantity, fullgraph=False)
+    for seed in (1, 2):
+        gs.zero_grad()
+        x = samples(n, seed)
+        loss_of(gs(x)).backward()
+        assert len(reports.calls) == seed and reports.calls[-1][0] is quantity
+        torch.testing.assert_close(reports.results[-1], truth(per_sample_grads(Broken(), loss_of, (x,))))
+
+
+def test_quantities_in_several_graphs() -> None:
+    """In the order of the list, each once."""
+    quantities = [quantity for quantity, _ in IN_SEVERAL_GRAPHS.values()]
+    reports = Reports()
+    loss_of(view(Broken(), reports, quantities, fullgraph=False)(samples())).backward()
+    assert [quantity for quantity, _ in reports.calls] == quantities
+    expected = per_sample_grads(Broken(), loss_of, (samples(),))
+    torch.testing.assert_close(reports.results, [truth(expected) for _, truth in IN_SEVERAL_GRAPHS.values()])
+
+
+def test_a_graph_whose_output_the_loss_ignores() -> None:
+    """The report has its parameters, with zeros."""
+    reports = Reports()
+    gs = view(Broken(), reports, fxgrad.GradSample(), fullgraph=False)
+    loss_of(gs(samples())[:, 2:]).backward()
+    [result] = reports.results
+    torch.testing.assert_close(result, per_sample_grads(Broken(), lambda y: loss_of(y[:, 2:]), (samples(),)))
+    assert not result["second.weight"].any()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_the_model(reentrant: bool) -> None:
     """Reentrant ones run a backward of their own for each call, inside of the one that the user called."""

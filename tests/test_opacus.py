@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxgrad
 import fxgrad.opacus as private
-from fxgrad.errors import AlreadySet, MixedSamples, OptionError, UnclippedGrad, UnknownArgument
+from fxgrad.errors import AlreadySet, MixedSamples, OptionError, UnaccountedGrad, UnclippedGrad, UnknownArgument
 from fxgrad.opacus.checked_step import CheckedStep
 from tests.opacus_settings import ADAPTIVE, WARNINGS
 
@@ -364,6 +364,25 @@ class TestOneBackward:
         with pytest.raises(OptionError, match="and Opacus's optimizer needs ClippedGrad"):
             make(view, one_backward=True)
 
+    def test_a_model_that_reports_its_results(self) -> None:
+        """Once for each backward, also of an empty batch; nothing in the check of the first batch or in a step."""
+        reports: list[Any] = []
+        clipped = fxgrad.ClippedGrad(max_grad_norm=1.0)
+        view = fxgrad.transform(
+            words(),
+            quantity=clipped,
+            loss_reduction="mean",
+            backend="eager",
+            check_first_batch=True,
+            on_result=lambda *report: reports.append(report),
+        )
+        made, optimizer, _ = make(view, one_backward=True)
+        for n in (7, 0, 3):
+            optimizer.zero_grad()
+            made(torch.randn(n, 5, 3)).mean(1).sum().backward()
+            optimizer.step()
+        assert [(of, len(result.norm_sample)) for of, result in reports] == [(clipped, 7), (clipped, 0), (clipped, 3)]
+
     @pytest.mark.parametrize("weights", ["clip", "automatic"])
     def test_a_model_transformed_for_it(self, weights: Any) -> None:
         quantities = [fxgrad.NormSample(), fxgrad.ClippedGrad(max_grad_norm=1.0, weights=weights)]
@@ -480,10 +499,28 @@ class TestArguments:
         with pytest.raises(TypeError, match=r"argument 'xyz'\n  It takes module, optimizer, .*rand_on_empty"):
             make(words(), xyz=1)
 
+    @pytest.mark.parametrize("name", ["on_result", "in_dims", "batch_size", "strategy", "memory_limit", "quantity"])
+    def test_an_option_of_transform(self, name: str) -> None:
+        advice = rf"It is an option of fxgrad\.transform\. Pass make_private .* fxgrad\.transform\(module, {name}=\.\."
+        with pytest.raises(UnknownArgument, match=rf"unexpected argument '{name}'\n  {advice}"):
+            make(words(), **{name: print})
+
     @pytest.mark.parametrize("name", ["grad_sample_mode", "wrap_model"])
     def test_what_opacus_would_compute_gradients_with(self, name: str) -> None:
         with pytest.raises(TypeError, match=rf"unexpected argument '{name}'\n  Leave it out: fxgrad computes"):
             make(words(), **{name: "hooks"})
+
+    def test_groups_of_rows(self) -> None:
+        with pytest.raises(UnknownArgument, match=r"argument 'group_size'\n  Opacus's accountants count rows"):
+            make(words(), group_size=2)
+
+    @pytest.mark.parametrize("one_backward", [False, True])
+    def test_an_optimizer_made_before_the_model_was_replaced(self, one_backward: bool) -> None:
+        optimizer = torch.optim.SGD(words().parameters(), lr=0.1)
+        with pytest.raises(
+            OptionError, match=r"of the optimizer, of shape \[.*\], is not the model's\n  Make the optim"
+        ):
+            make(words(), optimizer=optimizer, one_backward=one_backward)
 
     @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
     def test_an_argument_of_another_clipping(self, clipping: str) -> None:
@@ -787,10 +824,17 @@ class TestRefusals:
         assert made is view
 
     def test_two_batches_for_one_step_under_poisson_sampling(self) -> None:
-        made, _, _ = make(words())
+        made, _optimizer, _ = make(words())  # the error speaks of it while it exists
         made(torch.randn(7, 5, 3)).mean().backward()
-        with pytest.raises(AlreadySet, match="a forward while grad_sample"):
+        with pytest.raises(AlreadySet, match=r"a forward while grad_sample.*\n  Call zero_grad\(\) of make_private's"):
             made(torch.randn(7, 5, 3))
+
+    def test_a_step_after_a_backward_of_the_model_that_was_given(self) -> None:
+        model = words()
+        _, optimizer, _ = make(model)
+        model(torch.randn(7, 5, 3)).mean().backward()
+        with pytest.raises(UnaccountedGrad, match=r"no backward .*\n  Call the model that make_private returned"):
+            optimizer.step()
 
     def test_a_step_without_zero_grad(self) -> None:
         made, optimizer, _ = make(words(), poisson_sampling=False)

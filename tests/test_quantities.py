@@ -101,6 +101,20 @@ def test_traced(case: Case, device: torch.device) -> None:
     check(case.model(device), *case.inputs(device, case.extra[0]), backend="aot_eager", tolerance=case.tolerance)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_ordinary_gradient_of_two_calls(backend: str) -> None:
+    layer: Any = nn.Linear(3, 2).double()
+    a, b = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    F.cosine_similarity(layer(a), layer(b)).sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    model = fxgrad.transform(layer, quantity=[fxgrad.Grad(), fxgrad.GradSample()], backend=backend)
+    F.cosine_similarity(model(a), model(b)).sum().backward()
+    for p, g in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+        torch.testing.assert_close(p.grad_sample.sum(0), g)
+
+
 def test_no_case_is_left_out() -> None:
     assert len(CASES) > 250
 

@@ -36,7 +36,7 @@ def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool
     if any(map(is_batched, tensors)) or any(map(Tensor.is_complex, tensors)) or not all(map(_is_leaf, tensors)):
         return False
     for value in inputs:
-        if type(value) is not Tensor or value.grad_fn is not None or is_batched(value):
+        if type(value) is not Tensor or value.grad_fn is not None or value.is_nested or is_batched(value):
             return False
     return FSDP_FLAT not in "".join(parameters)
 
@@ -47,7 +47,18 @@ def check_call(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Seque
     check_whole(model, parameters, inputs)
     check_parameters(parameters)
     _check_reverse_mode([*parameters.values(), *inputs])
+    _check_dense(inputs)
     _check_inputs(inputs, parameters)
+
+
+def _check_dense(inputs: Sequence[Any]) -> None:
+    """The samples of a nested tensor have no common shape."""
+    if any(isinstance(value, Tensor) and value.is_nested for value in inputs):
+        raise BatchSizeError(
+            "an input is a nested tensor, whose samples have different numbers of rows",
+            advice="Pad it, by torch.nested.to_padded_tensor(x, 0.0), and give the padding no part of the loss. "
+            "Recurrent layers take a PackedSequence.",
+        )
 
 
 def _check_shaped(parameters: Mapping[str, Tensor]) -> None:

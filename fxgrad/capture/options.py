@@ -62,7 +62,8 @@ class Options:
             if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
                 raise OptionError(
                     f"group_size has to be a positive int, not {quantity.group_size!r}",
-                    advice="It is the number of consecutive rows that make one sample.",
+                    advice="It is the number of consecutive rows that make one sample. If samples have different "
+                    "numbers of rows, add rows whose losses are multiplied by 0.",
                 )
             if one_graph and not self.fullgraph and not quantity.adds:
                 raise OptionError(

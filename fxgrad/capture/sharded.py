@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxgrad.capture.sharded_results import Results, places_of
 from fxgrad.errors import OptionError
 from fxgrad.host import fsdp
 from fxgrad.host.autograd import autograd_engine
 from fxgrad.host.fsdp import State
 from fxgrad.host.modules import FSDP_MANAGED
 from fxgrad.host.pytree import tree_map
+from fxgrad.runtime.deliveries import Asked
 
 LOCAL = "norm_sample"
 """The one attribute of parameters that is of the process's own samples, and right where a parameter is sharded."""
@@ -39,6 +41,7 @@ class Units:
         self.roots: list[State] = []
         self.reducing = -1  # the backward call at whose end the gradients are reduced
         self.adds = False  # whether that call adds to p.grad
+        self.results = Results((), "error")  # on the shards, of all processes
 
     @contextlib.contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -50,6 +53,7 @@ class Units:
         for shard, whole in fsdp.pairs(self.states):
             whole.requires_grad_(shard.requires_grad)
             _move(shard, whole)
+            self.results.hold(shard, whole)
         top = fsdp.precision(self.states[0]) if self._is_unit() else (None, None)
         with _ordinary(self.model):
             yield _cast(top[0], args), _cast(top[0], kwargs)
@@ -90,26 +94,49 @@ class Units:
         if state is not None and fsdp.class_of(type(self.model)) is not type(self.model):
             fsdp.register(view, state)
 
-    def zero_grad(self) -> None:
-        """Clear p.grad of the shards, which the model does not hold between a forward and its backward."""
-        for shard, whole in fsdp.pairs(self.states) if self.roots else ():
-            shard.grad = whole.grad = None
+    def check(self, asked: Asked, parameters: Mapping[str, Tensor]) -> None:
+        """Refuse a result that would stand on a shard and belong to the whole parameter."""
+        whole = {id(whole) for _, whole in fsdp.pairs(self.states)}
+        for quantity, kinds in zip(self.results.quantities, asked.by_quantity, strict=True):
+            shared = places_of(quantity)
+            for _, delivery in kinds.attributes:
+                if delivery.place not in (LOCAL, *shared):
+                    raise OptionError(
+                        f"{delivery.place} of a parameter belongs to the whole parameter, and FSDP2 keeps shards",
+                        advice="Ask for ClippedGrad, Grad, NormSample, SquaredGrad, GradVariance, GradDot, GradGram or "
+                        "GradProjection, or use DistributedDataParallel.",
+                    )
+                if shared and id(parameters[delivery.parameter or ""]) not in whole:
+                    raise OptionError(
+                        f"{quantity} is of the samples of all processes, and '{delivery.parameter}' is in no unit of "
+                        "FSDP2, whose processes add nothing up for it",
+                        advice="Leave it out of fully_shard's ignored_params, or freeze it.",
+                    )
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all shards and wholes; the model holds either the ones or the others."""
+        return [one for pair in (fsdp.pairs(self.states) if self.roots else ()) for one in pair]
+
+    def shards(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the shard in place of each parameter that is whole in a step."""
+        of = {id(whole): shard for shard, whole in fsdp.pairs(self.states)}
+        return {name: of.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
     def gather(self) -> None:
         """Gather the parameters again that were freed between a forward and its backward."""
         if not fsdp.is_gathered(self.states):
             fsdp.gather(self.states)
 
-    def shards(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the shards of whole parameters, by the same names."""
-        shards = {id(whole): shard for shard, whole in fsdp.pairs(self.states)}
-        missing = [name for name, whole in wholes.items() if id(whole) not in shards]
+    def all_in_shards(self, wholes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the shards of whole parameters, by the same names; raise if one is in no unit."""
+        shards = self.shards(wholes)
+        missing = [name for name, whole in wholes.items() if shards[name] is whole]
         if missing:
             raise OptionError(
                 f"'{missing[0]}' is in no unit of FSDP2, which would not sum its gradients over the processes",
                 advice="Call fully_shard on the model itself, too, without ignored_params.",
             )
-        return {name: shards[id(whole)] for name, whole in wholes.items()}
+        return shards
 
     def all_shards(self) -> list[Tensor]:
         """Return every parameter's shard, in an order that all processes share."""
@@ -130,15 +157,16 @@ class Units:
                 "bfloat16 convert the model before fully_shard.",
             )
 
-    def reduce(self, task: int, adds: bool) -> None:
+    def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
         """Reduce and shard p.grad behind the last callback of a backward call, once for all its forwards."""
         self.adds = adds or (self.adds and self.reducing == task)
         if self.reducing != task:
             self.reducing = task
-            autograd_engine.queue_callback(self._reduce)
+            autograd_engine.queue_callback(partial(self._reduce, parameters, rows))
 
-    def _reduce(self) -> None:
+    def _reduce(self, parameters: Mapping[str, Tensor], rows: int) -> None:
         self.reducing = -1
+        self.results.reduce(fsdp.pairs(self.states), parameters.values(), rows)
         for shard, whole in fsdp.pairs(self.states):
             _move(whole, shard)
             if self.adds and whole.requires_grad and whole.grad is None:
@@ -172,17 +200,6 @@ def check_alone(private: bool, first_batch: bool) -> None:
             "check_first_batch does not know models that FSDP2 has sharded",
             advice="Leave it out, and check the model in one process.",
         )
-
-
-def check_local(attributes: Iterable[str]) -> None:
-    """Refuse a result that would stand on a shard and belong to the whole parameter."""
-    for place in attributes:
-        if place != LOCAL:
-            raise OptionError(
-                f"{place} of a parameter belongs to the whole parameter, and FSDP2 keeps shards",
-                advice="Ask for ClippedGrad, Grad, NormSample, GradDot, GradGram or GradProjection, or use "
-                "DistributedDataParallel.",
-            )
 
 
 def _states(model: nn.Module) -> list[State]:

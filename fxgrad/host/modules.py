@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.modules import batchnorm as _batchnorm
 from torch.nn.utils import stateless as _stateless
+from torch.utils import checkpoint as checkpoints
 
 BatchNorm = _batchnorm._BatchNorm
 NormBase = _batchnorm._NormBase
@@ -103,6 +104,32 @@ def on_other_tensors(module: nn.Module, values: Mapping[str, Tensor]) -> context
         module, dict(values), tie_weights=True
     )
     return context
+
+
+class _Called:
+    """In the place of PyTorch's reentrant checkpoint: the call as it is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextlib.contextmanager
+def without_reentrant_checkpoints() -> Iterator[None]:
+    """Let ``checkpoint(.., use_reentrant=True)`` call its function: a model on other tensors has its own by backward.
+
+    Why: no option of PyTorch's turns checkpoints off.
+    Without: an empty batch's backward ends in UnclippedGrad where the model has reentrant checkpoints.
+    """
+    kept: Any = checkpoints.CheckpointFunction
+    if kept is _Called:
+        yield
+        return
+    try:
+        setattr(checkpoints, "CheckpointFunction", _Called)  # noqa: B010 - mypy takes the attribute for a type
+        yield
+    finally:
+        setattr(checkpoints, "CheckpointFunction", kept)  # noqa: B010
 
 
 def own_step_hooks(optimizer: Any) -> None:

@@ -12,6 +12,7 @@ from opacus.accountants import IAccountant
 from opacus.optimizers.utils import params
 from torch import Tensor, optim
 
+from fxgrad.api import transform
 from fxgrad.errors import OptionError, UnknownArgument, nearest, refuse_choice
 
 OPTIONAL = ("batch_first", "noise_generator", "rand_on_empty")
@@ -24,6 +25,7 @@ ADAPTIVE = (
 )
 GRADIENTS = ("grad_sample_mode", "wrap_model")
 """Arguments of Opacus that fxgrad sets itself: the computation of the gradients."""
+OF_TRANSFORM = frozenset(inspect.signature(transform).parameters) - {"model"}
 CLIPPINGS = ("flat", "per_layer", "adaptive")
 """Those of Opacus; in one backward also "automatic" and functions of the norms."""
 MEANINGS = {
@@ -51,6 +53,17 @@ def check_names(function: Callable[..., Any], arguments: Mapping[str, Any], furt
             advice = (
                 "Leave it out: fxgrad computes the gradients, in the backward with one_backward=True. "
                 "fxgrad.opacus.PrivacyEngine takes Opacus's names of its modes."
+            )
+        elif name in OF_TRANSFORM:
+            advice = (
+                "It is an option of fxgrad.transform. Pass make_private the model that "
+                f"fxgrad.transform(module, {name}=.., loss_reduction=..) returns; for one_backward=True also with "
+                "quantity=fxgrad.ClippedGrad(max_grad_norm)."
+            )
+        elif name == "group_size":
+            advice = (
+                "Opacus's accountants count rows, not groups of rows. fxgrad.ClippedGrad(.., group_size=) clips groups "
+                "without an accountant."
             )
         raise UnknownArgument(f"{function.__name__} got an unexpected argument '{name}'", advice=advice)
 

@@ -35,15 +35,22 @@ def quantity_for(
     return ClippedGrad(bounds)
 
 
+def check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Raise unless all parameters of the optimizer are the model's: a changed model may have others."""
+    own = set(map(id, model.parameters()))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise OptionError(
+                    f"a parameter of the optimizer, of shape {list(parameter.shape)}, is not the model's",
+                    advice="Make the optimizer after everything that replaces parameters, such as a validator's fix: "
+                    "SGD(model.parameters(), lr=..). Or pass fix=True and the model as it was.",
+                )
+
+
 def _names(model: nn.Module, optimizer: optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's trainable parameters, in its order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    foreign = [parameter for parameter in params(optimizer) if id(parameter) not in names]
-    if foreign:
-        raise OptionError(
-            f"a parameter of the optimizer, of shape {list(foreign[0].shape)}, is not the model's",
-            advice="Make the optimizer of the model's own parameters: SGD(model.parameters(), lr=..).",
-        )
     return [names[id(parameter)] for parameter in params(optimizer)]
 
 

@@ -84,7 +84,7 @@ class Ledger:
 
     def _stepped(self, forward: Forward) -> Mapping[str, Tensor]:
         """Return the parameters that the optimizer steps, by name: the shards of a divided model."""
-        return forward.parameters if forward.units is None else forward.units.shards(forward.parameters)
+        return forward.parameters if forward.units is None else forward.units.all_in_shards(forward.parameters)
 
     def _check_hooks(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise for a post-accumulate hook; its change of p.grad would look like a delivery."""
@@ -178,7 +178,8 @@ class Ledger:
         if not self.deliveries:
             raise UnaccountedGrad(
                 "no backward of the private model since the last step: there is nothing to step with",
-                advice="Run forward and backward for an empty batch, too; step the optimizer of the model that runs.",
+                advice="Call the model that make_private returned: not the one that you passed in, not a submodule. "
+                "Run forward and backward for an empty batch, too.",
             )
 
     def _check_parameters(self, stepped: dict[int, Tensor], trainable: dict[int, Tensor]) -> None:

@@ -231,7 +231,8 @@ class _OfShards(DPOptimizerFastGradientClipping):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = False) -> None:
         units = self.ledger.engine.units
         assert units is not None
-        units.zero_grad()  # also what a backward that raised has left of whole gradients
+        for parameter in units.parameters():  # also what a backward that raised has left of whole gradients
+            parameter.grad = None
         super().zero_grad(set_to_none)
 
 

@@ -20,7 +20,7 @@ from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
 from fxgrad.opacus.checkpoints import give_wrapper_names, load_names_of_opacus
-from fxgrad.opacus.clipping import check_written, quantity_for, serves, set_bounds
+from fxgrad.opacus.clipping import check_optimizer, check_written, quantity_for, serves, set_bounds
 from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
@@ -157,6 +157,8 @@ def make_private(
     check_processes(wrapper, independent or unit is not None, clipping)
     if fix:
         _fix(module, optimizer)
+    if isinstance(inner, nn.Module):
+        check_optimizer(inner, optimizer)
     view, transformed, quantity = _transformed(
         inner,
         poisson_sampling,
@@ -336,7 +338,7 @@ def _check_options(engine: Engine, poisson_sampling: bool, needed: Mapping[str, 
         raise OptionError(
             f"the model computes {', '.join(map(str, options.quantities))}, and Opacus's optimizer needs "
             f"{needed['quantity']}",
-            advice="Transform it for that, or leave one_backward as it fits.",
+            advice="Transform it for that, or pass the model itself, which make_private transforms.",
         )
     if engine.store.policy not in ("error", accumulate):
         raise OptionError(

@@ -86,7 +86,8 @@ def unit_of(
 
 def noise_of_shards(transformed: Engine, generator: torch.Generator | None) -> ShardNoise:
     """Return the noise for a divided model, which may have been divided since it was transformed."""
-    transformed.units = transformed.units or units_of(transformed.model)
+    if transformed.units is None:
+        transformed.find_units()
     return ShardNoise([*transformed.model.parameters()], generator)
 
 

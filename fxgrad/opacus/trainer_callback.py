@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from fxgrad.api import engine_of
 from fxgrad.errors import MissingPackage, OptionError
 from fxgrad.opacus.checked_step import CheckedStep
+from fxgrad.opacus.processes import processes
 
 try:
     import transformers
@@ -67,6 +68,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     The loss must reduce the samples as ``loss_reduction`` of make_private says, and must not use num_items_in_batch:
     that number depends on other samples. `fxgrad.losses.token_mean` gives a language model's losses.
+
+    The Trainer has to run in one process: in several it averages gradients in the backward.
 
     Args:
         engine: the engine of make_private; its accountant counts the steps.
@@ -256,6 +259,16 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     # what would not be private
 
     def _check_arguments(self, args: Any) -> None:
+        count = max(processes(), args.world_size)
+        if count > 1:
+            _refuse(
+                f"the Trainer trains in {count} processes, and averages what each of them clipped: the noise and the "
+                "accountant are those of one process",
+                where=f"torch.distributed or Accelerate, {count} processes",
+                path="Trainer.train -> DistributedDataParallel(private model) -> p.grad averaged in each backward",
+                advice="Start one process, with python instead of torchrun or accelerate launch. For several, write "
+                "the loop yourself, with make_private(engine, module=DistributedDataParallel(model), ..).",
+            )
         if args.max_grad_norm:
             _refuse_clipping(args.max_grad_norm)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -19,12 +19,13 @@ class Grad(Quantity):
     """The ordinary gradient, for use together with other quantities.
 
     Delivers:
-        ``p.grad += Σ_i g_i``, ``[*p.shape]`` in p's dtype.
+        ``p.grad += Σ_i g_i``, ``[*p.shape]`` in p's dtype. With ``loss_reduction="mean"`` this is B times the gradient
+        of the mean.
 
     Args:
         group_size: how many consecutive rows of a batch are one sample; the sum does not change.
 
-    Source: what ``loss.backward()`` adds to ``p.grad`` without fxgrad.
+    Source: what ``loss.backward()`` adds to ``p.grad`` without fxgrad, for a loss that is a sum over samples.
 
     >>> import torch, fxgrad
     >>> both = [fxgrad.Grad(), fxgrad.NormSample()]
@@ -33,6 +34,8 @@ class Grad(Quantity):
     >>> model.weight.grad[0].tolist(), tuple(model.weight.norm_sample.shape)
     ([5.0, 5.0, 5.0], (5,))
     """
+
+    adds: ClassVar[bool] = True
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         return like_parameters(GRAD, parameters)

@@ -1,4 +1,4 @@
-"""Training loops that divide each batch's loss by the number of batches for one step: norms are too small by it."""
+"""Training loops that divide each batch's loss: by the number of batches for one step, or by the batch's tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from fxgrad.errors import OptionError
+from torch import Tensor
+
+from fxgrad.errors import MixedSamples, OptionError
 from fxgrad.runtime.autograd_graph import frames_from, is_divided
 
 Variables = Mapping[str, Any]  # of a calling function
@@ -27,6 +29,22 @@ def check_undivided(roots: Iterable[Any]) -> None:
                 f"{divisor} times too small, and clipped that much too late",
                 advice=advice,
             )
+
+
+def check_uncounted(arguments: Variables) -> None:
+    """Raise where Hugging Face's Trainer gives a model with token labels the number of the whole batch's tokens.
+
+    The number is an input without samples, so the graph does not show what it counts.
+    """
+    labels, number = arguments.get("labels"), arguments.get("num_items_in_batch")
+    if number is not None and isinstance(labels, Tensor) and labels.dim() > 1:
+        raise MixedSamples(
+            "the model divides its loss by num_items_in_batch, the number of tokens of all samples: one sample's "
+            "length would scale the gradients of the others",
+            path="model(labels=.., num_items_in_batch=..) -> loss / num_items_in_batch",
+            advice="Pass the Trainer compute_loss_func=, a sum over samples of their own losses: "
+            "fxgrad.losses.token_mean gives those of a language model.",
+        )
 
 
 def _loops() -> Iterator[tuple[str, int, str]]:

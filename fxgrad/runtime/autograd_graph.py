@@ -71,12 +71,15 @@ def are_captured(leaves: Sequence[Any]) -> bool:
 
 
 def check_runs_again(roots: Sequence[Any]) -> None:
-    """Refuse ``retain_graph=True`` for a compiled backward that can run once."""
-    if any(writes_over_saved(node) and will_execute(node) for node in _below(roots)):
+    """Refuse ``retain_graph=True`` for a compiled backward that can run once.
+
+    PyTorch does not count the node that backward was called on among those that it will execute.
+    """
+    if any(writes_over_saved(node) and (node in roots or will_execute(node)) for node in _below(roots)):
         raise OptionError(
             "retain_graph=True: the compiled backward writes over what the forward saved for it, and runs once",
-            advice="Call backward() once, on the sum of the losses; or set torch._functorch.config.donated_buffer = "
-            "False before the first call.",
+            advice='Call backward() once, on the sum of the losses; or pass backend="eager", or set '
+            "torch._functorch.config.donated_buffer = False before the first call.",
         )
 
 

@@ -289,15 +289,20 @@ def _guards_of(module: nn.Module, name: str) -> Iterator[tuple[Guard, str]]:
 
 
 def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """``load_state_dict(assign=True)`` and assigned parameters: guarded before the next call."""
-    if parameter is None:
+    """``load_state_dict(assign=True)`` and assigned parameters: guarded before the next call.
+
+    Dynamo traces this function where a module gets parts, as in ``self.layers[:2]``: its graph must not
+    depend on the guards of a process. Parts that a forward assigns for good get here once the graph has run.
+    """
+    if parameter is None or torch.compiler.is_dynamo_compiling():
         return
     for guard, path in _guards_of(module, name):
         guard.join(path, parameter)
 
 
 def _added(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    if submodule is None:
+    """Guard the parameters of an assigned module; see `_registered`."""
+    if submodule is None or torch.compiler.is_dynamo_compiling():
         return
     for guard, prefix in _guards_of(module, name):
         guard.modules.update({part: path for path, part in submodule.named_modules(prefix=prefix)})

@@ -70,7 +70,7 @@ class Reports:
         kinds = report.kinds[place]
         if kinds.results:
             return packed(quantity, report.results[place])
-        attributes = [(delivery.parameter or "", delivery.place) for _, delivery in kinds.attributes]
+        attributes = [(one.parameter or "", one.place) for _, one in kinds.attributes if one.place[0] != "_"]
         by_name: dict[str, list[Any]] = {}
         for name, attribute in [*((name, GRAD) for _, name in kinds.grads), *attributes]:
             by_name.setdefault(name, []).append(getattr(report.parameters[name], attribute, None))

@@ -66,6 +66,15 @@ TWO_CALLS = (
     "shows, or call backward() for each."
 )
 
+CLEAR = (
+    "Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass "
+    'accumulate="append", "sum" or "overwrite". Evaluate under torch.no_grad().'
+)
+CLEAR_OF_PRIVATE = (
+    "Call zero_grad() of make_private's optimizer before the forward, and evaluate under torch.no_grad(). Lightning "
+    "runs the forward first: use make_private(.., one_backward=True) there."
+)
+
 
 class Store:
     """Stores what a backward delivers, by the `accumulate` policy."""
@@ -82,6 +91,7 @@ class Store:
                 f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}", advice=nearest(policy, POLICIES)
             )
         self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
+        self.delivered = self.quantities  # what a backward computes for them: other ones on a sharded model
         self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
         self.only_norms = all(q.alone for q in self.quantities)
         self.reports = None if on_result is None else Reports(on_result, self.quantities)
@@ -92,6 +102,11 @@ class Store:
         self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
         self.forwards: dict[int, weakref.ref[Forward]] = {}  # by number: those that wait for a backward, or run
         self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
+
+    def deliver_instead(self, quantities: Sequence[Quantity]) -> None:
+        """Let backwards compute other quantities than were asked for, as many."""
+        self.delivered, self.last_asked = tuple(quantities), None
+        self.asked.clear()
 
     def enter(self, forward: Forward) -> Forward | None:
         """Graphs that run from here on belong to this forward; returns the one around it, for `leave`."""
@@ -134,8 +149,7 @@ class Store:
                 if result is not None and (task == -1 or _task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
-                        advice="Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass "
-                        'accumulate="append", "sum" or "overwrite".',
+                        advice=CLEAR_OF_PRIVATE if self.observers else CLEAR,
                     )
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
@@ -171,7 +185,7 @@ class Store:
         if asked is None:
             if len(self.asked) >= 64:
                 self.asked.clear()
-            asked = self.asked[key] = ask(self.quantities, n, parameters)
+            asked = self.asked[key] = ask(self.delivered, n, parameters)
             if asked.attributes and not asked.adds_to_grad:
                 watch_steps(asked.attributes)
         self.last_asked = key, asked
@@ -283,12 +297,12 @@ class Store:
                 if _task_of(getattr(parameter, delivery.place, None)) != task:
                     self.put(parameter, delivery.place, zeros(delivery), forward)
         if forward.units is not None:  # queued first: observers look at p.grad of the shards
-            forward.units.reduce(task, self.adds_to_grad(forward))
-        if self.observers:
-            for observer in self.observers:
-                observer.ended(forward)
+            forward.units.reduce(task, self.adds_to_grad(forward), forward.parameters, forward.size)
+        for observer in self.observers:
+            observer.ended(forward)
         if self.reports is not None:
-            self.reports.ended(task, forward.parameters, self.asked_of(forward).by_quantity, self.results)
+            stepped = forward.parameters if forward.units is None else forward.units.shards(forward.parameters)
+            self.reports.ended(task, stepped, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
         forward.view = None  # autograd's nodes and a forward hold each other

@@ -37,6 +37,7 @@ class Input(NamedTuple):
 # In place of a sample dimension:
 SHARED = -1  # all samples share the value
 LOST = -2  # a value between two graphs, with merged or mixed samples
+RAGGED = "Pad samples that have different numbers of rows."
 PACKED_DATA, PACKED_SIZES, PACKED_ORDER = -3, -4, -5  # the tensors of a PackedSequence
 
 
@@ -182,7 +183,7 @@ class Roles:
         if all(item.path in shared | self.shared for item in inputs):
             raise BatchSizeError(
                 f"no input has batch_size={size} on its sample dimension",
-                advice="Pass the batch_size of this call's inputs, or leave it out.",
+                advice=f"Pass the batch_size of this call's inputs, or leave it out. {RAGGED}",
             )
         self.shared |= shared
         return _batch(size, [item._replace(role=SHARED) if item.path in self.shared else item for item in inputs])
@@ -327,7 +328,7 @@ def _disagreement(inputs: list[Input]) -> BatchSizeError:
     return BatchSizeError(
         f"inputs disagree about the batch size: {_show(first.path)} has {first.size} on dimension "
         f"{counting_dim(first.role)}, {_show(other.path)} has {other.size} on dimension {counting_dim(other.role)}",
-        advice="Pass in_dims= with None for inputs that all samples share, or batch_size=.",
+        advice=f"Pass in_dims= with None for inputs that all samples share, or batch_size=. {RAGGED}",
     )
 
 

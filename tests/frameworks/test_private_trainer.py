@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -319,6 +321,43 @@ def test_what_changes_behind_attach_is_refused_in_train(tmp_path: Path) -> None:
     callback = fxgrad.opacus.TrainerCallback(private.engine, private.loader, delta=DELTA)
     trainer = trainer_of(private, tmp_path, False, callbacks=[callback], train_dataset=Rows())
     with pytest.raises(OptionError, match="TrainerCallback is not attached") as caught:
+        trainer.train()
+    has_four_parts(caught.value)
+    assert not private.engine.accountant.history
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """The Trainer averages the gradients of both, independent or not."""
+    root = Path(__file__).parents[2]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(root)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.frameworks.two_trainers", str(tmp_path)],
+            cwd=root,
+            env={**os.environ, **torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()  # if one of them still waits for the other
+    for each in said:
+        assert each.count("2|the Trainer trains in 2 processes, and averages") == 2
+        assert each.startswith("False|2|") and "\nTrue|2|" in each
+        assert each.count("Start one process") == 2
+
+
+def test_processes_that_start_behind_attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = Private()
+    trainer = trainer_of(private, tmp_path)
+    monkeypatch.setattr("fxgrad.opacus.trainer_callback.processes", lambda: 2)
+    with pytest.raises(OptionError, match="the Trainer trains in 2 processes, and averages") as caught:
         trainer.train()
     has_four_parts(caught.value)
     assert not private.engine.accountant.history

@@ -20,7 +20,7 @@ from fxgrad.testing import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-LIGHTNING, PAIR = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LIGHTNING, PRIVATE, PAIR, STORE, DOTS, JACOBIAN = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 B, C = 5, 0.05
 
 
@@ -30,23 +30,87 @@ def names_of(program: str) -> dict[str, Any]:
     return names
 
 
-def test_lightning(tmp_path: Path) -> None:
-    module = names_of(LIGHTNING)["Clipped"]()
-    start = [p.detach().clone() for p in module.net.parameters()]
-    batch = TensorDataset(torch.randn(8, 4), torch.randint(3, (8,)))
+def fit(module: Any, loader: Any, folder: Path, epochs: int = 1) -> lightning.Trainer:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's own
-        lightning.Trainer(
+        warnings.simplefilter("ignore")  # Lightning's and Opacus's own
+        trainer = lightning.Trainer(
             accelerator="cpu",
-            max_epochs=1,
+            max_epochs=epochs,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            default_root_dir=tmp_path,
-        ).fit(module, DataLoader(batch, batch_size=8))
+            default_root_dir=folder,
+        )
+        trainer.fit(module, loader)
+    return trainer
+
+
+def digits(n: int, batch_size: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(n, 4), torch.randint(3, (n,))), batch_size=batch_size)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    module = names_of(LIGHTNING)["Clipped"]()
+    start = [p.detach().clone() for p in module.net.parameters()]
+    fit(module, digits(8, 8), tmp_path)
     moved = torch.cat([(p - before).flatten() for p, before in zip(module.net.parameters(), start, strict=True)]).norm()
     assert 0 < moved <= 0.1 * 8 * 1.0  # lr, samples, C
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_with_an_accountant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = names_of(PRIVATE)["Private"](nn.Linear(4, 3), digits(16, 4))
+    start = module.net.weight.detach().clone()
+    steps = fit(module, None, tmp_path, epochs=2).global_step
+    assert steps == 8 and module.engine.accountant.history == [(1.0, 0.25, steps)]
+    assert not module.net.weight.equal(start)
+    assert capsys.readouterr().out.count("epsilon = ") == 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("accumulate", ["error", "overwrite"])
+def test_lightning_with_results_on_parameters(tmp_path: Path, accumulate: Any) -> None:
+    class Norms(names_of(LIGHTNING)["Clipped"]):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            quantities = [fxgrad.Grad(), fxgrad.NormSample()]
+            self.net = fxgrad.transform(nn.Linear(4, 3), quantity=quantities, backend="eager", accumulate=accumulate)
+
+    module = Norms()
+    if accumulate == "error":
+        with pytest.raises(AlreadySet, match=r"accumulate=.*overwrite"):
+            fit(module, digits(8, 4), tmp_path)
+    else:
+        fit(module, digits(8, 4), tmp_path)
+
+
+def test_store_of_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = names_of(STORE)
+    exec(DOTS, names)
+    model, loss = names["model"], lambda output, label: F.cross_entropy(output, label, reduction="sum")
+    train, test = (
+        flat({name: g for name, g in per_sample(model, loss, *names_xy).items()})
+        for names_xy in ((names["x"], names["y"]), (names["test_x"], names["test_y"]))
+    )
+    assert relative_error({"": names["exact"]}, {"": test @ train.T}) < 1e-5
+    correlation = torch.corrcoef(torch.stack([names["approximate"].flatten(), (test @ train.T).flatten()]))[0, 1]
+    assert correlation > 0.9
+
+
+def per_sample(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    each = [torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]), [*parameters.values()]) for i in range(len(x))]
+    return {name: torch.stack(grads) for name, *grads in zip(parameters, *each, strict=True)}
+
+
+def test_jacobians() -> None:
+    names = names_of(JACOBIAN)
+    model, x = names["model"], names["x"]
+    truth = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(dict(model.named_parameters()))
+    assert relative_error(names["jacobian"], truth) < 1e-5
 
 
 def encoder() -> nn.Module:
@@ -88,6 +152,30 @@ def clipped(each: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.einsum("n,n...->...", weights, g) for name, g in each.items()}
 
 
+class Units(nn.Module):
+    """The gradient of sample i is row i of the input: all parameters in one vector."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, child in model.named_children():  # projections go by the parameters' names
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([p.flatten() for p in self.parameters()])
+
+
+PROJECTION = fxgrad.GradProjection(7, seed=3)
+
+
+def projected(each: dict[str, Tensor], model: nn.Module) -> Tensor:
+    """Each row by the matrix that `PROJECTION` makes of unit gradients."""
+    gs = fxgrad.transform(Units(model), quantity=PROJECTION, backend="eager")
+    gs(torch.eye(flat(each).shape[1], dtype=torch.float64)).sum().backward()
+    matrix: Tensor = fxgrad.result(gs, PROJECTION)  # [elements, 7]
+    torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, 7**-0.5))
+    return flat(each) @ matrix
+
+
 DIRECTION = {name: torch.ones_like(p) for name, p in pair_of().named_parameters()}
 QUANTITIES: dict[str, tuple[fxgrad.Quantity, Any]] = {
     "GradSample": (fxgrad.GradSample(), lambda each: each),
@@ -97,6 +185,7 @@ QUANTITIES: dict[str, tuple[fxgrad.Quantity, Any]] = {
     "SquaredGrad": (fxgrad.SquaredGrad(), lambda each: {name: g.square().sum(0) for name, g in each.items()}),
     "GradVariance": (fxgrad.GradVariance(), lambda each: {name: g.var(0) for name, g in each.items()}),
     "GradDot": (fxgrad.GradDot(DIRECTION), lambda each: flat(each).sum(1)),
+    "GradProjection": (PROJECTION, lambda each: projected(each, pair_of())),
     "GradGram": (fxgrad.GradGram(), lambda each: flat(each) @ flat(each).T),
 }
 IN_P_GRAD = ("Grad", "ClippedGrad")
@@ -125,3 +214,32 @@ def test_two_calls_are_refused_and_the_advice_is_the_recipe(name: str) -> None:
     with pytest.raises(AlreadySet, match="two forwards of the model meet in one backward") as caught:
         loss_of((gs(first), gs(second))).backward()
     assert "return self.model(a), self.model(b)" in caught.value.advice
+
+
+OF_THE_ENCODER = {name.removeprefix("encoder."): one for name, one in DIRECTION.items()}
+ADD_UP: dict[str, tuple[fxgrad.Quantity, Any]] = {
+    "GradSample": QUANTITIES["GradSample"],
+    "GradDot": (fxgrad.GradDot(OF_THE_ENCODER), QUANTITIES["GradDot"][1]),
+    "GradProjection": (PROJECTION, lambda each: projected(each, encoder())),
+}
+
+
+@pytest.mark.parametrize("name", ADD_UP)
+def test_two_calls_add_up_in_linear_quantities(name: str) -> None:
+    """What is linear in the gradients needs no module for the pair."""
+    quantity, truth = ADD_UP[name]
+    reports: list[Any] = []
+    gs = fxgrad.transform(
+        encoder(), quantity=quantity, backend="eager", on_result=lambda _, result: reports.append(result)
+    )
+    for step in range(2):
+        gs.zero_grad()
+        first, second = inputs(B)
+        loss_of((gs(first), gs(second))).backward()
+        assert len(reports) == step + 1
+        expected = truth({name.removeprefix("encoder."): g for name, g in rows(B).items()})
+        found = reports[-1]
+        if isinstance(expected, Tensor):
+            torch.testing.assert_close(fxgrad.result(gs, quantity), found)
+            found, expected = {"": found}, {"": expected}
+        assert relative_error(found, expected) < 1e-9

@@ -6,6 +6,7 @@ import pytest
 
 import fxgrad
 from fxgrad.testing import assert_per_sample_grads
+from tests.examples import load
 from tests.zoo.models import TOLERANCE
 from tests.zoo.timm_models import create, timm_family
 
@@ -32,3 +33,19 @@ def test_batch_norm_in_training_mode_is_refused() -> None:
     model, inputs = create("xcit_nano_12_p16_224", img_size=32, embed_dim=16, depth=1, num_heads=2, num_classes=5)
     with pytest.raises(fxgrad.errors.MixedSamples, match=r"batch_norm in training mode .*\n.*xcit\.py"):
         fxgrad.transform(model, backend="eager")(inputs["x"])
+
+
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """examples/vision_timm.py: a clipped sum beside a loop over images."""
+    assert load("vision_timm").main("--steps 2 --batch 8 --backend eager".split()) == 0
+    assert capsys.readouterr().out.endswith("good\n")
+
+
+def test_another_sum_falls_short_in_the_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("vision_timm")
+    loop = module.loop
+    monkeypatch.setattr(module, "loop", lambda *batch: 1.01 * loop(*batch))
+    assert module.main("--steps 1 --batch 4 --backend eager".split()) == 1
+    assert capsys.readouterr().out.endswith("FELL SHORT\n")
