@@ -26,8 +26,9 @@ from fxgrad.kernels.memory import blocks
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.runtime.guard import guard_for
 from fxgrad.runtime.guard import release as release_parameters
+from fxgrad.runtime.policies import Accumulate
 from fxgrad.runtime.reports import OnResult
-from fxgrad.runtime.store import STORES, Accumulate, Store, clear
+from fxgrad.runtime.store import STORES, Store, clear
 from fxgrad.samples.batch import Roles
 
 M = TypeVar("M", bound=nn.Module)

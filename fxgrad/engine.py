@@ -77,7 +77,7 @@ class Engine:
         self.grouped = any(q.group_size != 1 for q in self.options.quantities)
         self.single = self.options.mixing == "error" and any(q.alone for q in self.options.quantities)
         self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
-        self._find_units()
+        self.find_units()
         if self.store.guard is not None and self.units is None:  # p.grad is guarded from now on
             self.store.guard.watch(self.parameters(), self.model)
 
@@ -156,13 +156,13 @@ class Engine:
     def _was_sharded(self, parameters: Mapping[str, Tensor], leaves: Sequence[Any]) -> bool:
         """Return whether FSDP2 divided the model since it was transformed; refuse other calls that are not ordinary."""
         if self.units is None:
-            self._find_units()
+            self.find_units()
             if self.units is not None:
                 return True
         check_call(self.model, parameters, leaves)
         return False
 
-    def _find_units(self) -> None:
+    def find_units(self) -> None:
         """Learn that FSDP2 divided the model: from here on graphs compute what the processes can add up."""
         self.units = units_of(self.model)
         if self.units is not None:
@@ -179,7 +179,9 @@ class Engine:
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
         if self.units is not None:
-            check_alone(bool(self.store.observers), self.first_batch is not None)
+            check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
+            if self.store.observers:
+                self.units.check_averages()
             self.units.check(self.store.asked_of(forward), forward.parameters)
             forward.units = self.units
         self.store.check_clear(forward, forward.enclosing, "a forward")

@@ -750,6 +750,7 @@ def _(host: Any) -> None:
         for name in "State state_of forward_hooks class_of register begin is_outermost inner_units".split()
     ),
     *(f"fsdp.{name}" for name in "groups gather is_gathered free reduce pairs precision offloads".split()),
+    *(f"fsdp.{name}" for name in "local_part altered_reduction".split()),
 )
 def _(host: Any) -> None:
     import torch.distributed as dist
@@ -786,6 +787,9 @@ def _(host: Any) -> None:
         host.reduce([root])
         assert not host.is_gathered([inner]) and {id(shard) for shard, _ in shards} == set(map(id, model.parameters()))
         assert all(bool((p.grad.full_tensor() == 1).all()) for p in model.parameters())
+        part = host.local_part(shards[0][0])
+        assert type(part) is Tensor and part is host.local_part(shards[0][0]) and host.local_part(part) is part
+        assert host.altered_reduction([inner]) == "" and host.altered_reduction([root]) == "MixedPrecisionPolicy"
         other = object.__new__(type(model))
         object.__setattr__(other, "__dict__", model.__dict__)
         host.register(other, root)

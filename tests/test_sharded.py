@@ -23,10 +23,14 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two processes found: one pair of them for all cases."""
-    folder = tmp_path_factory.mktemp("processes")
+    return findings("tests.sharded_processes", tmp_path_factory.mktemp("processes"))
+
+
+def findings(program: str, folder: Path) -> list[dict[str, str]]:
+    """Run a program in two processes that meet in a folder; return what each found of its cases."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.sharded_processes", str(rank), str(folder)],
+            [sys.executable, "-m", program, str(rank), str(folder)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

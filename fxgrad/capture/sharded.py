@@ -127,6 +127,36 @@ class Units:
         if not fsdp.is_gathered(self.states):
             fsdp.gather(self.states)
 
+    def all_in_shards(self, wholes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the shards of whole parameters, by the same names; raise if one is in no unit."""
+        shards = self.shards(wholes)
+        missing = [name for name, whole in wholes.items() if shards[name] is whole]
+        if missing:
+            raise OptionError(
+                f"'{missing[0]}' is in no unit of FSDP2, which would not sum its gradients over the processes",
+                advice="Call fully_shard on the model itself, too, without ignored_params.",
+            )
+        return shards
+
+    def all_shards(self) -> list[Tensor]:
+        """Return every parameter's shard, in an order that all processes share."""
+        return [shard for shard, _ in fsdp.pairs(self.states)]
+
+    def altered_average(self) -> str:
+        """Return what the user has set for which p.grad is not the average over all processes; "" for nothing."""
+        return fsdp.altered_reduction(self.states)
+
+    def check_averages(self) -> None:
+        """Raise unless p.grad will be the average over all processes."""
+        setting = self.altered_average()
+        if setting:
+            raise OptionError(
+                f"a private step has to know how FSDP2 sums gradients over the processes, and this changes it: "
+                f"{setting}",
+                advice="Leave it out: FSDP2's average over all processes, in one backward a step. For parameters in "
+                "bfloat16 convert the model before fully_shard.",
+            )
+
     def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
         """Reduce and shard p.grad behind the last callback of a backward call, once for all its forwards."""
         self.adds = adds or (self.adds and self.reducing == task)
@@ -162,8 +192,8 @@ def check_alone(private: bool, first_batch: bool) -> None:
     """Refuse what would run beside FSDP2 and does not know shards."""
     if private:
         raise OptionError(
-            "make_private does not know models that FSDP2 has sharded: noise would be drawn for each shard alone",
-            advice="Use DistributedDataParallel.",
+            "the model was sharded by FSDP2 after make_private: noise would be drawn for each shard alone",
+            advice="Call fully_shard first, make the optimizer then, and call make_private last.",
         )
     if first_batch:
         raise OptionError(

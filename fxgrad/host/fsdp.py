@@ -179,3 +179,45 @@ def offloads(state: State) -> bool:
     Without: an error of PyTorch's about devices.
     """
     return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups([state]))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's part on this process, the same object at each call; a tensor of another kind as it is.
+
+    Why: ``to_local`` returns a new view at each call. An op on a DTensor counts in the DTensor's version, and one on
+    what ``to_local`` returns in that of this part.
+    Without: the ledger of a private model misses changes of sharded gradients.
+    """
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def altered_reduction(states: Sequence[State]) -> str:
+    """Return what the user has set for which p.grad is not the average over all processes; "" for nothing.
+
+    Why: a private step knows how often and by what FSDP2 has divided a sum.
+    Without: a custom divide factor, or a reduction that is left out, would change the privacy of a step.
+    """
+    for state in states:
+        if not state._state_ctx.is_last_backward:
+            return "set_is_last_backward(False)"
+        for group in groups([state]):
+            settings = {
+                "set_requires_gradient_sync(False)": not group.reduce_grads,
+                "set_requires_all_reduce(False)": not group.all_reduce_grads,
+                "set_gradient_divide_factor": group.gradient_divide_factor is not None,
+                "set_all_reduce_hook": getattr(group, "_all_reduce_hook", None) is not None,
+                "set_custom_reduce_scatter": not _is_own(getattr(group, "_reduce_scatter_comm", None)),
+                "MixedPrecisionPolicy": any((group.mp_policy.param_dtype, group.mp_policy.reduce_dtype)),
+                "gradients that an earlier backward has not reduced": group._partial_reduce_output is not None
+                or any(one.unsharded_accumulated_grad is not None for one in group.fsdp_params),
+            }
+            found = next((name for name, is_set in settings.items() if is_set), "")
+            if found:
+                return found
+    return ""
+
+
+def _is_own(collective: Any) -> bool:
+    """Return whether a collective is one of PyTorch's."""
+    return collective is None or type(collective).__module__.startswith("torch.")

@@ -17,7 +17,7 @@ from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.modules import own_step_hooks, step_pre_hooks
 from fxgrad.host.tensors import identity, version
 from fxgrad.opacus.checkpoints import check_order
-from fxgrad.opacus.ledger import CLEAR, Ledger
+from fxgrad.opacus.ledger import CLEAR, Ledger, state_of
 from fxgrad.opacus.processes import check_one_process
 from fxgrad.runtime.grad_scaler import check_no_scaler_steps
 
@@ -34,7 +34,7 @@ class CheckedStep(DPOptimizer):  # type: ignore[misc]
     step_hook: Any  # Opacus's own
     in_one_process: bool  # whether to refuse other processes, which torch.distributed may start later
     first_batch: FirstBatch | None = None  # until the processes have agreed on their first batches
-    _noised: list[tuple[Tensor | None, int]] | None = None  # p.grad after the noise, before the step
+    _noised: list[tuple[Tensor | None, Any]] | None = None  # p.grad after the noise, before the step
     _left: Any = None  # the sums left by virtual steps of this logical batch
     _broken = False  # whether those sums were changed
 
@@ -114,7 +114,7 @@ class CheckedStep(DPOptimizer):  # type: ignore[misc]
             )
         self._check_unchanged(noised)
 
-    def _check_unchanged(self, noised: list[tuple[Tensor | None, int]]) -> None:
+    def _check_unchanged(self, noised: list[tuple[Tensor | None, Any]]) -> None:
         grads = self._grads()
         if len(grads) == len(noised) and all(a is b and n == m for (a, n), (b, m) in zip(grads, noised, strict=True)):
             return
@@ -125,9 +125,9 @@ class CheckedStep(DPOptimizer):  # type: ignore[misc]
             advice=f"Remove the hook: what it writes has no noise, and nobody counts it. {CLEAR}",
         )
 
-    def _grads(self) -> list[tuple[Tensor | None, int]]:
+    def _grads(self) -> list[tuple[Tensor | None, Any]]:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return [(grad, 0 if grad is None else version(grad)) for grad in grads]
+        return [(grad, () if grad is None else state_of(grad)) for grad in grads]
 
     def _check_sums(self) -> None:
         """Raise if the sums of a logical batch's parts were changed since this optimizer's last virtual step."""

@@ -6,18 +6,23 @@
 
 The same holds for p.grad_sample, but there the optimizer may omit parameters: Opacus then clips over those it has.
 Where the backward clips, the ledger also records to which C.
+
+Where FSDP2 divided the model, all this is of the shards, which get what FSDP2 reduces at the end of the backward. The
+whole parameters must have no p.grad as a backward begins: FSDP2 would add it to the next sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fxgrad.engine import Engine
 from fxgrad.errors import UnaccountedGrad
 from fxgrad.host.autograd import autograd_engine
+from fxgrad.host.fsdp import local_part
 from fxgrad.host.tensors import identity, post_accumulate_hooks, version
 from fxgrad.quantities import ClippedGrad
 from fxgrad.quantities.clipping import Clipping
@@ -26,7 +31,7 @@ from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.slot import STAMPS
 
 CLEAR = "Call optimizer.zero_grad(), and run forward and backward of the private model again."
-State = tuple[tuple[int, int], ...]  # the identity and version of each tensor at a place
+State = tuple[tuple[Any, ...], ...]  # `state_of` each tensor at a place
 
 
 class ClippedPart(NamedTuple):
@@ -42,6 +47,7 @@ class Ledger:
     def __init__(self, engine: Engine, quantity: ClippedGrad | None) -> None:
         self.engine, self.quantity = engine, quantity  # a quantity if the backward clips
         self.place = "grad_sample" if quantity is None else "grad"
+        self.shards = engine.units is not None
         self.deliveries = 0  # since p.grad was last empty
         self.parts: list[ClippedPart] = []  # of these deliveries
         self.bounds: tuple[float, ...] = ()  # of the backward call in progress
@@ -57,13 +63,16 @@ class Ledger:
         """Compare p.grad with the recorded states as a backward begins."""
         if self.place == "grad" and not any(map(accumulates, forward.parameters.values())):  # autograd.grad
             return
-        self._check_hooks(forward)
-        parameters = forward.parameters
+        parameters = self._stepped(forward)
+        for each in (forward.parameters, parameters):
+            self._check_hooks(each)
+        if self.shards and any(map(self.tensors, forward.parameters.values())):
+            self.trouble = self.trouble or "an earlier backward left gradients that FSDP2 has not reduced"
         states = {name: self.state(parameter) for name, parameter in parameters.items()}
         present = {name: state for name, state in states.items() if state or self.deliveries}
         changed = [name for name, state in present.items() if state != self.states.get(id(parameters[name]), ())]
         values = (tensor for parameter in parameters.values() for tensor in self.tensors(parameter))
-        if changed and any(bool(value.any()) for value in values):  # zero_grad(set_to_none=False) leaves zeros
+        if changed and any(map(_is_nonzero, values)):  # zero_grad(set_to_none=False) leaves zeros
             self.trouble = self.trouble or (
                 f"{self.place} of '{changed[0]}' held something else than fxgrad delivered when a backward began"
             )
@@ -73,9 +82,13 @@ class Ledger:
             self.bounds = numbers_of(self.quantity.max_grad_norm)
         self.running = forward.task()
 
-    def _check_hooks(self, forward: Forward) -> None:
+    def _stepped(self, forward: Forward) -> Mapping[str, Tensor]:
+        """Return the parameters that the optimizer steps, by name: the shards of a divided model."""
+        return forward.parameters if forward.units is None else forward.units.all_in_shards(forward.parameters)
+
+    def _check_hooks(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise for a post-accumulate hook; its change of p.grad would look like a delivery."""
-        hooked = [name for name, p in forward.parameters.items() if post_accumulate_hooks(p)]
+        hooked = [name for name, p in parameters.items() if post_accumulate_hooks(p)]
         if hooked and self.place == "grad":
             raise UnaccountedGrad(
                 f"'{hooked[0]}' has a hook (register_post_accumulate_grad_hook), which may change p.grad after the "
@@ -111,8 +124,17 @@ class Ledger:
         self.deliveries += 1
         if self.quantity is not None:
             self.parts.append(ClippedPart(self.bounds, self.engine.store.result(self.quantity)))
-        self.parameters = {id(parameter): (name, parameter) for name, parameter in forward.parameters.items()}
-        self._mark(forward.parameters.values())
+        stepped = self._stepped(forward)
+        if forward.units is not None:
+            missed = next((name for name, shard in stepped.items() if not self.tensors(shard)), None)
+            cause = forward.units.altered_average()
+            if missed is not None or cause:
+                self.trouble = self.trouble or (
+                    f"FSDP2 has not reduced the gradient of '{missed or next(iter(stepped))}' to the average over all "
+                    f"processes{f': {cause}' if cause else ''}"
+                )
+        self.parameters = {id(parameter): (name, parameter) for name, parameter in stepped.items()}
+        self._mark(stepped.values())
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Start over after zero_grad: p.grad is zero or None."""
@@ -161,14 +183,16 @@ class Ledger:
             )
 
     def _check_parameters(self, stepped: dict[int, Tensor], trainable: dict[int, Tensor]) -> None:
-        moved = [p for p in stepped.values() if not p.requires_grad and p.grad is not None and bool(p.grad.any())]
+        moved = [p for p in stepped.values() if not p.requires_grad and p.grad is not None and _is_nonzero(p.grad)]
         if moved:
             raise UnaccountedGrad(
                 f"a frozen parameter of shape {list(moved[0].shape)} holds p.grad: the step would move it without "
                 "noise",
                 advice="Set its grad to None when you freeze it, before the forward.",
             )
-        present = {id(parameter) for parameter in self.engine.parameters().values()}
+        units = self.engine.units
+        own = self.engine.parameters().values() if units is None else units.all_shards()
+        present = {id(parameter) for parameter in own}
         foreign = [p for key, p in trainable.items() if key not in present]
         if foreign:
             raise UnaccountedGrad(
@@ -197,7 +221,39 @@ class Ledger:
         return list(value) if isinstance(value, list) else [] if value is None else [value]
 
     def state(self, parameter: Tensor) -> State:
-        return tuple((identity(tensor), version(tensor)) for tensor in self.tensors(parameter))
+        return tuple(map(state_of, self.tensors(parameter)))
+
+
+class Contents:
+    """A copy of a tensor; equal to another one of the same numbers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copy = tensor.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Contents) and self._equals(other.copy)
+
+    def _equals(self, other: Tensor) -> bool:
+        alike = self.copy.shape == other.shape and self.copy.dtype is other.dtype
+        return alike and torch.allclose(self.copy, other, rtol=0, atol=0, equal_nan=True)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def state_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what differs after a change of a tensor: its identity and version.
+
+    Of a DTensor also its numbers: ``torch._foreach_mul_`` changes them and no version.
+    """
+    part = local_part(tensor)
+    if part is tensor:
+        return identity(tensor), version(tensor)
+    return identity(tensor), identity(part), Contents(part)
+
+
+def _is_nonzero(tensor: Tensor) -> bool:
+    """Return whether this process's part of a tensor has a number other than zero; no process waits for another."""
+    return bool(local_part(tensor).any())
 
 
 def numbers_of(max_grad_norm: float | Sequence[float] | Tensor) -> tuple[float, ...]:

@@ -23,6 +23,8 @@ from fxgrad.errors import AlreadySet, OptionError
 from fxgrad.opacus.arguments import check_number
 from fxgrad.opacus.checked_step import CheckedStep
 from fxgrad.opacus.ledger import Ledger, numbers_of
+from fxgrad.opacus.processes import processes
+from fxgrad.opacus.shards import ShardNoise
 from fxgrad.quantities import ClippedGrad
 
 # Note [One C]
@@ -197,6 +199,51 @@ class AdaptiveOneBackwardOptimizer(
             self.unclipped_num = self.unclipped_num + (part.clipping.weight >= 1).sum()
 
 
+class _OfShards(DPOptimizerFastGradientClipping):  # type: ignore[misc]
+    """The sum and the noise of a model that FSDP2 divided."""
+
+    ledger: Ledger
+    noise: ShardNoise
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        raise OptionError(
+            "BatchMemoryManager splits a batch into as many backwards as it has samples, and processes with sharded "
+            "parameters have to meet in each backward",
+            advice="Train without BatchMemoryManager: fxgrad.ClippedGrad stores no per-sample gradient. Choose a "
+            "smaller batch_size of the loader if memory is short.",
+        )
+
+    def accumulate(self) -> None:
+        """Set p.summed_grad to the sum over all processes, which FSDP2 has divided by their number."""
+        for parameter in self.params:
+            parameter.summed_grad = parameter.grad.detach() * self.noise.mesh.size()
+
+    def add_noise(self) -> None:
+        """Add to each element of this process's shards one draw; see `ShardNoise`."""
+        units = self.ledger.engine.units
+        assert units is not None
+        trainable = [shard for shard in units.all_shards() if shard.requires_grad]
+        sums = [shard.__dict__["summed_grad"] for shard in trainable]
+        noised = self.noise.added(sums, self.noise_multiplier * self.max_grad_norm)
+        for shard, grad in zip(trainable, noised, strict=True):
+            shard.grad = grad
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        units = self.ledger.engine.units
+        assert units is not None
+        for parameter in units.parameters():  # also what a backward that raised has left of whole gradients
+            parameter.grad = None
+        super().zero_grad(set_to_none)
+
+
+class ShardedOneBackwardOptimizer(_OneBackward, _OfShards):
+    """`OneBackwardOptimizer` for a model that FSDP2's ``fully_shard`` divided; `make_private` makes it.
+
+    Each process steps its shards. The backward has reduced their gradients; the step multiplies FSDP2's average by the
+    number of processes, adds the noise of its shards, and divides by the expected size of the batch of all processes.
+    """
+
+
 ONE_BACKWARD = {
     DPOptimizer: OneBackwardOptimizer,
     DistributedDPOptimizer: DistributedOneBackwardOptimizer,
@@ -205,7 +252,14 @@ ONE_BACKWARD = {
 CHECKED = {AdaClipDPOptimizer: AdaptiveOptimizer, DPPerLayerOptimizer: PerLayerOptimizer}
 
 
-def check_steps(private: DPOptimizer, engine: Engine, quantity: ClippedGrad | None, *, poisson_sampling: bool) -> None:
+def check_steps(
+    private: DPOptimizer,
+    engine: Engine,
+    quantity: ClippedGrad | None,
+    *,
+    poisson_sampling: bool,
+    noise: ShardNoise | None = None,
+) -> None:
     """Turn Opacus's optimizer into one that checks p.grad, or p.grad_sample, against the ledger before each step.
 
     Opacus's classes share their attributes, so the object remains: its settings, its sums, and the accountant's hook.
@@ -215,9 +269,13 @@ def check_steps(private: DPOptimizer, engine: Engine, quantity: ClippedGrad | No
         engine: the model's.
         quantity: the one that clips in the backward, if it does.
         poisson_sampling: whether batches are drawn independently.
+        noise: of the shards, where FSDP2 divided the model.
     """
     kind: Any = type(private)
-    private.__class__ = _checked_class(kind) if quantity is None else ONE_BACKWARD[kind]
+    if noise is not None:
+        _steps_shards(private, noise)
+    else:
+        private.__class__ = _checked_class(kind) if quantity is None else ONE_BACKWARD[kind]
     if isinstance(private, _Bounded):  # its properties take the place of Opacus's attributes
         norm = private.__dict__.pop("max_grad_norm")
         norms = private.__dict__.pop("max_grad_norms", [norm])
@@ -226,6 +284,14 @@ def check_steps(private: DPOptimizer, engine: Engine, quantity: ClippedGrad | No
     if quantity is not None:
         private.quantity, private.poisson_sampling = quantity, poisson_sampling
     private.begin_checks(Ledger(engine, quantity))
+
+
+def _steps_shards(private: DPOptimizer, noise: ShardNoise) -> None:
+    """Turn Opacus's optimizer for several processes into one that steps shards."""
+    assert type(private) is DistributedDPOptimizer, type(private)  # else Opacus has not divided the batch size
+    private.__class__ = ShardedOneBackwardOptimizer
+    private.expected_batch_size = round(private.expected_batch_size * processes())  # Opacus's is of one process
+    private.noise, private.generator = noise, None
 
 
 @cache

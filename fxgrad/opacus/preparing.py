@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture.options import Inner, loss_scale
-from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
@@ -25,7 +24,8 @@ from fxgrad.opacus.clipping import check_optimizer, check_written, quantity_for,
 from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
-from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps
+from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps, draw_every_batch
+from fxgrad.opacus.shards import noise_of_shards, unit_of
 from fxgrad.opacus.validating import check_not_wrapped, prepared_by_opacus
 from fxgrad.quantities import ClippedGrad, Quantity
 
@@ -74,7 +74,9 @@ def make_private(
         engine: an ``opacus.PrivacyEngine``; its accountant counts every step.
         module: the model, in training mode, or one that `fxgrad.transform` made with options. Either may be wrapped in
             DistributedDataParallel or Opacus's class of that name, whose model is then replaced. The processes then
-            communicate only in steps: the averaging of DistributedDataParallel is turned off.
+            communicate only in steps: the averaging of DistributedDataParallel is turned off. Or one that FSDP2's
+            ``fully_shard`` divided, with one_backward=True and check_first_batch=False: each process adds the noise of
+            its own shards, from a secret seed; noise_generator, if given, is used once, for seeds.
         optimizer: any optimizer over parameters of the model.
         data_loader: the loader whose dataset and mean batch size Poisson sampling uses.
         noise_multiplier: σ, the noise's standard deviation over max_grad_norm: 0 or more, and finite.
@@ -110,7 +112,8 @@ def make_private(
     Raises:
         OptionError: loss_reduction, criterion, and the options of a transformed module do not agree; a transformed
             module allows samples to mix, or fixes the batch size under Poisson sampling; noise and bounds are not
-            positive and finite; several processes train, and the module is not wrapped.
+            positive and finite; several processes train, and the module is not wrapped; FSDP2 divided it, and an
+            argument is not supported for that.
         OptionError: for fix=True, the optimizer holds parameters that the fixed module does not have, or has stepped
             those of a BatchNorm; the module is wrapped, or is itself to be replaced.
         UnknownArgument (a TypeError): the name of an argument is misspelt or unknown.
@@ -139,9 +142,19 @@ def make_private(
     wrapper = module if isinstance(module, WRAPPERS) else None
     inner: Any = module if wrapper is None else wrapper.module
     if isinstance(inner, nn.Module):
-        check_not_sharded(inner, "make_private")
         check_not_wrapped(inner)
-    check_processes(wrapper, independent, clipping)
+    unit = unit_of(
+        inner,
+        engine,
+        wrapped=wrapper is not None,
+        one_backward=one_backward,
+        clipping=clipping,
+        poisson_sampling=poisson_sampling,
+        independent=independent,
+        fix=fix,
+        check_first_batch=check_first_batch,
+    )
+    check_processes(wrapper, independent or unit is not None, clipping)
     if fix:
         _fix(module, optimizer)
     if isinstance(inner, nn.Module):
@@ -159,7 +172,7 @@ def make_private(
     bound = math.hypot(*numbers_of(max_grad_norm)) if one_backward else max_grad_norm
     private, loader = prepared_by_opacus(
         engine,
-        module=transformed.model if wrapper is None else wrapper,
+        module=next(one for one in (unit, wrapper, transformed.model) if one is not None),
         optimizer=optimizer,
         data_loader=data_loader,
         noise_multiplier=noise_multiplier,
@@ -171,10 +184,13 @@ def make_private(
     )
     transformed.store.alone = quantity  # two batches in one backward would add up their rows
     clipped = quantity if isinstance(quantity, ClippedGrad) else None
-    check_steps(private, transformed, clipped, poisson_sampling=poisson_sampling)
+    noise = None if unit is None else noise_of_shards(transformed, arguments.get("noise_generator"))
+    check_steps(private, transformed, clipped, poisson_sampling=poisson_sampling, noise=noise)
     set_bounds(quantity, max_grad_norm)
     give_wrapper_names(view)
-    private.in_one_process = wrapper is None and not independent
+    private.in_one_process = wrapper is None and unit is None and not independent
+    if unit is not None:
+        draw_every_batch(loader)
     if wrapper is None:
         return view, private, loader
     wrapper.module = view

@@ -24,8 +24,8 @@ REFUSED = {
         "Leave out grad_sample_mode= and the code that sets p.grad_sample.",
     ),
     "ghost_fsdp": (
-        "shards the parameters over processes (FSDP), and fxgrad transforms models whose parameters are whole",
-        "Put the model into DistributedDataParallel, and pass grad_sample_mode='ghost'.",
+        "is Opacus's mode for models that FSDP2 shards, and fxgrad sees by itself that a model is sharded",
+        "Pass the sharded model with grad_sample_mode='ghost'; docs/devices.md says what is supported.",
     ),
     "ghost_tp": (
         "shards layers over processes (tensor parallel), and fxgrad transforms models whose parameters are whole",

@@ -25,6 +25,15 @@ WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParalle
 # processes. fxgrad turns off the averaging of DistributedDataParallel, so a backward communicates nothing. A process
 # that draws no samples takes the step with an empty batch.
 
+BITS = 62
+"""The size of a seed. PyTorch's generators of the CPU use its low 32 bits, those of CUDA all."""
+
+
+def seed_at(seed: int, place: int, places: int) -> int:
+    """Return a seed whose low bits are a place: seeds of different places differ, also in their low 32 bits."""
+    bits = (places - 1).bit_length()
+    return seed >> bits << bits | place
+
 
 def processes() -> int:
     """Return the number of processes; 1 without torch.distributed."""
@@ -83,11 +92,16 @@ def communicate_in_steps(
     """
     if isinstance(wrapper, DistributedDataParallel):
         wrapper.require_backward_grad_sync = False  # as in no_sync()
-    if isinstance(loader.batch_sampler, DistributedUniformWithReplacementSampler):
-        loader.batch_sampler.__class__ = EveryBatch  # a DataLoader refuses a new sampler
+    draw_every_batch(loader)
     if first_batch is not None:
         first_batch.settles = True
         optimizer.first_batch = first_batch
+
+
+def draw_every_batch(loader: DataLoader[Any]) -> None:
+    """Make the processes of a loader with Opacus's distributed sampler take equally many steps."""
+    if isinstance(loader.batch_sampler, DistributedUniformWithReplacementSampler):
+        loader.batch_sampler.__class__ = EveryBatch  # a DataLoader refuses a new sampler
 
 
 class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
@@ -95,6 +109,10 @@ class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc
 
     Opacus's sampler omits a batch if this process's part is empty. The processes then take different numbers of steps,
     and wait for each other at the end.
+
+    Without a generator, Opacus's sampler draws from the process's default one. After one `torch.manual_seed` in all
+    processes, they would draw the same places of their parts, so samples would not be drawn independently. Here each
+    process draws from a stream of its own, which one draw of the default generator and the rank determine.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -103,6 +121,9 @@ class EveryBatch(DistributedUniformWithReplacementSampler):  # type: ignore[misc
             generator = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
             order = torch.randperm(self.total_size, generator=generator)
         indices = order[self.rank : self.total_size : self.num_replicas]
+        own = self.generator
+        if own is None:
+            own = torch.Generator().manual_seed(seed_at(int(torch.randint(2**BITS, ())), self.rank, self.num_replicas))
         for _ in range(self.num_batches):
-            drawn = torch.rand(self.num_samples, generator=self.generator) < self.sample_rate
+            drawn = torch.rand(self.num_samples, generator=own) < self.sample_rate
             yield indices[drawn.nonzero(as_tuple=False).reshape(-1)].tolist()

@@ -24,12 +24,12 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fxgrad.errors import AlreadySet, OptionError, nearest
+from fxgrad.errors import AlreadySet
 from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
 from fxgrad.host.tensors import identity, is_view
 from fxgrad.quantities import Quantity
@@ -40,17 +40,18 @@ from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
 from fxgrad.runtime.idle_steps import watch_steps
+from fxgrad.runtime.policies import Accumulate, check_policy, how_to_clear
 from fxgrad.runtime.refusals import check_delivers_to_leaves, differentiated_again, used_outside
 from fxgrad.runtime.reports import OnResult, Reports, no_result, not_asked, packed
 
-Accumulate = Literal["error", "append", "sum", "overwrite"]
-POLICIES: tuple[Accumulate, ...] = ("error", "append", "sum", "overwrite")
 _KINDS = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")  # of a tensor; for `map`, without frames
 _TASK = "_fxgrad_task"  # on a result: the backward call that set it
 
 
 class Observer(Protocol):
     """Follows backward calls; an optimizer that has to know what p.grad is made of."""
+
+    shards: bool  # whether it knows models that FSDP2 has sharded
 
     def began(self, forward: Forward) -> None: ...
 
@@ -64,15 +65,6 @@ TWO_CALLS = (
     "shows, or call backward() for each."
 )
 
-CLEAR = (
-    "Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass accumulate={}. Evaluate under "
-    "torch.no_grad()."
-)
-CLEAR_OF_PRIVATE = (
-    "Call zero_grad() of make_private's optimizer before the forward, and evaluate under torch.no_grad(). Lightning "
-    "runs the forward first: use make_private(.., one_backward=True) there."
-)
-
 
 class Store:
     """Stores what a backward delivers, by the `accumulate` policy."""
@@ -84,19 +76,9 @@ class Store:
         guard: Guard | None = None,
         on_result: OnResult | None = None,
     ) -> None:
-        if policy not in POLICIES:
-            raise OptionError(
-                f"accumulate has to be one of {', '.join(POLICIES)}, not {policy!r}", advice=nearest(policy, POLICIES)
-            )
+        check_policy(policy, quantities)
         self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
         self.delivered = self.quantities  # what a backward computes for them: other ones on a sharded model
-        lone = next((q for q in self.quantities if not q.accumulates), None)
-        self.others = '"append", "sum" or "overwrite"' if lone is None else '"append" or "overwrite"'
-        if policy == "sum" and lone is not None:
-            raise OptionError(
-                f"accumulate='sum' would add the results of several backwards, and those of {lone} do not add up",
-                advice=f"Pass accumulate={self.others}.",
-            )
         self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
         self.only_norms = all(q.alone for q in self.quantities)
         self.reports = None if on_result is None else Reports(on_result, self.quantities)
@@ -154,7 +136,7 @@ class Store:
                 if result is not None and (task == -1 or _task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
-                        advice=CLEAR_OF_PRIVATE if self.observers else CLEAR.format(self.others),
+                        advice=how_to_clear(self.quantities, bool(self.observers)),
                     )
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
@@ -301,16 +283,15 @@ class Store:
                 parameter = forward.parameters[delivery.parameter or ""]
                 if _task_of(getattr(parameter, delivery.place, None)) != task:
                     self.put(parameter, delivery.place, zeros(delivery), forward)
-        if self.observers:
-            for observer in self.observers:
-                observer.ended(forward)
+        if forward.units is not None:  # queued first: observers look at p.grad of the shards
+            forward.units.reduce(task, self.adds_to_grad(forward), forward.parameters, forward.size)
+        for observer in self.observers:
+            observer.ended(forward)
         if self.reports is not None:
-            parameters = forward.parameters if forward.units is None else forward.units.shards(forward.parameters)
-            self.reports.ended(task, parameters, self.asked_of(forward).by_quantity, self.results)
+            stepped = forward.parameters if forward.units is None else forward.units.shards(forward.parameters)
+            self.reports.ended(task, stepped, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
-        if forward.units is not None:
-            forward.units.reduce(task, self.adds_to_grad(forward), forward.parameters, forward.size)
         forward.view = None  # autograd's nodes and a forward hold each other
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:

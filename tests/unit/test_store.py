@@ -13,7 +13,8 @@ import fxgrad
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Placeholders, watch
-from fxgrad.runtime.store import Accumulate, Store, clear
+from fxgrad.runtime.policies import Accumulate
+from fxgrad.runtime.store import Store, clear
 
 N = 3
 PLAIN = fxgrad.GradSample()
@@ -171,6 +172,8 @@ def test_observers_hear_of_each_backward_call() -> None:
     heard: list[str] = []
 
     class Observer:
+        shards = False
+
         def began(self, forward: Forward) -> None:
             heard.append("began")
 
