@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tests.sharded_misuse
 import tests.sharded_more  # noqa: F401 - registers cases
 from tests.sharded_processes import CASES, WORLD
 
