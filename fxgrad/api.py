@@ -72,8 +72,8 @@ def transform(
             starts, [layers * directions, B, hidden], has them on dimension 1 either way.
         in_dims: as in ``torch.vmap``, one entry per positional argument; a dict names arguments.
             None for an input that all samples share.
-        accumulate: what a backward does while grad_sample is still set: "error", "append", "sum" or
-            "overwrite".
+        accumulate: what a backward does while results on parameters are still set: "error", "append", "sum" or
+            "overwrite". Norms and variances of several backwards do not add up: "sum" is refused with them.
         mixing: "error" refuses ops that let samples influence each other; "allow" computes dL/dW(i).
         backend: the compiler behind: "inductor", "aot_eager", "eager" or a callable.
         fullgraph: whether the model has to be one graph. Between two graphs fxgrad does not see Python numbers, or

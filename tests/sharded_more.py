@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,8 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as parameter_groups
 from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import fxgrad
@@ -67,17 +72,16 @@ MOMENTS = [fxgrad.SquaredGrad(), fxgrad.GradVariance()]
 
 @case
 def moments_of_all_processes(rank: int) -> None:
-    for build in (lambda model: units(model), lambda model: units(model, reshard_after_forward=False)):
-        model = tied()
-        alone = copy.deepcopy(model)
-        private = fxgrad.transform(build(model), quantity=[fxgrad.Grad(), *MOMENTS], backend="eager")
-        for i, sizes in enumerate(SIZES):
-            batch = ids(sizes, i)
-            private.zero_grad()
-            loss(private(batch[rank])).backward()
-            assert_moments(private, alone, torch.cat(batch))
-            rows = per_sample_grads(alone, loss, (torch.cat(batch),))
-            assert_grads(private, {name: g.sum(0) / WORLD for name, g in rows.items()})
+    model = tied()
+    alone = copy.deepcopy(model)
+    private = fxgrad.transform(units(model), quantity=[fxgrad.Grad(), *MOMENTS], backend="eager")
+    for i, sizes in enumerate(SIZES):
+        batch = ids(sizes, i)
+        private.zero_grad()
+        loss(private(batch[rank])).backward()
+        assert_moments(private, alone, torch.cat(batch))
+        rows = per_sample_grads(alone, loss, (torch.cat(batch),))
+        assert_grads(private, {name: g.sum(0) / WORLD for name, g in rows.items()})
 
 
 @case
@@ -89,7 +93,7 @@ def moments_on_other_meshes_and_policies(rank: int) -> None:
     for options in ({"mesh": meshes[0]}, {"mesh": meshes[1]}, {"mesh": one, **by_columns}):
         model = tied(width=4)
         alone = copy.deepcopy(model)
-        private = units(fxgrad.transform(model, quantity=MOMENTS, backend="aot_eager"), **options)
+        private = units(fxgrad.transform(model, quantity=MOMENTS, backend="eager"), **options)
         batch = ids((0, 3))
         loss(private(batch[rank])).backward()
         assert_moments(private, alone, torch.cat(batch))
@@ -110,9 +114,11 @@ def _keep(seen: list[Any], *result: Any) -> None:
 def moments_of_groups_and_several_backwards(rank: int) -> None:
     """A sample of two rows; policies; frozen parameters; sharded behind a first call; on_result."""
     grouped = [fxgrad.SquaredGrad(), fxgrad.GradVariance(group_size=2)]
-    batch, second = ids((2, 6)), ids((0, 4), seed=1)
+    torch.manual_seed(0)
+    batch, second = torch.randn(8, 3).double().split([2, 6]), torch.randn(4, 3).double().split([0, 4])
     for policy in ("sum", "append", "overwrite"):
-        model: Any = tied()
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
         alone = copy.deepcopy(model)
         seen: list[Any] = []
         private: Any = fxgrad.transform(
@@ -121,10 +127,10 @@ def moments_of_groups_and_several_backwards(rank: int) -> None:
         beside: Any = fxgrad.transform(alone, quantity=grouped, backend="eager", accumulate=policy)
         loss(private(torch.cat(batch))).backward()
         private.zero_grad()
-        units(model)
+        units(model, [model[0]])
         for x in (batch, second):
             for one in (private, beside):
-                one.blocks[1].up.weight.requires_grad_(x is batch)
+                one[0].weight.requires_grad_(x is batch)
             loss(private(x[rank])).backward()
             loss(beside(torch.cat(x))).backward()
         for (name, p), q in zip(private.named_parameters(), beside.parameters(), strict=True):
@@ -309,3 +315,313 @@ def two_forwards_of_the_ordinary_gradient(rank: int) -> None:
     private = fxgrad.transform(units(tied()), quantity=fxgrad.Grad(), backend="eager")
     batch = ids((2, 3))
     refused(AlreadySet, "two forwards", lambda: (loss(private(batch[rank])) + loss(private(batch[rank]))).backward())
+
+
+# The methods of FSDPModule and UnshardHandle
+
+
+def method(name: str) -> Callable[[Callable[[Small], None]], None]:
+    """Register the case of one method, which earlier versions of PyTorch may not have."""
+
+    def register(check: Callable[[Small], None]) -> None:
+        def run(rank: int) -> None:
+            kind, _, attribute = name.rpartition(".")
+            if hasattr(UnshardHandle if kind else FSDPModule, attribute):
+                check(Small(rank))
+
+        run.__name__ = name
+        case(run)
+
+    return register
+
+
+CLIPPED = fxgrad.ClippedGrad(C)
+
+
+class Small:
+    """A private model of two units, and its like on one process."""
+
+    def __init__(self, rank: int, quantity: fxgrad.Quantity = CLIPPED, **options: Any) -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.alone, self.rank = copy.deepcopy(model), rank
+        self.inner = model[0]
+        self.model: Any = fxgrad.transform(units(model, [self.inner], **options), quantity=quantity, backend="eager")
+        self.x = torch.randn(5, 3, dtype=torch.float64)
+
+    def forward(self) -> Tensor:
+        return loss(self.model(self.x.split([2, 3])[self.rank]))
+
+    def step(self, times: float = 1.0, tolerance: float = 1e-10) -> None:
+        """Compare p.grad of one more step with the loop."""
+        self.model.zero_grad()
+        self.forward().backward()
+        self.right(times, tolerance)
+
+    def right(self, times: float = 1.0, tolerance: float = 1e-10) -> None:
+        self.model.reshard()
+        self.inner.reshard()
+        expected = clipped_sum(self.alone, self.x)
+        assert_grads(self.model, {name: times * g for name, g in expected.items()}, tolerance)
+
+    def is_whole(self) -> list[bool]:
+        return [not isinstance(part.weight, DTensor) for part in (self.inner, self.model[2])]
+
+    def gathers(self) -> int:
+        """Return the number of all-gathers of one step."""
+        self.model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            self.forward().backward()
+        return sum(one.count for one in seen.key_averages() if one.key == "c10d::_allgather_base_")
+
+
+@method("unshard")
+def _(small: Small) -> None:
+    small.model.unshard()
+    assert small.is_whole() == [False, True]
+    small.step()
+    small.model.unshard()
+    with torch.no_grad():
+        small.model.reshard()
+        for p in (*small.model.parameters(), *small.alone.parameters()):
+            p += 1  # the whole parameters of the next call are new ones
+    small.step()
+
+
+@method("UnshardHandle.wait")
+def _(small: Small) -> None:
+    small.model.unshard(async_op=True).wait()
+    assert small.is_whole() == [False, True]
+    small.step()
+    small.inner.unshard(async_op=True)  # a call waits by itself
+    small.step()
+
+
+@method("reshard")
+def _(small: Small) -> None:
+    small.model.zero_grad()
+    y = small.forward()
+    assert small.is_whole() == [True, True]
+    small.model.reshard()
+    small.inner.reshard()
+    assert small.is_whole() == [False, False]
+    y.backward()
+    small.right()
+
+
+@method("reset_iter_state")
+def _(small: Small) -> None:
+    refused(Exception, "", lambda: small.model(small.x[:, :2]))
+    small.model.reset_iter_state()
+    assert small.is_whole() == [False, False]
+    small.step()
+    y = small.forward()
+    y.register_hook(lambda g: 1 // 0)
+    refused(ZeroDivisionError, "", y.backward)
+    small.model.reset_iter_state()
+    small.step()
+
+
+@method("set_is_last_backward")
+def _(small: Small) -> None:
+    small.model.set_is_last_backward(False)
+    small.forward().backward()
+    small.model.set_is_last_backward(True)
+    small.forward().backward()
+    small.right(2)
+
+
+@method("set_requires_gradient_sync")
+def _(small: Small) -> None:
+    small.model.set_requires_gradient_sync(False)
+    small.forward().backward()
+    small.model.reshard()
+    assert all(p.grad is None for p in small.model.parameters())
+    small.model.set_requires_gradient_sync(True)
+    small.forward().backward()
+    small.right(2)
+
+
+@method("set_requires_all_reduce")
+def _(small: Small) -> None:
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    small = Small(small.rank, mesh=mesh)
+    small.model.set_requires_all_reduce(False)
+    small.forward().backward()
+    small.model.set_requires_all_reduce(True)
+    small.forward().backward()
+    small.right(2)
+
+
+@method("set_reshard_after_forward")
+def _(small: Small) -> None:
+    for after in (True, False):
+        small.model.set_reshard_after_forward(after)
+        small.model.zero_grad()
+        y = small.forward()
+        assert small.is_whole() == [True, True]
+        y.backward()
+        small.right()
+
+
+@method("set_reshard_after_backward")
+def _(small: Small) -> None:
+    small.model.set_reshard_after_backward(False)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (small.model, small.alone)]
+    assert small.gathers() == 2
+    assert small.is_whole() == [True, True]
+    small.right()
+    for name, p in small.alone.named_parameters():
+        p.grad = clipped_sum(small.alone, small.x)[name]
+    for optimizer in optimizers:
+        optimizer.step()
+    small.forward().backward()
+    assert small.gathers() == 2
+    small.right()
+
+
+@method("set_modules_to_forward_prefetch")
+def _(small: Small) -> None:
+    small.model.set_modules_to_forward_prefetch([small.inner])
+    small.step()
+    assert small.gathers() == 2
+
+
+@method("set_modules_to_backward_prefetch")
+def _(small: Small) -> None:
+    small.model.set_modules_to_backward_prefetch([small.inner])
+    small.step()
+    assert small.gathers() == 2
+
+
+@method("set_unshard_in_backward")
+def _(small: Small) -> None:
+    small.inner.set_unshard_in_backward(False)
+    small.step()
+    assert small.gathers() == 2
+
+
+class Communication:
+    """A user's own collective: PyTorch's, with what each call was given."""
+
+    def __init__(self, name: str) -> None:
+        self.inner, self.calls = getattr(collectives, name)(), list[dict[str, Any]]()
+        self.allocate = self.inner.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(kwargs)
+        return self.inner(*args, **kwargs)
+
+
+@method("set_custom_all_gather")
+def _(small: Small) -> None:
+    small.inner.set_custom_all_gather(own := Communication("DefaultAllGather"))
+    small.step()
+    assert len(own.calls) == 1
+
+
+@method("set_custom_reduce_scatter")
+def _(small: Small) -> None:
+    small.inner.set_custom_reduce_scatter(own := Communication("DefaultReduceScatter"))
+    small.step()
+    assert len(own.calls) == 1
+
+
+@method("set_all_reduce_hook")
+def _(small: Small) -> None:
+    for part in (small.model, small.inner):
+        part.set_all_reduce_hook(lambda output: output.mul_(3))
+    small.step(3)
+
+
+@method("set_post_optim_event")
+def _(small: Small) -> None:
+    small.step()
+    small.model.set_post_optim_event(torch.cpu.Event())
+    small.step()
+    assert small.model._get_fsdp_state()._state_ctx.post_optim_event is None  # waited for, and let go
+
+
+@method("set_reduce_scatter_divide_factor")
+def _(small: Small) -> None:
+    for part in (small.model, small.inner):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            part.set_reduce_scatter_divide_factor(1.0)
+    small.step(WORLD)
+
+
+@method("set_gradient_divide_factor")
+def _(small: Small) -> None:
+    for part in (small.model, small.inner):
+        part.set_gradient_divide_factor(4.0)
+    small.step(WORLD / 4)
+
+
+@method("set_force_sum_reduction_for_comms")
+def _(small: Small) -> None:
+    small = Small(small.rank, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    small.inner.set_custom_reduce_scatter(own := Communication("DefaultReduceScatter"))
+    small.step(tolerance=1e-6)
+    for part in (small.model, small.inner):
+        part.set_force_sum_reduction_for_comms(True)
+    small.step(tolerance=1e-6)
+    assert [call["op"] for call in own.calls] == [dist.ReduceOp.AVG, dist.ReduceOp.SUM]
+
+
+@method("set_reduce_scatter_unused_params")
+def _(small: Small) -> None:
+    """A backward that sends nothing to p.grad reduces zeros, as in FSDP2 alone."""
+    small.model.set_reduce_scatter_unused_params(True)
+    small.step()
+    norms = Small(small.rank, fxgrad.NormSample())
+    for unused in (False, True):
+        norms.model.zero_grad()
+        norms.model.set_reduce_scatter_unused_params(unused)
+        norms.forward().backward()
+        grads = [p.grad for p in norms.model.parameters()]
+        assert all(grad is not None and not grad.full_tensor().any() if unused else grad is None for grad in grads)
+
+
+@method("set_reduce_scatter_max_input_buffers")
+def _(small: Small) -> None:
+    small.model.set_reduce_scatter_max_input_buffers(2)
+    small.step()
+    assert small.model._get_fsdp_state()._comm_ctx.reduce_scatter_max_input_buffers == 2
+
+
+@method("set_separate_reduce_scatter_group")
+def _(small: Small) -> None:
+    small.model.set_separate_reduce_scatter_group()
+    small.inner.set_custom_all_gather(gather := Communication("DefaultAllGather"))
+    small.inner.set_custom_reduce_scatter(reduce := Communication("DefaultReduceScatter"))
+    small.step()
+    assert gather.calls[0]["group"] is not reduce.calls[0]["group"]
+
+
+@method("set_allocate_memory_from_process_group_for_comm")
+def _(small: Small) -> None:
+    small.inner.set_allocate_memory_from_process_group_for_comm(True)
+    with patch.object(collectives.ProcessGroupAllocAllGather, "__call__", autospec=True) as called:
+        called.side_effect = lambda _, *args, **kwargs: collectives.DefaultAllGather()(*args, **kwargs)
+        small.step()
+    assert called.call_count == 1
+
+
+@method("set_symm_mem_for_comm")
+def _(small: Small) -> None:
+    """Gloo has no symmetric memory: a stand-in for the all-gather that the method sets."""
+    calls: list[str] = []
+
+    class Symmetric(collectives.DefaultAllGather):
+        def __init__(self, group: Any, backend: str) -> None:
+            pass
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("gather")
+            return super().__call__(*args, **kwargs)
+
+    with patch.object(parameter_groups, "SymmMemAllGather", Symmetric):
+        small.inner.set_symm_mem_for_comm()
+    small.step()
+    assert calls == ["gather"]

@@ -550,7 +550,7 @@ def what_does_not_know_shards(rank: int) -> None:
     units(late)
     refused(OptionError, "check_first_batch", partial(later, x))
     refused(OptionError, "make_private", lambda: _private(units(tied())))
-    prepared, _optimizer, _ = _private(tied())  # the optimizer is held weakly
+    prepared, _optimizer = _private(tied())
     units(prepared)
     refused(OptionError, "make_private", partial(prepared, x))
     offloaded = units(tied(), offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -573,7 +573,7 @@ def _private(model: nn.Module) -> Any:
         independent=True,
         check_first_batch=False,
         backend="eager",
-    )
+    )[:2]
 
 
 def main(rank: int, folder: Path) -> None:

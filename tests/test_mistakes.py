@@ -542,6 +542,20 @@ def zero_grad_of_an_optimizer() -> Any:
         model(X).sum().backward()
 
 
+@mistake(
+    OptionError, "accumulate='sum' would add", "NormSample do not add up", 'Pass accumulate="append" or "overwrite"'
+)
+def sum_of_norms() -> Any:
+    transformed(quantity=fxgrad.NormSample(), accumulate="sum")
+
+
+@mistake(AlreadySet, "grad_variance of 'enc.weight' is still set", 'or pass accumulate="append" or "overwrite".')
+def variances_left_over() -> Any:
+    model = transformed(quantity=fxgrad.GradVariance())
+    for _ in range(2):
+        model(X).sum().backward()
+
+
 @mistake(RuleError, "no argument of linear is an nn.Parameter", "Pass nn.Parameter(w) for each w")
 def rule_without_a_parameter() -> Any:
     fxgrad.testing.check_rule(nn.functional.linear, torch.randn(5, 3), torch.randn(2, 3))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 import tests.sharded_misuse
 import tests.sharded_more  # noqa: F401 - registers cases
 from tests.sharded_processes import CASES, WORLD
 
 ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "devices").with_suffix(".md")  # its table is read here; its program needs several devices
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -39,6 +42,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(said)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def test_every_method_has_a_row_and_a_case() -> None:
+    """A method that a version of PyTorch adds is not known to be honoured."""
+    rows = [row for row in PAGE.read_text().splitlines() if row.startswith("| `")]
+    ways = {name: row.split("|")[2].split()[0].strip(":;") for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    public = {name for name in vars(FSDPModule) if name[0] != "_"}
+    public |= {f"UnshardHandle.{name}" for name in vars(UnshardHandle) if name[0] != "_"}
+    assert {name: ways.get(name) for name in public if ways.get(name) not in ("honoured", "ignored", "refused")} == {}
+    assert public <= CASES.keys()
 
 
 @pytest.mark.parametrize("case", CASES)

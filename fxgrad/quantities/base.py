@@ -76,6 +76,7 @@ class Quantity(ABC):
     group_size: int = field(default=1, kw_only=True)  # consecutive rows that count as one sample
 
     adds: ClassVar[bool] = False  # whether the results of several forwards of one backward may be added
+    accumulates: ClassVar[bool] = True  # whether results of several backwards may be added, by accumulate="sum"
     dense: ClassVar[bool] = False  # whether it materialises every gradient, which is then done use by use
     guards_grad: ClassVar[bool] = False  # whether only its deliveries may be added to p.grad
     alone: ClassVar[bool] = False  # whether it describes single samples, so that outputs which mix samples are refused

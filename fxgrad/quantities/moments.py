@@ -93,6 +93,8 @@ class GradVariance(Quantity):
     [[1.0]]
     """
 
+    accumulates: ClassVar[bool] = False
+
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         return like_parameters("grad_variance", parameters)
 

@@ -72,6 +72,7 @@ class NormSample(Quantity):
 
     sums: ClassVar[bool] = False
     alone: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = False
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         of_parameters = [

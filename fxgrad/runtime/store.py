@@ -65,8 +65,8 @@ TWO_CALLS = (
 )
 
 CLEAR = (
-    "Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass "
-    'accumulate="append", "sum" or "overwrite". Evaluate under torch.no_grad().'
+    "Call the model's zero_grad() first (an optimizer's clears p.grad alone), or pass accumulate={}. Evaluate under "
+    "torch.no_grad()."
 )
 CLEAR_OF_PRIVATE = (
     "Call zero_grad() of make_private's optimizer before the forward, and evaluate under torch.no_grad(). Lightning "
@@ -90,6 +90,13 @@ class Store:
             )
         self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
         self.delivered = self.quantities  # what a backward computes for them: other ones on a sharded model
+        lone = next((q for q in self.quantities if not q.accumulates), None)
+        self.others = '"append", "sum" or "overwrite"' if lone is None else '"append" or "overwrite"'
+        if policy == "sum" and lone is not None:
+            raise OptionError(
+                f"accumulate='sum' would add the results of several backwards, and those of {lone} do not add up",
+                advice=f"Pass accumulate={self.others}.",
+            )
         self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
         self.only_norms = all(q.alone for q in self.quantities)
         self.reports = None if on_result is None else Reports(on_result, self.quantities)
@@ -147,7 +154,7 @@ class Store:
                 if result is not None and (task == -1 or _task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
-                        advice=CLEAR_OF_PRIVATE if self.observers else CLEAR,
+                        advice=CLEAR_OF_PRIVATE if self.observers else CLEAR.format(self.others),
                     )
 
     def asked_of(self, forward: Forward, names: tuple[str, ...] | None = None) -> Asked:
