@@ -27,7 +27,7 @@ from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, 
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
-from fxgrad.capture.sharded import Units, check_alone, units_of
+from fxgrad.capture.sharded import Units, check_alone, check_around, units_of
 from fxgrad.capture.sharded_results import Results, per_process
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError
@@ -78,7 +78,7 @@ class Engine:
         self.single = self.options.mixing == "error" and any(q.alone for q in self.options.quantities)
         self.weighted = next((q for q in self.options.quantities if getattr(q, "sample_weight", False)), None)
         self.find_units()
-        if self.store.guard is not None and self.units is None:  # p.grad is guarded from now on
+        if self.store.guard is not None:  # p.grad is guarded from now on
             self.store.guard.watch(self.parameters(), self.model)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +99,10 @@ class Engine:
         return self._call(method, args, kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.units is None or not torch.is_grad_enabled():
+        if self.units is None:
+            return self._call_whole(method, args, kwargs)
+        self.units.free()
+        if not torch.is_grad_enabled() or not any(map(_requires_grad, self.named.now().values())):
             return self._call_whole(method, args, kwargs)
         with self.units.whole(args, kwargs) as (args, kwargs):
             outputs = self._call_whole(method, args, kwargs)
@@ -176,9 +179,13 @@ class Engine:
         """Let the guard watch every parameter, and refuse results of an earlier backward."""
         guard = self.store.guard
         if guard is not None:
+            if self.units is not None:
+                self.units.guard(guard, every)
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
         if self.units is not None:
+            forward.weights = self.units.weights()
+            forward.at_backward.append(self.units.remember)
             check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
             if self.store.observers:
                 self.units.check_averages()
@@ -282,6 +289,8 @@ class Engine:
 
     def _on_no_samples(self, forward: Forward, _: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
+        if self.units is None:
+            check_around(forward.parameters.values())
         stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
         others = dict(zip(forward.parameters, stand_ins, strict=True))

@@ -314,9 +314,12 @@ def checkpoints_of_activations_that_reenter(rank: int) -> None:
 
 @case
 def two_forwards_of_the_ordinary_gradient(rank: int) -> None:
-    private = fxgrad.transform(units(tied()), quantity=fxgrad.Grad(), backend="eager")
+    """The gradients of the calls add up, as without FSDP2."""
+    private, alone = fxgrad.transform(units(tied()), quantity=fxgrad.Grad(), backend="eager"), tied()
     batch = ids((2, 3))
-    refused(AlreadySet, "two forwards", lambda: (loss(private(batch[rank])) + loss(private(batch[rank]))).backward())
+    (loss(private(batch[rank])) + loss(private(batch[rank]))).backward()
+    torch.stack([loss(alone(x)) for x in batch]).sum().backward()  # two calls each, over two processes
+    assert_grads(private, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
 
 
 # The methods of FSDPModule and UnshardHandle

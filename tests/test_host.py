@@ -749,7 +749,10 @@ def _(host: Any) -> None:
         f"fsdp.{name}"
         for name in "State state_of forward_hooks class_of register begin is_outermost inner_units".split()
     ),
-    *(f"fsdp.{name}" for name in "groups gather is_gathered free reduce pairs precision offloads".split()),
+    *(f"fsdp.{name}" for name in "groups gather is_gathered free is_sharded reduce pairs precision offloads".split()),
+    "fsdp.cast_inputs",
+    "fsdp.cast_outputs",
+    "fsdp.manages",
     *(f"fsdp.{name}" for name in "local_part altered_reduction".split()),
 )
 def _(host: Any) -> None:
@@ -770,14 +773,18 @@ def _(host: Any) -> None:
         root, inner = (_unit(host, part) for part in (model, model[0]))
         assert host.class_of(type(model)) is nn.Sequential and host.class_of(nn.Linear) is nn.Linear
         assert host.precision(root) == (torch.bfloat16, torch.float64) and host.precision(inner) == (None, None)
+        assert host.cast_inputs(root, (torch.ones(1),), {})[0][0].dtype is torch.bfloat16
+        assert host.cast_outputs(root, torch.ones(1)).dtype is torch.float64
         assert not host.offloads(root) and host.is_outermost(inner)
         args, kwargs = host.begin([root], model, (torch.ones(4, 3),), {})
         assert torch.equal(args[0], torch.ones(4, 3)) and kwargs == {}
         assert host.inner_units(root) == [root, inner] and not host.is_outermost(inner)
-        assert len(list(host.groups([root, inner]))) == 2 and not host.is_gathered([root, inner])
+        assert len(list(host.groups([root, inner]))) == 2 and host.is_sharded([root, inner])
+        assert not host.is_gathered([root, inner])
         host.gather([root, inner])
-        assert host.is_gathered([root, inner])
+        assert host.is_gathered([root, inner]) and not host.is_sharded([root, inner])
         shards = host.pairs([root, inner])
+        assert host.manages(model.parameters()) and not host.manages(nn.Linear(2, 2).parameters())
         assert [type(whole) for _, whole in shards] == 4 * [nn.Parameter]
         assert {id(whole) for _, whole in shards} == set(map(id, model.parameters()))
         for _, whole in shards:

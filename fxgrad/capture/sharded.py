@@ -12,24 +12,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from fxgrad.capture.sharded_results import Results, places_of
-from fxgrad.errors import OptionError
+from fxgrad.errors import BatchSizeError, OptionError, UnclippedGrad
 from fxgrad.host import fsdp
-from fxgrad.host.autograd import autograd_engine
+from fxgrad.host.autograd import autograd_engine, current_task
 from fxgrad.host.fsdp import State
 from fxgrad.host.modules import FSDP_MANAGED
 from fxgrad.host.pytree import tree_map
+from fxgrad.host.tensors import version
 from fxgrad.runtime.deliveries import Asked
+from fxgrad.runtime.guard import Guard
+from fxgrad.runtime.slot import slot_of
 
 LOCAL = "norm_sample"
 """The one attribute of parameters that is of the process's own samples, and right where a parameter is sharded."""
+
+Weights: TypeAlias = tuple[tuple[int, int], ...]
+"""The identity and the version of each shard."""
 
 
 class Units:
@@ -42,6 +48,9 @@ class Units:
         self.reducing = -1  # the backward call at whose end the gradients are reduced
         self.adds = False  # whether that call adds to p.grad
         self.results = Results((), "error")  # on the shards, of all processes
+        self.waits = False  # whether a call has left the parameters whole, for its backward
+        self.guarded = False  # whether a guard has watched the whole parameters
+        self.before: list[tuple[Tensor | None, int]] | None = None  # p.grad of whole ones, before a running backward
 
     @contextlib.contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -49,18 +58,21 @@ class Units:
         self._find_roots()
         args, kwargs = fsdp.begin(self.roots, self.model, args, kwargs)
         fsdp.free(self.states)  # what an earlier forward without a backward left whole may be old
+        self._drop_failed()
+        self.waits = True
         fsdp.gather(self.states)
         for shard, whole in fsdp.pairs(self.states):
             whole.requires_grad_(shard.requires_grad)
             _move(shard, whole)
             self.results.hold(shard, whole)
-        top = fsdp.precision(self.states[0]) if self._is_unit() else (None, None)
+        if self._is_unit():
+            args, kwargs = fsdp.cast_inputs(self.states[0], args, kwargs)
         with _ordinary(self.model):
-            yield _cast(top[0], args), _cast(top[0], kwargs)
+            yield args, kwargs
 
     def outputs(self, outputs: Any) -> Any:
         """Cast what the model returns as its outermost unit does."""
-        return _cast(fsdp.precision(self.states[0])[1], outputs) if self._is_unit() else outputs
+        return fsdp.cast_outputs(self.states[0], outputs) if self._is_unit() else outputs
 
     def _is_unit(self) -> bool:
         """Return whether the model itself is a unit, not only modules in it."""
@@ -70,6 +82,7 @@ class Units:
         """Learn which units are outermost, once, and refuse a unit around the model."""
         if self.roots:
             return
+        self.states = _states(self.model)  # of units that the model got since it was transformed, too
         if any(map(fsdp.offloads, self.states)):
             raise OptionError(
                 "FSDP2's CPU offload is not supported", advice="Leave out offload_policy=CPUOffloadPolicy()."
@@ -122,8 +135,33 @@ class Units:
         of = {id(whole): shard for shard, whole in fsdp.pairs(self.states)}
         return {name: of.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
-    def gather(self) -> None:
-        """Gather the parameters again that were freed between a forward and its backward."""
+    def guard(self, guard: Guard, parameters: Mapping[str, Tensor]) -> None:
+        """Guard the shards, to which FSDP2 adds without autograd; refuse what came before the first guard."""
+        shards = self.shards(parameters)
+        for name, shard in shards.items():
+            whole = parameters[name]
+            if not self.guarded and slot_of(whole) is None and not (shard.grad is None and whole.grad is None):
+                raise UnclippedGrad(
+                    f"parameter '{name}' has a p.grad from before the first transformed call of the sharded model, "
+                    "and no guard saw it",
+                    advice="Call zero_grad() of the optimizer and of the model before that call, with set_to_none.",
+                )
+        self.guarded = True
+        for name, shard in shards.items():
+            guard.join(name, shard)
+
+    def weights(self) -> Weights:
+        """Return what tells whether the weights have changed."""
+        return tuple((id(shard), version(shard)) for shard, _ in fsdp.pairs(self.states))
+
+    def gather(self, weights: Weights) -> None:
+        """Gather the parameters again that were freed between a forward, with these weights, and its backward."""
+        if weights != self.weights():
+            raise OptionError(
+                "parameters of a sharded model changed between a forward and its backward, which would mix old and new",
+                advice="Call backward() first, then optimizer.step() or load_state_dict().",
+            )
+        self.waits = True
         if not fsdp.is_gathered(self.states):
             fsdp.gather(self.states)
 
@@ -157,6 +195,32 @@ class Units:
                 "bfloat16 convert the model before fully_shard.",
             )
 
+    def free(self) -> None:
+        """Free what a forward without a backward left whole: FSDP2 would not gather it again, and it may be old."""
+        if self.waits:
+            fsdp.free(self.states)
+            self.waits = False
+
+    def remember(self) -> None:
+        """Note p.grad of the whole parameters before a backward call."""
+        if self.before is None:
+            grads = [whole.grad for _, whole in fsdp.pairs(self.states)]
+            self.before = [(grad, 0 if grad is None else version(grad)) for grad in grads]
+
+    def _drop_failed(self) -> None:
+        """Drop what a backward that raised has left on whole parameters, where the optimizer does not see it."""
+        if self.before is None or current_task() != -1:
+            return
+        for (_, whole), (grad, count) in zip(fsdp.pairs(self.states), self.before, strict=True):
+            if grad is None:
+                whole.grad = None
+            elif whole.grad is not None and (whole.grad is not grad or version(grad) != count):
+                raise OptionError(
+                    "a backward raised after it had added to gradients that wait for set_requires_gradient_sync(True)",
+                    advice="Call zero_grad() of the transformed model and of the optimizer, and begin the step anew.",
+                )
+        self.before = None
+
     def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
         """Reduce and shard p.grad behind the last callback of a backward call, once for all its forwards."""
         self.adds = adds or (self.adds and self.reducing == task)
@@ -172,6 +236,8 @@ class Units:
             if self.adds and whole.requires_grad and whole.grad is None:
                 whole.grad = torch.zeros_like(whole)  # every process reduces the same, whatever its samples used
         fsdp.reduce(self.roots)
+        self.before = None
+        self.waits = not fsdp.is_sharded(self.states)
 
 
 def units_of(model: nn.Module) -> Units | None:
@@ -185,6 +251,16 @@ def check_not_sharded(model: nn.Module, what: str) -> None:
         raise OptionError(
             f"{what} does not know models that FSDP2 has sharded",
             advice="Use the model before fully_shard, in one process or under DistributedDataParallel.",
+        )
+
+
+def check_around(parameters: Iterable[Tensor]) -> None:
+    """Refuse an empty batch in a unit around the model, which reduces before the zeros are there."""
+    if fsdp.manages(parameters):
+        raise BatchSizeError(
+            "the batch is empty, and a unit of FSDP2 around the transformed model reduces nothing for it, while other "
+            "processes wait",
+            advice="Call fully_shard on the transformed model and its modules instead: then batches may be empty.",
         )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -113,6 +114,22 @@ def groups(states: Sequence[State]) -> Iterator[Any]:
         yield from filter(None, getattr(state, "_fsdp_param_groups", one))
 
 
+def manages(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether any unit has these whole parameters.
+
+    Why: nothing leads from a module to a unit around it.
+    Without: an empty batch on one process leaves the others waiting in a reduction.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return False
+    known = sys.modules["torch.distributed._composable_state"]._module_state_mapping.values()
+    states = [one() if isinstance(one, weakref.ref) else one for one in known]
+    units = [state for state in states if isinstance(state, module.FSDPState)]
+    wholes = {id(getattr(one, "_unsharded_param", None)) for group in groups(units) for one in group.fsdp_params}
+    return any(id(parameter) in wholes for parameter in parameters)
+
+
 def gather(states: Sequence[State]) -> None:
     """Put the whole parameters in place of their shards, unit after unit.
 
@@ -133,6 +150,15 @@ def is_gathered(states: Sequence[State]) -> bool:
     return all(group.is_unsharded for group in groups(states))
 
 
+def is_sharded(states: Sequence[State]) -> bool:
+    """Return whether no unit's parameters are whole.
+
+    Why: ``set_reshard_after_backward(False)`` leaves them whole.
+    Without: an evaluation after the step uses old weights.
+    """
+    return all(group.is_sharded for group in groups(states))
+
+
 def free(states: Sequence[State]) -> None:
     """Put the shards in place of whole parameters.
 
@@ -146,10 +172,13 @@ def free(states: Sequence[State]) -> None:
 def reduce(roots: Sequence[State]) -> None:
     """Do what the outermost units do at the end of a backward: every unit's gradients are reduced and sharded.
 
-    Why: the reduction honours every setting of FSDPModule, and nothing public begins it.
+    Why: the reduction honours every setting of FSDPModule, and nothing public begins it. A group that a backward has
+    reduced before it raised is still marked as reduced.
     Without: see `state_of`.
     """
     for root in roots:
+        for group in groups(inner_units(root)):
+            group._training_state = sys.modules[_MODULE].TrainingState.IDLE
         root._root_post_backward_final_callback()
 
 
@@ -170,6 +199,25 @@ def precision(state: State) -> tuple[torch.dtype | None, torch.dtype | None]:
     """
     policy = state._mp_policy
     return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+
+
+def cast_inputs(state: State, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast the inputs of a unit, those in dataclasses included.
+
+    Why: see `precision`.
+    Without: see `precision`.
+    """
+    inputs: tuple[Any, Any] = state._cast_forward_inputs(args, kwargs)
+    return inputs
+
+
+def cast_outputs(state: State, outputs: Any) -> Any:
+    """Cast what a unit returns, dataclasses included.
+
+    Why: see `precision`.
+    Without: a loss is computed in the dtype of the parameters.
+    """
+    return state._cast_output_dtype(outputs)
 
 
 def offloads(state: State) -> bool:

@@ -52,6 +52,7 @@ class Forward:
         self.at_backward: list[Callable[[], None]] = []  # what to do as each backward call begins
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
         self.units: Any = None  # the `Units` of a model that FSDP2 divided
+        self.weights: Any = None  # its weights in this forward
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
         # What averages p.grad at the end of a backward: its own callback comes after ours.
         self.averaged = wrapped_by_ddp() is not None

@@ -184,7 +184,7 @@ class Store:
         if torch.is_grad_enabled():
             raise differentiated_again()
         if forward.units is not None:
-            forward.units.gather()
+            forward.units.gather(forward.weights)
         task = current_task()
         if forward.checked == task:
             return
