@@ -17,7 +17,7 @@ from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fxgrad.errors import AlreadySet
+from fxgrad.errors import AlreadySet, OptionError
 from fxgrad.opacus import PrivacyEngine
 from tests.opacus_settings import ADAPTIVE, WARNINGS
 
@@ -363,14 +363,14 @@ class TestMismatches:
     def test_an_optimizer_of_another_model_with_equal_values(self, mode: str) -> None:
         model = seeded()
         optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=LR)
-        with pytest.raises(ValueError, match="is not the model's"):
+        with pytest.raises(OptionError, match="is not the model's"):
             Training(model, mode, optimizer=optimizer)
         Training(model, mode).train(1)
 
     def test_an_optimizer_made_before_opacus_fixed_the_model(self) -> None:
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
         fixed = ModuleValidator.fix(model).double()
-        with pytest.raises(ValueError, match="is not the model's"):
+        with pytest.raises(OptionError, match="is not the model's"):
             Training(fixed, optimizer=torch.optim.SGD(model.parameters(), lr=LR))
         Training(fixed).train(1)
 
