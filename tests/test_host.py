@@ -522,6 +522,13 @@ def _(host: Any) -> None:
 # tensors
 
 
+@check("tensors.assert_on_device")
+def _(host: Any) -> None:
+    host.assert_on_device(torch.tensor(True), "unseen")
+    with pytest.raises(RuntimeError, match="seen"):
+        host.assert_on_device(torch.tensor(False), "seen")
+
+
 @check("tensors.identity", "tensors.version", "tensors.set_versions", "tensors.is_view")
 def _(host: Any) -> None:
     x = torch.zeros(3)
