@@ -170,7 +170,7 @@ class Engine:
         self.units = units_of(self.model)
         if self.units is not None:
             self.compiled.clear()
-            quantities = per_process(self.options.quantities)
+            quantities = self.units.sums.by_unit(per_process(self.options.quantities))
             self.options = dataclasses.replace(self.options, quantities=quantities)
             self.store.deliver_instead(quantities)
             self.units.results = Results(quantities, self.store.policy)
@@ -185,7 +185,6 @@ class Engine:
             forward.view = guard.view and guard.view()
         if self.units is not None:
             forward.weights = self.units.weights()
-            forward.at_backward.append(self.units.remember)
             check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
             if self.store.observers:
                 self.units.check_averages()
@@ -291,7 +290,7 @@ class Engine:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
         if self.units is None:
             check_around(forward.parameters.values())
-        stand_ins = Unseen.apply(*forward.parameters.values())  # type: ignore[no-untyped-call]
+        stand_ins = Unseen.apply(forward, *forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
         others = dict(zip(forward.parameters, stand_ins, strict=True))
         with on_other_tensors(self.model, others), without_reentrant_checkpoints():

@@ -2,10 +2,11 @@
 
     gather    the outermost hooks' work; then every unit's parameters in turn, in the same order on each process
     call      without FSDP2's hooks and classes: the passes see an ordinary model with whole parameters
-    reduce    at the end of the backward, FSDP2 averages and shards each unit's p.grad
+    reduce    at the end of the backward, FSDP2 averages and shards each unit's p.grad; clipped sums earlier, one unit
+              after the other (sharded_sums.py)
 
-No collective is in a graph: batches of different sizes, and empty ones, meet in the same collectives. The price is
-memory: the parameters and gradients of all units are whole in a step, as under ``reshard_after_forward=False``.
+Batches of different sizes, and empty ones, meet in the same collectives. The price is memory: the parameters of all
+units are whole in a step, as under ``reshard_after_forward=False``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.capture.sharded_results import Results, places_of
+from fxgrad.capture.sharded_sums import Sums
 from fxgrad.errors import BatchSizeError, OptionError, UnclippedGrad
 from fxgrad.host import fsdp
 from fxgrad.host.autograd import autograd_engine, current_task
@@ -28,6 +30,7 @@ from fxgrad.host.modules import FSDP_MANAGED
 from fxgrad.host.pytree import tree_map
 from fxgrad.host.tensors import version
 from fxgrad.runtime.deliveries import Asked
+from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
 from fxgrad.runtime.slot import slot_of
 
@@ -51,6 +54,7 @@ class Units:
         self.waits = False  # whether a call has left the parameters whole, for its backward
         self.guarded = False  # whether a guard has watched the whole parameters
         self.before: list[tuple[Tensor | None, int]] | None = None  # p.grad of whole ones, before a running backward
+        self.sums = Sums(lambda: self.waits)
 
     @contextlib.contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -65,6 +69,8 @@ class Units:
             whole.requires_grad_(shard.requires_grad)
             _move(shard, whole)
             self.results.hold(shard, whole)
+        if not self.sums.groups:
+            self.sums.learn(self.roots, dict(self.model.named_parameters()))
         if self._is_unit():
             args, kwargs = fsdp.cast_inputs(self.states[0], args, kwargs)
         with _ordinary(self.model):
@@ -201,8 +207,9 @@ class Units:
             fsdp.free(self.states)
             self.waits = False
 
-    def remember(self) -> None:
-        """Note p.grad of the whole parameters before a backward call."""
+    def begin(self, forward: Forward, guarded: bool) -> None:
+        """Note p.grad of the whole parameters before a backward call, and decide how it is reduced."""
+        self.sums.begin(forward, self.states, guarded)
         if self.before is None:
             grads = [whole.grad for _, whole in fsdp.pairs(self.states)]
             self.before = [(grad, 0 if grad is None else version(grad)) for grad in grads]
@@ -230,12 +237,14 @@ class Units:
 
     def _reduce(self, parameters: Mapping[str, Tensor], rows: int) -> None:
         self.reducing = -1
-        self.results.reduce(fsdp.pairs(self.states), parameters.values(), rows)
+        reduced = self.sums.end()
         for shard, whole in fsdp.pairs(self.states):
             _move(whole, shard)
-            if self.adds and whole.requires_grad and whole.grad is None:
+            if not reduced and self.adds and whole.requires_grad and whole.grad is None:
                 whole.grad = torch.zeros_like(whole)  # every process reduces the same, whatever its samples used
-        fsdp.reduce(self.roots)
+        fsdp.reduce(self.roots, reduced)
+        self.sums.deliver()
+        self.results.reduce(fsdp.pairs(self.states), parameters.values(), rows)
         self.before = None
         self.waits = not fsdp.is_sharded(self.states)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from fxgrad.capture.sharded_sums import ClippedByUnit
 from fxgrad.compile.code_text import Unreadable, imported_name, text_of_builtin, text_of_class, text_of_function
 from fxgrad.host.fake import FakeTensor
 from fxgrad.host.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -111,7 +112,10 @@ class Texts:
             return f"{self.of(kind)}({self._all(tuple(value))})"
         computed = {name for base in kind.__mro__ for name, one in vars(base).items() if type(one) is cached_property}
         own = {name: one for name, one in vars(value).items() if name not in computed}
-        if kind is ClippedGrad:  # its numbers are an input, of which each call gets as many as there are groups
+        if kind in (
+            ClippedGrad,
+            ClippedByUnit,
+        ):  # its numbers are an input, of which each call gets as many as there are groups
             del own["max_grad_norm"]
         if kind is GradDot:  # each call gets its tensors as inputs
             own["vectors"] = {name: self.of_metadata(vector) for name, vector in value.vectors.items()}

@@ -169,16 +169,84 @@ def free(states: Sequence[State]) -> None:
         group.reshard()
 
 
-def reduce(roots: Sequence[State]) -> None:
+def in_order_of_reduction(roots: Sequence[State]) -> list[Any]:
+    """Return all groups of parameters as `reduce` goes through them.
+
+    Why: see `reduce`. Every process has to reduce in one order.
+    Without: processes add up gradients of different units, or wait for ever.
+    """
+    return [group for root in roots for state in inner_units(root) for group in reversed([*groups([state])])]
+
+
+def reduces_at_once(states: Sequence[State]) -> bool:
+    """Return whether the next gradients of every unit are reduced to its shards, and nobody looks at whole ones.
+
+    Why: FSDP2 may be told to wait, keeps what waits, and calls hooks of the shards.
+    Without: a backward that raises would leave reduced gradients, and a user's hook would not run.
+    """
+    return all(
+        state._state_ctx.is_last_backward
+        and group.reduce_grads
+        and group.all_reduce_grads
+        and group._partial_reduce_output is None
+        and all(
+            one.unsharded_accumulated_grad is None
+            and one._unsharded_param.grad is None
+            and not one.sharded_param._post_accumulate_grad_hooks
+            and not one._unsharded_param._post_accumulate_grad_hooks
+            for one in group.fsdp_params
+        )
+        for state in states
+        for group in groups([state])
+    )
+
+
+def reduce_group(group: Any, gradients: Sequence[torch.Tensor]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Reduce the gradients of one group's trainable parameters; return each shard and its part, not yet in p.grad.
+
+    Why: FSDP2 reduces a unit where its own hooks run, and adds to p.grad there. Whole parameters stay: the rest of
+    the backward may read them.
+    Without: the gradients of all units are whole at a time.
+    """
+    ones = [one for one in group.fsdp_params if one._unsharded_param.requires_grad]
+    before = [one.sharded_param.grad for one in ones]
+    reshards, group.reshard_after_backward = group.reshard_after_backward, False
+    try:
+        for one, gradient in zip(ones, gradients, strict=True):
+            one.sharded_param.grad, one._unsharded_param.grad = None, gradient
+        group._training_state = sys.modules[_MODULE].TrainingState.IDLE
+        group.post_backward()
+        return [(one.sharded_param, one.sharded_param.grad) for one in ones]
+    finally:
+        group.reshard_after_backward = reshards
+        for one, grad in zip(ones, before, strict=True):
+            one.sharded_param.grad, one._unsharded_param.grad = grad, None
+
+
+def wholes_of(group: Any) -> list[nn.Parameter]:
+    """Return the whole parameters of one group, after a first `gather`.
+
+    Why: see `reduce_group`.
+    Without: see `reduce_group`.
+    """
+    return [one._unsharded_param for one in group.fsdp_params]
+
+
+def reduce(roots: Sequence[State], reduced: bool = False) -> None:
     """Do what the outermost units do at the end of a backward: every unit's gradients are reduced and sharded.
+
+    ``reduced``: `reduce_group` has reduced them in this backward, all of them.
 
     Why: the reduction honours every setting of FSDPModule, and nothing public begins it. A group that a backward has
     reduced before it raised is still marked as reduced.
     Without: see `state_of`.
     """
+    kinds = sys.modules[_MODULE].TrainingState
     for root in roots:
         for group in groups(inner_units(root)):
-            group._training_state = sys.modules[_MODULE].TrainingState.IDLE
+            group._training_state = kinds.POST_BACKWARD if reduced else kinds.IDLE
+            if reduced and group.reshard_after_backward:
+                group.reshard()
         root._root_post_backward_final_callback()
 
 

@@ -100,7 +100,7 @@ class Ledger:
         """Record a delivery at the very end of the backward, after DistributedDataParallel averaged p.grad."""
         if forward.task() != self.running:
             return
-        for name, parameter in forward.parameters.items():
+        for name, parameter in () if forward.reduces_at_once() else forward.parameters.items():
             self.trouble = self.trouble or self._trouble_with(name, parameter, forward)
         autograd_engine.queue_callback(lambda: self._enter(forward))
 

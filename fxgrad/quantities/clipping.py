@@ -222,7 +222,7 @@ class ClippedGrad(Quantity):
             )
         bounds.data.copy_(self._bounds(len(bounds), bounds.device))
 
-    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Any]:
         names = [g.name for g in grads]
         groups = self._groups(names)
         bounds, *given = given
@@ -243,11 +243,17 @@ class ClippedGrad(Quantity):
             weight, finite = torch.where(given[0] == 0, 0, weight), finite | (given[0] == 0)
         weight = torch.where(finite, weight, 0)
         weight = stored(weight)
-        of = {name: i for i, group in enumerate(groups) for name in group}
-        rows = weight.unbind(0)  # one tensor per group, so that shared terms are summed once
-        summed = [g.weighted(rows[of[g.name]]) for g in grads]
+        group_of = {name: i for i, group in enumerate(groups) for name in group}
+        weight, summed = self.weighted_sums(grads, weight, group_of)
         shape = (n,) if len(groups) == 1 else (len(groups), n)
         return [*summed, norms.to(dtype).reshape(shape), weight.reshape(shape), (~finite).sum(dtype=torch.float32)]
+
+    def weighted_sums(
+        self, grads: Sequence[SampleGrads], weight: Tensor, group_of: Mapping[str, int]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the weights ``[groups, n]``, and each parameter's weighted sum."""
+        rows = weight.unbind(0)  # one tensor per group, so that shared terms are summed once
+        return weight, [g.weighted(rows[group_of[g.name]]) for g in grads]
 
     def arrived(self, results: Sequence[Tensor | None]) -> None:
         """Raise for nonfinite samples, if nonfinite="raise", before any delivery is stored."""

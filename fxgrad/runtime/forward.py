@@ -63,6 +63,10 @@ class Forward:
         """Return the id of the running backward call, which is its graph task's."""
         return current_task() if self.enclosing == -1 else self.enclosing
 
+    def reduces_at_once(self) -> bool:
+        """Return whether the running backward adds to shards, and nothing to p.grad of whole parameters."""
+        return self.units is not None and self.units.sums.task is not None
+
     def delivers(self) -> bool:
         """Decide whether the running backward call reaches the parameters; ``autograd.grad(loss, x)`` does not."""
         return bool(self.outside) or any(map(will_execute, self.placeholders))

@@ -49,14 +49,16 @@ class Unseen(torch.autograd.Function):
     _fxgrad_delivers = True
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.parameters = len(parameters)
+    def forward(ctx: Any, forward: Forward, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.of, ctx.parameters = forward, len(parameters)
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None,) * ctx.parameters
+        if ctx.of.units is not None:
+            ctx.of.units.sums.zeros()
+        return (None, *[None] * ctx.parameters)
 
 
 def watch(outputs: Iterable[Any], store: Store, forward: Forward) -> None:

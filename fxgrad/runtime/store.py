@@ -209,6 +209,8 @@ class Store:
                 check_unscaled(roots)
         for act in forward.at_backward:
             act()
+        if forward.units is not None:
+            forward.units.begin(forward, self.guard is not None and bool(self.guard.watched))
         forward.checked = task
         forward.sent.clear()
         forward.stored.clear()
@@ -275,7 +277,7 @@ class Store:
             self.guard.check_held(task, forward.averaged)
         for place, kinds in enumerate(self.asked_of(forward).by_quantity):
             unsent = [name for _, name in kinds.grads if name not in forward.sent]
-            if unsent:
+            if unsent and not forward.reduces_at_once():
                 self._fill(forward, unsent)
             if kinds.results and not self._reported(place, task):
                 self._report(place, [zeros(delivery) for _, delivery in kinds.results], task)
@@ -317,6 +319,8 @@ class Store:
         for place, kinds in enumerate(by_quantity):
             for i, name in kinds.grads:
                 grad = grads[i]
+                if grad is None and forward.units is not None:
+                    grad = forward.units.sums.left.pop(id(forward.parameters[name]), None)
                 if grad is None:
                     continue
                 if is_view(grad):  # views share one version, by which the guard knows them: each gets its own

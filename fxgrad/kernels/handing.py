@@ -1,0 +1,52 @@
+"""Hand weighted sums over inside of a backward, some parameters after the others, and free them.
+
+    weight = hand_over(weight, sums, ..)     of one unit; what is summed by the new weights comes behind it
+
+The samples' weights go through the operator. So no compiler can compute the sums of the next unit before those of this
+one are received, and none can leave the operator out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fxgrad.kernels.operators import operator
+
+
+class Receiver(Protocol):
+    """Takes weighted sums while a backward runs."""
+
+    def receive(self, unit: int, places: Sequence[int], sums: Sequence[Tensor]) -> None:
+        """Take the sums of one unit; ``places`` says to which of its parameters each belongs."""
+
+
+RECEIVERS: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def number_of(receiver: Receiver) -> int:
+    """Enter a receiver, as long as it lives; a graph holds its number."""
+    number = next(_NUMBERS)
+    RECEIVERS[number] = receiver
+    return number
+
+
+def _fake(weight: Tensor, sums: Sequence[Tensor], receiver: int, unit: int, places: Sequence[int]) -> Tensor:
+    return torch.empty_like(weight)
+
+
+# A recorded CUDA graph would replay without the receiver. The tag is of torch 2.12.
+_UNRECORDED = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
+
+
+@operator(_fake, tags=_UNRECORDED)
+def hand_over(weight: Tensor, sums: Sequence[Tensor], receiver: int, unit: int, places: Sequence[int]) -> Tensor:
+    """See the head of this file; returns the weights."""
+    RECEIVERS[receiver].receive(unit, places, sums)
+    return weight.clone()
