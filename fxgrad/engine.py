@@ -173,6 +173,7 @@ class Engine:
             quantities = self.units.sums.by_unit(per_process(self.options.quantities))
             self.options = dataclasses.replace(self.options, quantities=quantities)
             self.store.deliver_instead(quantities)
+            self.units.sums.by_graph = self.units.sums.hands_over and self.options.backend in ("inductor", "aot_eager")
             self.units.results = Results(quantities, self.store.policy)
 
     def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
@@ -184,7 +185,7 @@ class Engine:
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
         if self.units is not None:
-            forward.weights = self.units.weights()
+            forward.weights, forward.gathered = self.units.weights(), self.units.sums.gathers.call
             check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
             if self.store.observers:
                 self.units.check_averages()
@@ -228,7 +229,8 @@ class Engine:
     def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method, fullgraph = forward.method, self.options.fullgraph
         # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
-        key = method, *forward.parameters
+        gathered = () if self.units is None else tuple(self.units.sums.in_graph)
+        key = method, *forward.parameters, *map(str, gathered)
         compiled = self.compiled.get(key)
         if compiled is None:
             function = fresh_function(self._original(method))
@@ -290,6 +292,8 @@ class Engine:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
         if self.units is None:
             check_around(forward.parameters.values())
+        else:
+            self.units.sums.gathers.without_graph()
         stand_ins = Unseen.apply(forward, *forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
         others = dict(zip(forward.parameters, stand_ins, strict=True))

@@ -68,6 +68,42 @@ def whole_gradients_of_a_step(rank: int) -> None:
         assert_grads(private, clipped_sum(alone, torch.cat(batch)), tolerance=1e-4)
 
 
+class Copies(Whole):
+    """The same of every gathered unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = host.copies_of
+
+    def __call__(self, group: Any) -> Any:  # type: ignore[override]
+        self.calls += 1
+        copies = self.gather(group)
+        storages = [copy.untyped_storage() for copy in copies]
+        self.seen += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        self.most = max(self.most, sum(size for one, size in self.seen if not one.expired()))
+        return copies
+
+
+@case
+def whole_parameters_of_a_step(rank: int) -> None:
+    """Those of two units live at a time; each is gathered twice, and where the user keeps them, once."""
+    batch = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).split([2, 3])
+    for kept in (False, True):
+        torch.manual_seed(0)
+        model: Any = Layers()
+        alone = copy.deepcopy(model)
+        model = units(model, reshard_after_forward=not kept)
+        private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="aot_eager")
+        loss(private(batch[rank])).backward()
+        private.zero_grad()
+        with patch.object(host, "copies_of", Copies()) as copies:
+            loss(private(batch[rank])).backward()
+        unit = sum(p.numel() * p.element_size() for p in alone.blocks[0].parameters())
+        assert copies.calls == (0 if kept else 2 * UNITS), copies.calls
+        assert copies.most <= 2 * unit, copies.most / unit
+        assert_grads(private, clipped_sum(alone, torch.cat(batch)), tolerance=1e-4)
+
+
 class Watched:
     """A reduction that notes its unit in a list."""
 

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fxgrad.capture.sharded_gathers import Call
 from fxgrad.capture.sharded_results import Results, places_of
 from fxgrad.capture.sharded_sums import Sums
 from fxgrad.errors import BatchSizeError, OptionError, UnclippedGrad
@@ -64,17 +65,21 @@ class Units:
         fsdp.free(self.states)  # what an earlier forward without a backward left whole may be old
         self._drop_failed()
         self.waits = True
-        fsdp.gather(self.states)
+        if not self.sums.groups:
+            self.sums.groups = fsdp.in_order_of_reduction(self.roots)
+        self.sums.gathers.begin_forward(self.states, self.sums.groups, self.sums.by_graph)
+        self.sums.in_graph[:] = self.sums.gathers.call.groups
         for shard, whole in fsdp.pairs(self.states):
             whole.requires_grad_(shard.requires_grad)
             _move(shard, whole)
             self.results.hold(shard, whole)
-        if not self.sums.groups:
-            self.sums.learn(self.roots, dict(self.model.named_parameters()))
+        if not self.sums.places:
+            self.sums.learn(dict(self.model.named_parameters()))
         if self._is_unit():
             args, kwargs = fsdp.cast_inputs(self.states[0], args, kwargs)
         with _ordinary(self.model):
             yield args, kwargs
+        self.sums.gathers.end()
 
     def outputs(self, outputs: Any) -> Any:
         """Cast what the model returns as its outermost unit does."""
@@ -160,7 +165,7 @@ class Units:
         """Return what tells whether the weights have changed."""
         return tuple((id(shard), version(shard)) for shard, _ in fsdp.pairs(self.states))
 
-    def gather(self, weights: Weights) -> None:
+    def gather(self, weights: Weights, call: Call) -> None:
         """Gather the parameters again that were freed between a forward, with these weights, and its backward."""
         if weights != self.weights():
             raise OptionError(
@@ -168,8 +173,7 @@ class Units:
                 advice="Call backward() first, then optimizer.step() or load_state_dict().",
             )
         self.waits = True
-        if not fsdp.is_gathered(self.states):
-            fsdp.gather(self.states)
+        self.sums.gathers.begin_backward(self.states, call)
 
     def all_in_shards(self, wholes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the shards of whole parameters, by the same names; raise if one is in no unit."""

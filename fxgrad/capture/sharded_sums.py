@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxgrad.capture.sharded_gathers import Gathers
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.host import fsdp
 from fxgrad.host.autograd import current_task
@@ -40,6 +41,7 @@ class ClippedByUnit(ClippedGrad):
 
     places: dict[str, tuple[int, int]] = field(default_factory=dict, kw_only=True, repr=False)
     receiver: int = field(default=0, kw_only=True, repr=False)
+    in_graph: list[int] = field(default_factory=list, kw_only=True, repr=False)  # units that the graph gathers
 
     def weighted_sums(
         self, grads: Sequence[SampleGrads], weight: Tensor, group_of: Mapping[str, int]
@@ -76,6 +78,9 @@ class Sums:
         self.reduced: list[tuple[Any, Tensor]] = []  # shards and their parts, until the backward ends
         self.done = 0  # how many units it has reduced
         self.left: dict[int, Tensor] = {}  # by id(whole): sums that go the ordinary way
+        self.gathers = Gathers()
+        self.in_graph: list[int] = []  # the units that graphs of the running call gather
+        self.by_graph = False  # whether graphs may
 
     def by_unit(self, quantities: Sequence[Quantity]) -> tuple[Quantity, ...]:
         """Let a ClippedGrad hand over, where nothing else goes to p.grad."""
@@ -85,12 +90,11 @@ class Sums:
         self.hands_over = True
         (clip,) = clips
         values = {one.name: getattr(clip, one.name) for one in fields(clip)}
-        own = ClippedByUnit(**values, places=self.places, receiver=self.number)
+        own = ClippedByUnit(**values, places=self.places, receiver=self.number, in_graph=self.in_graph)
         return tuple(own if q is clip else q for q in quantities)
 
-    def learn(self, roots: Sequence[State], parameters: Mapping[str, Tensor]) -> None:
+    def learn(self, parameters: Mapping[str, Tensor]) -> None:
         """Learn the units in the order of reduction, and which parameters each has, once all are whole."""
-        self.groups = fsdp.in_order_of_reduction(roots)
         names = {id(whole): name for name, whole in parameters.items()}
         for unit, group in enumerate(self.groups):
             for i, whole in enumerate(fsdp.wholes_of(group)):
@@ -120,11 +124,13 @@ class Sums:
         if self.task is None or self.task != current_task():
             self.left |= given
             return
+        self.gathers.end()
         self._reduce_before(unit)
         self._reduce(given)
 
     def zeros(self) -> None:
         """Reduce units to which this process adds nothing: all of them without samples, or those that no op used."""
+        self.gathers.end()
         if self.task is not None:
             self._reduce_before(len(self.groups))
 

@@ -17,6 +17,7 @@ from fxgrad.capture.options import Inner, Options
 from fxgrad.capture.progress import compilation, stage
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
+from fxgrad.compile.gathers import gather_units
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.compile.interface import Interface, Uniform, input_writes, interface_of, output_roles, outputs_of
 from fxgrad.compile.memory_limit import Room
@@ -60,7 +61,8 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     inputs = _inner_inputs(captured, options)
     with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
-        compiled = inner(_bare(gm, captured), inputs)
+        gather_units(_bare(gm, captured), captured, options.quantities, interface.writes)
+        compiled = inner(gm, inputs)
     stage(f"the backend {getattr(options.backend, '__name__', options.backend)} finished")
     keep_memory()
     if isinstance(options.backend, str):

@@ -141,6 +141,64 @@ def gather(states: Sequence[State]) -> None:
         group.wait_for_unshard()
 
 
+def gather_group(group: Any) -> None:
+    """Put the whole parameters of one group in place of their shards.
+
+    Why: see `gather`.
+    Without: see `gather`.
+    """
+    group.unshard()
+    group.wait_for_unshard()
+
+
+def free_group(group: Any) -> None:
+    """Put the shards of one group in place of its whole parameters.
+
+    Why: see `free`.
+    Without: see `free`.
+    """
+    group.reshard()
+
+
+def reshards_after_forward(group: Any) -> bool:
+    """Return whether plain FSDP2 frees a group's whole parameters behind its forward.
+
+    Why: the user has said so, and no public attribute tells.
+    Without: parameters that the user wants to stay would be gathered twice.
+    """
+    return bool(group._reshard_after_forward)
+
+
+def show_wholes(group: Any) -> None:
+    """Let the whole parameters of a group stand in its modules while their memory is freed.
+
+    Why: Dynamo traces the modules' parameters, and the graph gathers their values.
+    Without: a graph of DTensors.
+    """
+    if not all(hasattr(one, "_unsharded_param") for one in group.fsdp_params):
+        gather_group(group)
+        group.reshard()
+    if group.is_sharded:
+        for one in group.fsdp_params:
+            one._unsharded_param.requires_grad_(one.sharded_param.requires_grad)
+            one._setattr_on_modules(one._unsharded_param)
+
+
+def copies_of(group: Any) -> list[torch.Tensor]:
+    """Gather a group's whole parameters, and return them as tensors that FSDP2 does not free.
+
+    Why: FSDP2 frees and fills one tensor for a parameter, and a compiled graph knows nothing of that.
+    Without: a graph may read freed memory.
+    """
+    gather_group(group)
+    copies = []
+    for one in group.fsdp_params:
+        copies.append(one._unsharded_param.detach().clone())
+        one.free_unsharded_param()
+    group.reshard()
+    return copies
+
+
 def is_gathered(states: Sequence[State]) -> bool:
     """Return whether every unit's parameters are whole.
 

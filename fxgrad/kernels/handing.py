@@ -42,10 +42,10 @@ def _fake(weight: Tensor, sums: Sequence[Tensor], receiver: int, unit: int, plac
 
 
 # A recorded CUDA graph would replay without the receiver. The tag is of torch 2.12.
-_UNRECORDED = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
+UNRECORDED = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 
 
-@operator(_fake, tags=_UNRECORDED)
+@operator(_fake, tags=UNRECORDED)
 def hand_over(weight: Tensor, sums: Sequence[Tensor], receiver: int, unit: int, places: Sequence[int]) -> Tensor:
     """See the head of this file; returns the weights."""
     RECEIVERS[receiver].receive(unit, places, sums)

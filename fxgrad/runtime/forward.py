@@ -53,6 +53,7 @@ class Forward:
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
         self.units: Any = None  # the `Units` of a model that FSDP2 divided
         self.weights: Any = None  # its weights in this forward
+        self.gathered: Any = None  # what its graph gathers of them
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
         # What averages p.grad at the end of a backward: its own callback comes after ours.
         self.averaged = wrapped_by_ddp() is not None

@@ -184,7 +184,7 @@ class Store:
         if torch.is_grad_enabled():
             raise differentiated_again()
         if forward.units is not None:
-            forward.units.gather(forward.weights)
+            forward.units.gather(forward.weights, forward.gathered)
         task = current_task()
         if forward.checked == task:
             return

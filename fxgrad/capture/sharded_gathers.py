@@ -1,0 +1,95 @@
+"""Whole parameters of a unit while a graph uses them, and in no other time of a step.
+
+A graph asks for a unit's parameters before their first use, in the forward and again in the backward (kernels/
+gathering.py). Graphs of different batch sizes may ask in different orders, or not at all; processes have to gather in
+one. So each phase has an order of its own: units as the model has them, and backwards in the backward. Who asks for a
+unit gathers those before it, too, and they are kept until they are asked for. What is left at the end of a phase is
+gathered then, for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fxgrad.host import fsdp
+from fxgrad.host.autograd import autograd_engine, current_task
+from fxgrad.host.fsdp import State
+
+
+@dataclass
+class Call:
+    """What the graph of one call gathers: units by their places in the order of reduction, in the model's order."""
+
+    groups: dict[int, Any]
+    stay: bool = False  # whether they stay whole until the end of the backward, as no graph gathers them
+
+
+class Gathers:
+    """What one model's graphs gather, phase after phase."""
+
+    def __init__(self) -> None:
+        self.call = Call({})  # the last one
+        self.left: dict[int, Any] = {}  # in the order of the running phase
+        self.ready: dict[int, list[Tensor]] = {}  # gathered, and not asked for yet
+        self.task: int | None = None  # the backward whose phase is running
+
+    def begin_forward(self, states: Sequence[State], order: Sequence[Any], by_graph: bool) -> None:
+        """Gather what no graph gathers; of the others, let the empty parameters stand in their modules."""
+        units = {id(group): unit for unit, group in enumerate(order)}
+        chosen = [group for group in fsdp.groups(states) if by_graph and fsdp.reshards_after_forward(group)]
+        self.call = Call({units[id(group)]: group for group in chosen})
+        self._begin(self.call.groups)
+        self.task = None
+        for group in fsdp.groups(states):
+            if units[id(group)] not in self.call.groups:
+                fsdp.gather_group(group)
+        for group in chosen:
+            fsdp.show_wholes(group)
+
+    def without_graph(self) -> None:
+        """Gather all that is left, to stay whole: a batch without samples runs the model as it is."""
+        for group in self.left.values():
+            fsdp.gather_group(group)
+        self.left, self.call.stay = {}, True
+
+    def begin_backward(self, states: Sequence[State], call: Call) -> None:
+        """Begin the phase of a backward through one call, once for a backward; gather what was freed meanwhile."""
+        if self.task == current_task():
+            return
+        self.task = current_task()
+        own = {id(group) for group in call.groups.values()}
+        for group in fsdp.groups(states):
+            if id(group) not in own:
+                fsdp.gather_group(group)
+        self._begin(dict(reversed(call.groups.items())))
+        if call.stay:
+            for group in self.left.values():
+                fsdp.free_group(group)
+                fsdp.gather_group(group)
+            self.left = {}
+        if call.groups:
+            autograd_engine.queue_callback(self.end)
+
+    def gather(self, unit: int, places: Sequence[int]) -> list[Tensor]:
+        """Return copies of some of a unit's whole parameters; ``places`` are theirs in it."""
+        while unit not in self.ready:
+            self._gather_next()
+        every = self.ready.pop(unit)
+        return [every[place] for place in places]
+
+    def end(self) -> None:
+        """Gather what no graph of this process has asked for in this phase."""
+        while self.left:
+            self._gather_next()
+        self.ready = {}
+
+    def _begin(self, groups: dict[int, Any]) -> None:
+        self.left, self.ready = dict(groups), {}
+
+    def _gather_next(self) -> None:
+        unit = next(iter(self.left))
+        self.ready[unit] = fsdp.copies_of(self.left.pop(unit))
