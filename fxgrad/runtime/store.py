@@ -119,7 +119,8 @@ class Store:
 
     def result(self, quantity: Quantity) -> Any:
         """Return what the last backward found of a quantity; see `fxgrad.result`."""
-        place = next((i for i, one in enumerate(self.quantities) if one is quantity or one == quantity), None)
+        asked = enumerate(zip(self.quantities, self.delivered, strict=True))
+        place = next((i for i, (one, own) in asked if quantity in (one, own)), None)
         if place is None:
             raise not_asked(quantity, self.quantities)
         if place not in self.results:
