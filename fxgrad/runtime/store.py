@@ -208,10 +208,7 @@ class Store:
             check_undivided(roots)
             if guarded:
                 check_unscaled(roots)
-        for act in forward.at_backward:
-            act()
-        if forward.units is not None:
-            forward.units.begin(forward, self.guard is not None and bool(self.guard.watched))
+        self._act(forward)
         forward.checked = task
         forward.sent.clear()
         forward.stored.clear()
@@ -223,6 +220,13 @@ class Store:
         autograd_engine.queue_callback(partial(self._end_at_last, forward))
         if self.reports is not None and forward.enclosing == -1:
             self.reports.begin(task)
+
+    def _act(self, forward: Forward) -> None:
+        """Do what a forward has put off until its backward."""
+        for act in forward.at_backward:
+            act()
+        if forward.units is not None:
+            forward.units.begin(forward, self.guard is not None and bool(self.guard.watched))
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
