@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx_gallery.sorting import ExplicitOrder
 
@@ -126,7 +127,16 @@ def without_links_back(app: Sphinx, pagename: str, template: str, context: dict[
         context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
 
 
+def without_colours(app: Sphinx, doctree: nodes.document) -> None:
+    """Let a block of a Markdown page that names no language have no colours: it is an error, or printed."""
+    if Path(app.env.doc2path(app.env.docname)).suffix == ".md":
+        for block in doctree.findall(nodes.literal_block):
+            if block.get("language", "default") == "default":
+                block["language"] = "none"
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", lead_to_the_site)
+    app.connect("doctree-read", without_colours)
     app.connect("include-read", lead_from_included)
     app.connect("html-page-context", without_links_back)
