@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxgrad
 from fxgrad.errors import OptionError
+from tests import ddp_options
 from tests.two_processes import (
     BATCH,
     EXPECTED,
@@ -105,6 +106,12 @@ class TestTwoProcesses:
                 assert case["raised"][0] == ""
                 seen = r"sample. \d" if rank == 1 else "the first batch of another process shows it"
                 assert re.search(f"samples influence each other: {seen}", case["raised"][1])
+
+
+@pytest.mark.parametrize("case", ddp_options.CASES)
+def test_options_of_distributed_data_parallel(found: Any, case: str) -> None:
+    for each in found:
+        assert each["options"].get(case, "not run, as an earlier case failed") == "", each["options"].get(case)
 
 
 class TestPoisson:
