@@ -233,3 +233,24 @@ class TestRefused:
         spread[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
         with pytest.raises(OptionError, match=r"parameter '0.weight' is a DTensor"):
             fxgrad.transform(spread)
+
+    def test_parameters_that_a_property_gathers(self) -> None:
+        """As SimpleFSDP has them: DTensors, of which the modules' properties make whole local tensors."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (1,))
+
+        def whole(module: Any) -> Any:
+            shard = module._parameters["weight"]
+            return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("sum")])
+
+        class Gathering(nn.Linear):
+            weight = property(whole)
+
+        layer = nn.Linear(3, 2, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        layer.__class__ = Gathering
+        assert not isinstance(layer(torch.randn(4, 3)), torch.distributed.tensor.DTensor)
+        with pytest.raises(OptionError, match=r"parameter 'weight' is a DTensor.*\n  Transform the model itself"):
+            fxgrad.transform(layer)
