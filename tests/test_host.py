@@ -753,6 +753,20 @@ def _(host: Any) -> None:
     assert f'FLAT_PARAM = "{host.FSDP_FLAT}"' in source
 
 
+@check("processes.shared_store")
+def _(host: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        store = host.shared_store()
+        store.set("fxgrad/a key", "a value")
+        assert store.check(["fxgrad/a key"]) and not store.check(["fxgrad/another"])
+        assert store.get("fxgrad/a key") == b"a value"
+    finally:
+        dist.destroy_process_group()
+
+
 @check(
     *(
         f"fsdp.{name}"
