@@ -29,6 +29,7 @@ from fxgrad.host.pytree import tree_map
 from fxgrad.host.tensors import version
 from fxgrad.runtime.deliveries import Asked
 from fxgrad.runtime.guard import Guard
+from fxgrad.runtime.processes import collective
 from fxgrad.runtime.slot import slot_of
 
 LOCAL = "norm_sample"
@@ -60,7 +61,8 @@ class Units:
         fsdp.free(self.states)  # what an earlier forward without a backward left whole may be old
         self._drop_failed()
         self.waits = True
-        fsdp.gather(self.states)
+        with collective():
+            fsdp.gather(self.states)
         for shard, whole in fsdp.pairs(self.states):
             whole.requires_grad_(shard.requires_grad)
             _move(shard, whole)
@@ -163,7 +165,8 @@ class Units:
             )
         self.waits = True
         if not fsdp.is_gathered(self.states):
-            fsdp.gather(self.states)
+            with collective():
+                fsdp.gather(self.states)
 
     def all_in_shards(self, wholes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the shards of whole parameters, by the same names; raise if one is in no unit."""
@@ -228,6 +231,7 @@ class Units:
             self.reducing = task
             autograd_engine.queue_callback(partial(self._reduce, parameters, rows))
 
+    @collective()
     def _reduce(self, parameters: Mapping[str, Tensor], rows: int) -> None:
         self.reducing = -1
         self.results.reduce(fsdp.pairs(self.states), parameters.values(), rows)

@@ -34,6 +34,7 @@ from fxgrad.runtime.autograd_graph import (
     ops_using,
     roots_of_backward,
 )
+from fxgrad.runtime.processes import tell
 from fxgrad.runtime.slot import STAMPS, Slot, expect_all, forget_all, hold_all, slot_of, stand_where_they_were
 
 P = ParamSpec("P")
@@ -275,8 +276,9 @@ def undone(method: Callable[P, T]) -> Callable[P, T]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
-        except FxgradError:
+        except FxgradError as error:
             put_back()
+            tell(error)
             raise
 
     return guarded

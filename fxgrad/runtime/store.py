@@ -297,6 +297,8 @@ class Store:
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:
         """Zeros as p.grad of parameters that nothing was sent to."""
+        if forward.in_buckets:  # DistributedDataParallel sets p.grad to a view of its bucket, and takes no other
+            return
         missed = [name for name in names if forward.parameters[name].grad is None]
         unused = self._unused(forward) if missed else set()
         for name in missed:
