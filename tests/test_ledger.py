@@ -18,7 +18,12 @@ def is_quick(ledger: Ledger, name: str) -> bool:
     return not name.endswith(" in place")
 
 
-QUICK = [row for row in ROWS if is_quick(*row.values)]
+QUICK = [
+    pytest.param(ledger, name, id=f"{key}-{name}")
+    for key, ledger in LEDGERS.items()
+    for name in ledger.rows
+    if is_quick(ledger, name)
+]
 AGAIN = "Where it is meant: python -m tests.ledgers {file} {name!r}, and commit the difference."
 
 
