@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import fxgrad
+from fxgrad.compile.inductor import prepare
 from fxgrad.testing import assert_per_sample_grads, default_loss
 from tests.allocations import peak
 from tests.cases import BATCH, Case, case, ids, w, x
@@ -209,6 +210,14 @@ def test_what_reads_a_buffer_runs_after_what_adds_into_it(strategy: str, device:
         torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-4)
 
 
+def test_the_cache_is_told_of_what_is_mended() -> None:
+    """The tag is part of Inductor's key; what a wrong key would give, the next test sees in a cache of its own."""
+    prepare()
+    assert ("renames kept" in torch.compiler.config.cache_key_tag) == (torch.__version__ < "2.14")
+    assert "floats bound" in torch.compiler.config.cache_key_tag
+
+
+@pytest.mark.long
 def test_no_cached_backward_reads_before_what_adds(device: torch.device, tmp_path: Path) -> None:
     """What Inductor cached without the renames is not found by who keeps them; what they cached is."""
     if torch.__version__ >= "2.14":

@@ -166,7 +166,7 @@ def test_given_states_are_in_the_users_order(kind: Any) -> None:
     assert relative_error(grads, grads_alone(model, calls)) < 1e-10
 
 
-@pytest.mark.parametrize("total", [None, 9])
+@pytest.mark.parametrize("total", [None, pytest.param(9, marks=pytest.mark.long)])
 @every_option
 def test_packed_in_the_model(kind: Any, order: str, options: str, total: int | None) -> None:
     model = Packing(kind, total, order != "unsorted", **OPTIONS[options]).double()
@@ -185,6 +185,18 @@ def test_packed_in_the_model(kind: Any, order: str, options: str, total: int | N
         return [o for o in model(x[i : i + 1], lengths[i : i + 1]) if o.is_floating_point()]
 
     assert relative_error(grads, grads_alone(model, [partial(alone, i) for i in range(4)])) < 1e-10
+
+
+def test_a_total_length_is_padded_to() -> None:
+    model, lengths = Packing(nn.LSTM, total=9).double(), torch.tensor(LENGTHS["unsorted"])
+    x = pad_sequence(sample(LENGTHS["unsorted"]), batch_first=True)
+    outputs = fxgrad.transform(model, backend="aot_eager")(x, lengths)
+    assert outputs[0].shape[1] == 9
+    same(outputs, model(x, lengths))
+    loss([o for o in outputs if o.is_floating_point()]).backward()
+    calls = [lambda i=i: model(x[i : i + 1], lengths[i : i + 1]) for i in range(4)]
+    floats = [lambda call=call: [o for o in call() if o.is_floating_point()] for call in calls]
+    assert relative_error(found(model), grads_alone(model, floats)) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)
