@@ -67,7 +67,7 @@ def lost_its_hooks(model: nn.Module, odd: Tensor) -> None:
 
 
 def was_seen_in_a_backward_that_raised(model: nn.Module, odd: Tensor) -> None:
-    with pytest.raises(UnclippedGrad):
+    with pytest.raises(UnclippedGrad, match="used outside of the transformed"):
         (model(X).sum() + odd.sum()).backward()
 
 
