@@ -13,7 +13,9 @@ import operator
 import os
 import re
 import subprocess
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -520,6 +522,13 @@ def _(host: Any) -> None:
 
 
 # tensors
+
+
+@check("tensors.assert_on_device")
+def _(host: Any) -> None:
+    host.assert_on_device(torch.tensor(True), "unseen")
+    with pytest.raises(RuntimeError, match="seen"):
+        host.assert_on_device(torch.tensor(False), "seen")
 
 
 @check("tensors.identity", "tensors.version", "tensors.set_versions", "tensors.is_view")
@@ -1117,6 +1126,23 @@ def _(host: Any) -> None:
     lazy = host.lazy_graph_module(gm, gm.graph, "Doubled")
     assert lazy._needs_recompile() and lazy(torch.ones(1)).item() == 2
     assert isinstance(lazy, torch.fx.GraphModule)
+
+
+@check("dynamo.find_main")
+def _(host: Any) -> None:
+    from torch._dynamo import symbolic_convert
+
+    real, other = sys.modules["__main__"], types.ModuleType("__main__")
+    namespace = {"__import___main__": real}
+    host.find_main(namespace)
+    assert namespace == {"__import___main__": real} and symbolic_convert._import_module("__main__") is real
+    sys.modules["__main__"] = other
+    try:
+        host.find_main(namespace)
+        assert not namespace and symbolic_convert._import_module("__main__") is other
+    finally:
+        sys.modules["__main__"] = real
+        host.find_main(namespace)
 
 
 @check("dynamo.written_now")

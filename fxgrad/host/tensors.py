@@ -34,6 +34,13 @@ Why: a change since the delivery, or another gradient that lies where the delive
 Without: the guard on p.grad, and Opacus's ledger, would miss what others added in place.
 """
 
+assert_on_device: Callable[[Tensor, str], None] = torch._assert_async
+"""Raise unless a 0-dim tensor is true. On CUDA the device itself stops, and the host does not wait for it.
+
+Why: whether a shard's gradient was changed is known on the device alone, and a step waits for no device.
+Without: each private step of a model that FSDP2 divided waits for the device.
+"""
+
 
 def attach_hooks(tensor: Tensor) -> None:
     """Let the hooks in the dict of a tensor's Python object be those of the C++ object behind it.

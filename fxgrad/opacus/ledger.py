@@ -23,7 +23,7 @@ from fxgrad.engine import Engine
 from fxgrad.errors import UnaccountedGrad
 from fxgrad.host.autograd import autograd_engine
 from fxgrad.host.fsdp import local_part
-from fxgrad.host.tensors import identity, post_accumulate_hooks, version
+from fxgrad.host.tensors import assert_on_device, identity, post_accumulate_hooks, version
 from fxgrad.quantities import ClippedGrad
 from fxgrad.quantities.clipping import Clipping
 from fxgrad.runtime.autograd_graph import accumulates
@@ -159,7 +159,7 @@ class Ledger:
         self._check_backward()
         self._check_parameters(stepped, trainable)
         for key, parameter in trainable.items():
-            if self.state(parameter) != self.states[key]:
+            if not _is_unchanged(self.states[key], self.state(parameter)):
                 raise UnaccountedGrad(
                     f"{self.place} of '{self.parameters[key][0]}' is not what the last backward of the private model "
                     "left: it was assigned, cleared or changed since, or another backward added to it",
@@ -231,13 +231,17 @@ class Contents:
         self.copy = tensor.detach().clone()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Contents) and self._equals(other.copy)
-
-    def _equals(self, other: Tensor) -> bool:
-        alike = self.copy.shape == other.shape and self.copy.dtype is other.dtype
-        return alike and torch.allclose(self.copy, other, rtol=0, atol=0, equal_nan=True)
+        return isinstance(other, Contents) and self.is_like(other) and bool(self.equals(other))
 
     __hash__ = None  # type: ignore[assignment]
+
+    def is_like(self, other: Contents) -> bool:
+        """Return whether shapes and dtypes are the same."""
+        return self.copy.shape == other.copy.shape and self.copy.dtype is other.copy.dtype
+
+    def equals(self, other: Contents) -> Tensor:
+        """Return whether the numbers are the same, as a 0-dim tensor."""
+        return torch.isclose(self.copy, other.copy, rtol=0, atol=0, equal_nan=True).all()
 
 
 def state_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -249,6 +253,30 @@ def state_of(tensor: Tensor) -> tuple[Any, ...]:
     if part is tensor:
         return identity(tensor), version(tensor)
     return identity(tensor), identity(part), Contents(part)
+
+
+def _is_unchanged(before: State, now: State) -> bool:
+    """Return whether the tensors at a parameter are as they were, without waiting for a device.
+
+    The numbers of a shard on a device are compared there: a difference stops the device before the step moves anything.
+    """
+    if len(before) != len(now):
+        return False
+    for one, other in zip(before, now, strict=True):
+        contents = one[-1]
+        if not isinstance(contents, Contents) or is_on_host(contents.copy):
+            if one != other:
+                return False
+        elif one[:-1] != other[:-1] or not contents.is_like(other[-1]):
+            return False
+        else:
+            assert_on_device(contents.equals(other[-1]), "p.grad of a private model was changed behind its backward")
+    return True
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether the host reads a tensor without waiting."""
+    return tensor.device.type == "cpu"
 
 
 def _is_nonzero(tensor: Tensor) -> bool:
