@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TORCH := $(shell grep '^torch==' constraints.txt)
 BIN := .venv/bin
-PYTEST_FLAGS ?= -n 2
+PYTEST_FLAGS ?= -n 2 --dist worksteal
 
 .PHONY: demo test long lint docs browser clean
 
@@ -13,7 +13,8 @@ demo: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-# What `make test` leaves out: every row of tests/ledger/, long sequences of private steps, all models of the zoo.
+# What `make test` leaves out: every row of tests/ledger/, long sequences of private steps, all models of the zoo, and
+# the second backend, dtype or option of what is tested with the first.
 long: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m long
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx_gallery.sorting import ExplicitOrder
 
@@ -90,6 +91,7 @@ html_copy_source = False
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"
 html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
 html_css_files = ["site.css"]
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b6e4f", "color-brand-content": "#0b6e4f"},
@@ -126,7 +128,16 @@ def without_links_back(app: Sphinx, pagename: str, template: str, context: dict[
         context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
 
 
+def without_colours(app: Sphinx, doctree: nodes.document) -> None:
+    """Let a block of a Markdown page that names no language have no colours: it is an error, or printed."""
+    if Path(app.env.doc2path(app.env.docname)).suffix == ".md":
+        for block in doctree.findall(nodes.literal_block):
+            if block.get("language", "default") == "default":
+                block["language"] = "none"
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", lead_to_the_site)
+    app.connect("doctree-read", without_colours)
     app.connect("include-read", lead_from_included)
     app.connect("html-page-context", without_links_back)

@@ -22,6 +22,7 @@ from fxgrad.capture.checks import (
     check_takes_sample_weight,
     is_ordinary,
 )
+from fxgrad.capture.distributed import check_averages_last
 from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
 from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.capture.named_parameters import NamedParameters
@@ -40,6 +41,7 @@ from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Unseen, watch
+from fxgrad.runtime.processes import telling
 from fxgrad.runtime.store import Store
 from fxgrad.samples.batch import Batch, Roles
 from fxgrad.samples.recurrent_states import inputs_as_states
@@ -104,7 +106,7 @@ class Engine:
         self.units.free()
         if not torch.is_grad_enabled() or not any(map(_requires_grad, self.named.now().values())):
             return self._call_whole(method, args, kwargs)
-        with self.units.whole(args, kwargs) as (args, kwargs):
+        with telling(), self.units.whole(args, kwargs) as (args, kwargs):
             outputs = self._call_whole(method, args, kwargs)
         return self.units.outputs(outputs)
 
@@ -180,6 +182,8 @@ class Engine:
         """Let the guard watch every parameter, and refuse results of an earlier backward."""
         guard = self.store.guard
         if guard is not None:
+            if forward.averaged:
+                check_averages_last()
             if self.units is not None:
                 self.units.guard(guard, every)
             guard.watch(every, self.model)

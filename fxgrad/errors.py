@@ -104,6 +104,10 @@ class NonFinite(FxgradError):
     """A sample's gradient holds Inf or NaN, where that is asked to be an error."""
 
 
+class RefusedElsewhere(FxgradError):
+    """A collective failed, and another process of the group has refused a step of the same model."""
+
+
 class SpecViolation(FxgradError):
     """A pass broke an invariant of the pipeline: a bug in fxgrad, please report it."""
 

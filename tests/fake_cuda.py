@@ -1,8 +1,10 @@
-"""Joint graphs on a CUDA device that is not there: `python -m tests.fake_cuda LIBRARY`, from tests/test_cuda_graphs.py.
+"""Joint graphs on a CUDA device that is not there, for tests/test_cuda_graphs.py.
+
+    python -m tests.fake_cuda LIBRARY MODEL,QUANTITY ..
 
 LIBRARY, made of fake_cuda.cpp, is loaded before PyTorch. Models and inputs are fake tensors, so nothing is computed:
-one line of JSON for each model and quantity says which operators the joint graph has, what in it would wait for the
-device, and which values lie on the CPU.
+one line of JSON for each pair says which operators the joint graph has, what in it would wait for the device, and
+which values lie on the CPU.
 """
 
 from __future__ import annotations
@@ -163,6 +165,5 @@ def report(name: str, kind: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for name in MODELS:
-        for kind in QUANTITIES:
-            print(json.dumps(report(name, kind)), flush=True)
+    for pair in sys.argv[2:]:
+        print(json.dumps(report(*pair.split(","))), flush=True)

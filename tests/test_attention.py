@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxgrad.testing import assert_per_sample_grads
+from tests.quick import TRACED
 
 B, T, S, E, HEADS = 3, 5, 4, 8, 2
 DOUBLE = torch.float64
@@ -82,7 +83,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[tuple[int, ...]]
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize("name", CASES)
 def test_multihead_attention(name: str, backend: str, device: torch.device) -> None:
     call, options, shapes = CASES[name]
@@ -158,7 +159,7 @@ class PositionBias(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(-2)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize("own", [False, True])
 def test_a_parameter_in_the_mask(own: bool, backend: str, device: torch.device) -> None:
     model = PositionBias(own).to(device, DOUBLE)

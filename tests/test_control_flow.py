@@ -15,6 +15,7 @@ from torch._higher_order_ops.while_loop import while_loop
 import fxgrad
 from fxgrad.errors import MixedSamples, UnsupportedOp
 from fxgrad.testing import assert_per_sample_grads
+from tests.quick import long_but
 
 torch_map: Any = _typed_map
 # PyTorch's own: torch.cond outside of torch.compile compiles itself, and looks at .grad of what it closes over
@@ -135,7 +136,10 @@ REFUSED = (a_scan_over_time,) if torch.__version__ < "2.13" else ()
 
 @pytest.mark.parametrize(
     ("body", "size"),
-    [(body, 4) for body in BODIES if body not in REFUSED] + [(body, 1) for body in BODIES if body not in SCANS],
+    [(body, 4) for body in BODIES if body not in REFUSED]
+    + long_but(
+        lambda body, _: body in (a_branch, a_map_over_time), [(body, 1) for body in BODIES if body not in SCANS]
+    ),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_against_the_loop(body: Any, size: int, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxgrad
 from fxgrad.errors import OptionError
+from tests import ddp_options
 from tests.two_processes import (
     BATCH,
     EXPECTED,
@@ -105,6 +106,12 @@ class TestTwoProcesses:
                 assert case["raised"][0] == ""
                 seen = r"sample. \d" if rank == 1 else "the first batch of another process shows it"
                 assert re.search(f"samples influence each other: {seen}", case["raised"][1])
+
+
+@pytest.mark.parametrize("case", ddp_options.CASES)
+def test_options_of_distributed_data_parallel(found: Any, case: str) -> None:
+    for each in found:
+        assert each["options"].get(case, "not run, as an earlier case failed") == "", each["options"].get(case)
 
 
 class TestPoisson:
@@ -226,3 +233,24 @@ class TestRefused:
         spread[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
         with pytest.raises(OptionError, match=r"parameter '0.weight' is a DTensor"):
             fxgrad.transform(spread)
+
+    def test_parameters_that_a_property_gathers(self) -> None:
+        """As SimpleFSDP has them: DTensors, of which the modules' properties make whole local tensors."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (1,))
+
+        def whole(module: Any) -> Any:
+            shard = module._parameters["weight"]
+            return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("sum")])
+
+        class Gathering(nn.Linear):
+            weight = property(whole)
+
+        layer = nn.Linear(3, 2, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        layer.__class__ = Gathering
+        assert not isinstance(layer(torch.randn(4, 3)), torch.distributed.tensor.DTensor)
+        with pytest.raises(OptionError, match=r"parameter 'weight' is a DTensor.*\n  Transform the model itself"):
+            fxgrad.transform(layer)

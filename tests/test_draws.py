@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxgrad
 from fxgrad.kernels.generic import _PROGRAMS, SampleProgram
 from fxgrad.testing import assert_per_sample_grads
+from tests.quick import TRACED
 
 B, T, E = 3, 4, 6
 
@@ -51,7 +52,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize("name", CASES)
 def test_drawn_once(name: str, backend: str) -> None:
     """The forward draws what the plain model draws, and the backward draws nothing."""

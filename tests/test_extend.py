@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,30 @@ def test_a_rule_may_return_terms() -> None:
 def test_an_op_that_is_only_classified_gets_the_generic_rule() -> None:
     fxgrad.register_op(squared_scale)
     assert check_rule(squared_scale, *_arguments()) <= 1e-10
+
+
+def test_ops_of_programs_run_one_after_the_other_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import torch, fxgrad
+def NAME(x, w):
+    return x * w.exp()
+fxgrad.register_op(NAME)
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3))
+    def forward(self, x):
+        return NAME(x, self.w)
+model = Scaled()
+fxgrad.transform(model, backend="eager")(x).sum().backward()
+"""
+    for name in ("first", "second"):  # as IPython's %run and sphinx-gallery do
+        main = types.ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        x = torch.randn(2, 3)
+        main.__dict__["x"] = x
+        exec(program.replace("NAME", name), main.__dict__)
+        torch.testing.assert_close(main.__dict__["model"].w.grad_sample, x * torch.tensor(1.0).exp())
 
 
 def scaled_by(k: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from fxgrad.engine import Engine
 from fxgrad.errors import MixedSamples, OptionError
 from fxgrad.first_batch.changes import BatchedInput, chosen
 from fxgrad.verification.oracle import default_loss
+from tests.quick import long_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -224,8 +226,13 @@ def _registered() -> None:
 
 
 class TestRight:
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    @pytest.mark.parametrize("name", RIGHT)
+    @pytest.mark.parametrize(
+        ("name", "backend"),
+        long_but(
+            lambda name, backend: backend == "eager" or name in ("dropout and buffers", "writes", "a packed sequence"),
+            itertools.product(RIGHT, ("eager", "aot_eager")),
+        ),
+    )
     def test_numbers_are_those_without_the_check(self, name: str, backend: str) -> None:
         same(*(numbers(RIGHT[name], backend=backend, check_first_batch=check) for check in (False, True)))
 

@@ -13,7 +13,9 @@ import operator
 import os
 import re
 import subprocess
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -751,6 +753,20 @@ def _(host: Any) -> None:
     assert f'FLAT_PARAM = "{host.FSDP_FLAT}"' in source
 
 
+@check("processes.shared_store")
+def _(host: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        store = host.shared_store()
+        store.set("fxgrad/a key", "a value")
+        assert store.check(["fxgrad/a key"]) and not store.check(["fxgrad/another"])
+        assert store.get("fxgrad/a key") == b"a value"
+    finally:
+        dist.destroy_process_group()
+
+
 @check(
     *(
         f"fsdp.{name}"
@@ -1110,6 +1126,23 @@ def _(host: Any) -> None:
     lazy = host.lazy_graph_module(gm, gm.graph, "Doubled")
     assert lazy._needs_recompile() and lazy(torch.ones(1)).item() == 2
     assert isinstance(lazy, torch.fx.GraphModule)
+
+
+@check("dynamo.find_main")
+def _(host: Any) -> None:
+    from torch._dynamo import symbolic_convert
+
+    real, other = sys.modules["__main__"], types.ModuleType("__main__")
+    namespace = {"__import___main__": real}
+    host.find_main(namespace)
+    assert namespace == {"__import___main__": real} and symbolic_convert._import_module("__main__") is real
+    sys.modules["__main__"] = other
+    try:
+        host.find_main(namespace)
+        assert not namespace and symbolic_convert._import_module("__main__") is other
+    finally:
+        sys.modules["__main__"] = real
+        host.find_main(namespace)
 
 
 @check("dynamo.written_now")

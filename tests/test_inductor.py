@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import fxgrad
+from fxgrad.compile.inductor import prepare
 from fxgrad.testing import assert_per_sample_grads, default_loss
 from tests.allocations import peak
 from tests.cases import BATCH, Case, case, ids, w, x
+from tests.quick import long_but
 
 pytestmark = pytest.mark.inductor
 
@@ -144,22 +147,22 @@ class Returns(nn.Module):
         return self.part(h), (h * h * h).sum()
 
 
+LAYERS = {"linear": lambda: nn.Linear(3, 3), "gru": lambda: nn.GRU(3, 3, batch_first=True)}
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda h: h,
+    "transposed": lambda h: h.transpose(0, -1),
+    "flat": lambda h: h.float().flatten(),
+    "expanded": lambda h: h.unsqueeze(1).expand(-1, 2, -1, -1),
+}
+
+
 @pytest.mark.parametrize(
-    "layer", [lambda: nn.Linear(3, 3), lambda: nn.GRU(3, 3, batch_first=True)], ids=["linear", "gru"]
+    ("layer", "part"),
+    long_but(lambda layer, part: layer == "linear" or part == "all", itertools.product(LAYERS, PARTS)),
 )
-@pytest.mark.parametrize(
-    "part",
-    [
-        lambda h: h,
-        lambda h: h.transpose(0, -1),
-        lambda h: h.float().flatten(),
-        lambda h: h.unsqueeze(1).expand(-1, 2, -1, -1),
-    ],
-    ids=["all", "transposed", "flat", "expanded"],
-)
-def test_the_backward_leaves_the_outputs_alone(layer: Any, part: Any, device: torch.device) -> None:
+def test_the_backward_leaves_the_outputs_alone(layer: str, part: str, device: torch.device) -> None:
     """See Note [Donated buffers] in fxgrad/compile/compiler.py."""
-    gs = fxgrad.transform(Returns(layer(), part).to(device))
+    gs = fxgrad.transform(Returns(LAYERS[layer](), PARTS[part]).to(device))
     outputs = gs(torch.randn(16, 5, 3, device=device))
     before = [output.detach().clone() for output in outputs]
     sum(output.sum() for output in outputs).backward()
@@ -194,7 +197,7 @@ class Pooled(nn.Module):
         return F.cross_entropy(self.layers(x), y, reduction="none").sum()
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "gram", "materialise"])
+@pytest.mark.parametrize("strategy", long_but(lambda how: how == "recompute", ["recompute", "gram", "materialise"]))
 def test_what_reads_a_buffer_runs_after_what_adds_into_it(strategy: str, device: torch.device) -> None:
     """Up to torch 2.13 Inductor forgets that the backward of overlapping windows writes: inductor.py."""
     torch.manual_seed(0)
@@ -207,6 +210,14 @@ def test_what_reads_a_buffer_runs_after_what_adds_into_it(strategy: str, device:
         torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-4)
 
 
+def test_the_cache_is_told_of_what_is_mended() -> None:
+    """The tag is part of Inductor's key; what a wrong key would give, the next test sees in a cache of its own."""
+    prepare()
+    assert ("renames kept" in torch.compiler.config.cache_key_tag) == (torch.__version__ < "2.14")
+    assert "floats bound" in torch.compiler.config.cache_key_tag
+
+
+@pytest.mark.long
 def test_no_cached_backward_reads_before_what_adds(device: torch.device, tmp_path: Path) -> None:
     """What Inductor cached without the renames is not found by who keeps them; what they cached is."""
     if torch.__version__ >= "2.14":
@@ -214,14 +225,11 @@ def test_no_cached_backward_reads_before_what_adds(device: torch.device, tmp_pat
     script = tmp_path / "run.py"
     script.write_text(_CACHED.format(root=str(Path(__file__).parent.parent)))
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    hits = []
-    for kept in ("without", "with", "with"):
-        command = [sys.executable, str(script), kept, str(device)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        right, found = done.stdout.split()[-2:]
-        assert right == "True" or kept == "without"
-        hits.append(int(found))
-    assert hits[:2] == [0, 0] and hits[2] > 0
+    command = [sys.executable, str(script), str(device)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (_, first), (right, second), (again, third) = map(str.split, done.stdout.splitlines()[-3:])
+    assert right == again == "True"
+    assert int(first) == int(second) == 0 < int(third)
 
 
 _CACHED = """
@@ -230,17 +238,20 @@ sys.path.insert(0, {root!r})
 import torch, fxgrad, fxgrad.compile.inductor, fxgrad.compile.warm_start
 from torch._dynamo.utils import counters
 from tests.test_inductor import Pooled
-if sys.argv[1] == "without":
-    fxgrad.compile.inductor.prepare = fxgrad.compile.warm_start.prepare = fxgrad.host.inductor.import_compiler
-torch.manual_seed(0)
-device = torch.device(sys.argv[2])
-model, x, y = Pooled().to(device), torch.randn(16, 1, 28, 28, device=device), torch.arange(16, device=device) % 10
-fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e6), strategy="recompute")(x, y).backward()
-found = [p.grad for p in model.parameters()]
-model.zero_grad()
-model(x, y).backward()
-right = all(torch.allclose(grad, p.grad, rtol=1e-3, atol=1e-4) for grad, p in zip(found, model.parameters()))
-print(right, counters["inductor"]["fxgraph_cache_hit"])
+keeps = fxgrad.compile.inductor.prepare
+device = torch.device(sys.argv[1])
+for prepare in (fxgrad.host.inductor.import_compiler, keeps, keeps):
+    fxgrad.compile.inductor.prepare = fxgrad.compile.warm_start.prepare = prepare
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model, x, y = Pooled().to(device), torch.randn(16, 1, 28, 28, device=device), torch.arange(16, device=device) % 10
+    fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e6), strategy="recompute")(x, y).backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x, y).backward()
+    right = all(torch.allclose(grad, p.grad, rtol=1e-3, atol=1e-4) for grad, p in zip(found, model.parameters()))
+    print(right, counters["inductor"]["fxgraph_cache_hit"])
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxgrad
 from benchmarks.models import MODELS
 from fxgrad.kernels.fusible import FUNCTIONS, opened
-from fxgrad.kernels.norms import bounded, root_sum_squares
+from fxgrad.kernels.norms import FEW, bounded, root_of_few, root_of_many, root_sum_squares
 
 
 def joint_graph(model: nn.Module, x: Tensor, y: Tensor, losses: Any, quantity: fxgrad.Quantity | None) -> fx.Graph:
@@ -72,3 +73,28 @@ def test_equal_values_stay_apart() -> None:
     values = torch.randn(3, 4), torch.randn(3, 4), torch.rand(3, dtype=torch.float64)
     gm = opened(make_fx(total, tracing_mode="fake")(*values))
     torch.testing.assert_close(gm(*values), total(*values), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_norm_over_many_parameters_is_no_chain(wide: bool) -> None:
+    """A chain through all layers is one expression of thousands of lines for Inductor, alike in no two models."""
+
+    def total(*rows: Tensor) -> Tensor:
+        off = rows[0].new_zeros(3, dtype=torch.float64)
+        return root_sum_squares([bounded(one, off) for one in rows], wide)
+
+    rows = torch.randn(FEW + 1, 3, 4).unbind()
+    traced = make_fx(total, tracing_mode="fake")(*rows).graph
+    assert sum(node.target is torch.ops.fxgrad.root_of_many.default for node in traced.nodes) == 1
+    few = make_fx(total, tracing_mode="fake")(*rows[:-1]).graph
+    assert not any(node.target is torch.ops.fxgrad.root_of_many.default for node in few.nodes)
+    off = rows[0].new_zeros(3, dtype=torch.float64)
+    norms = [bounded(one, off) for one in rows]
+    torch.testing.assert_close(root_of_many(norms, wide), root_of_few(norms, wide), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("value", [1e300, math.inf, math.nan, 0.0])
+def test_extreme_norms_of_many_parameters(value: float) -> None:
+    norms = [torch.full((2, 3), 1e-300, dtype=torch.float64) for _ in range(FEW + 1)]
+    norms[5][:, 1] = value
+    torch.testing.assert_close(root_of_many(norms, True), root_of_few(norms, True), rtol=1e-14, atol=0, equal_nan=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn.utils.rnn import (
 import fxgrad
 from fxgrad.errors import FxgradError, LostLayout
 from fxgrad.testing import relative_error
+from tests.quick import TRACED, long_but
 
 KINDS = [nn.RNN, nn.LSTM, nn.GRU]
 IN, H = 4, 5
@@ -109,16 +111,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Each order is seen with each kind, and each option with each kind; the options change nothing of how rows are packed.
+every_option = pytest.mark.parametrize(
+    ("kind", "order", "options"),
+    long_but(
+        lambda kind, order, options: options == "one layer" or order == "unsorted",
+        itertools.product(KINDS, LENGTHS, OPTIONS),
+    ),
+)
+
+
 def sample(lengths: Sequence[int]) -> list[Tensor]:
     return [torch.randn(length, IN, dtype=torch.float64) for length in lengths]
 
 
 @pytest.mark.parametrize("by_input", [True, False])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("order", LENGTHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_input(kind: Any, order: str, options: dict[str, Any], by_input: bool) -> None:
-    model = OnPacked(kind, **options).double()
+@every_option
+def test_a_packed_input(kind: Any, order: str, options: str, by_input: bool) -> None:
+    model = OnPacked(kind, **OPTIONS[options]).double()
     sequences = sample(LENGTHS[order])
     sort = order != "unsorted"
     packed, again = (pack_sequence(sequences, enforce_sorted=sort) for _ in range(2))
@@ -156,12 +166,10 @@ def test_given_states_are_in_the_users_order(kind: Any) -> None:
     assert relative_error(grads, grads_alone(model, calls)) < 1e-10
 
 
-@pytest.mark.parametrize("total", [None, 9])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("order", LENGTHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_in_the_model(kind: Any, order: str, options: dict[str, Any], total: int | None) -> None:
-    model = Packing(kind, total, order != "unsorted", **options).double()
+@pytest.mark.parametrize("total", [None, pytest.param(9, marks=pytest.mark.long)])
+@every_option
+def test_packed_in_the_model(kind: Any, order: str, options: str, total: int | None) -> None:
+    model = Packing(kind, total, order != "unsorted", **OPTIONS[options]).double()
     lengths = torch.tensor(LENGTHS[order])
     x = pad_sequence(sample(LENGTHS[order]), batch_first=True)
     x = torch.cat([x, torch.randn(4, 2, IN, dtype=torch.float64)], 1)  # longer than the longest
@@ -177,6 +185,18 @@ def test_packed_in_the_model(kind: Any, order: str, options: dict[str, Any], tot
         return [o for o in model(x[i : i + 1], lengths[i : i + 1]) if o.is_floating_point()]
 
     assert relative_error(grads, grads_alone(model, [partial(alone, i) for i in range(4)])) < 1e-10
+
+
+def test_a_total_length_is_padded_to() -> None:
+    model, lengths = Packing(nn.LSTM, total=9).double(), torch.tensor(LENGTHS["unsorted"])
+    x = pad_sequence(sample(LENGTHS["unsorted"]), batch_first=True)
+    outputs = fxgrad.transform(model, backend="aot_eager")(x, lengths)
+    assert outputs[0].shape[1] == 9
+    same(outputs, model(x, lengths))
+    loss([o for o in outputs if o.is_floating_point()]).backward()
+    calls = [lambda i=i: model(x[i : i + 1], lengths[i : i + 1]) for i in range(4)]
+    floats = [lambda call=call: [o for o in call() if o.is_floating_point()] for call in calls]
+    assert relative_error(found(model), grads_alone(model, floats)) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,7 +241,7 @@ class Reader(nn.Module):
         return pad_packed_sequence(values, batch_first=True)[0]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("backend", [*TRACED, pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_layers_on_packed_rows(backend: str) -> None:
     model = Reader().double()
     lengths = LENGTHS["unsorted"]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
+from tests.quick import TRACED
 
-BACKENDS = ["eager", "aot_eager"]
 # Both sides round to the low precision in different orders (PyTorch sums biases in it, fxgrad in float32).
 NEAR = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -73,7 +73,7 @@ def ids(device: torch.device) -> Tensor:
     return torch.randint(7, (4, 5), device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize("where", ["around", "inside"])
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 def test_autocast(dtype: torch.dtype, where: str, backend: str, ids: Tensor, device: torch.device) -> None:
@@ -81,7 +81,7 @@ def test_autocast(dtype: torch.dtype, where: str, backend: str, ids: Tensor, dev
     check(model, ids, backend, dtype if where == "around" else None, NEAR[dtype])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 def test_parameters_of_low_precision(dtype: torch.dtype, backend: str, ids: Tensor, device: torch.device) -> None:
     check(Net().to(device, dtype), ids, backend, None, 2 * NEAR[dtype])
@@ -94,7 +94,7 @@ def test_the_forward_under_autocast_is_the_plain_one(ids: Tensor, device: torch.
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("where", ["around", pytest.param("inside", marks=pytest.mark.long)])
 def test_autocast_through_inductor(where: str, ids: Tensor, device: torch.device) -> None:
     model = Net(torch.bfloat16 if where == "inside" else None).to(device)
     check(model, ids, "inductor", torch.bfloat16 if where == "around" else None, 2 * NEAR[torch.bfloat16])

@@ -40,6 +40,7 @@ from tests.programs import (
     some_programs,
     write,
 )
+from tests.quick import long_but
 from tests.steps import tables
 from tests.steps.builder import Layout
 from tests.steps.endings import LOSSES
@@ -109,12 +110,12 @@ def test_programs_that_failed_once(name: str) -> None:
     assert outcome == Outcome("right"), fail(kept, outcome)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", long_but(lambda number: number < 2, range(4)))
 def test_eager(number: int) -> None:
     check_block(number, 60, "eager")
 
 
-@pytest.mark.parametrize("number", range(1000, 1002))
+@pytest.mark.parametrize("number", long_but(lambda number: number < 1001, range(1000, 1002)))
 def test_aot_eager(number: int) -> None:
     check_block(number, 30, "aot_eager")
 

@@ -204,14 +204,16 @@ def family(name: str, device: torch.device, dtype: torch.dtype = torch.float64) 
 
 
 @every_family
-@pytest.mark.parametrize(("batch", "backend"), [(5, "aot_eager"), (1, "eager")], ids=["5", "1"])
+@pytest.mark.parametrize(
+    ("batch", "backend"), [(5, "aot_eager"), pytest.param(1, "eager", marks=pytest.mark.long)], ids=["5", "1"]
+)
 def test_families(name: str, batch: int, backend: str, device: torch.device) -> None:
     model, x = family(name, device)
     check(model, x[:batch], backend=backend)
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["conv", "tied"])
+@pytest.mark.parametrize("name", ["conv", pytest.param("tied", marks=pytest.mark.long)])
 def test_families_through_inductor(name: str, device: torch.device) -> None:
     model, x = family(name, device, torch.float32)
     check(model, x, backend="inductor", tolerance=2e-4)

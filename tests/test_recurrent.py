@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from operator import getitem
@@ -20,6 +21,7 @@ from fxgrad.graph.context import Context
 from fxgrad.passes.decompose_recurrent import decompose_recurrent
 from fxgrad.samples.symbols import Symbols
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads, relative_error
+from tests.quick import TRACED, long_but
 
 KINDS = [nn.RNN, nn.LSTM, nn.GRU]
 B, T, IN, H = 3, 5, 4, 6
@@ -58,7 +60,6 @@ def sequence(batch_first: bool = False, dtype: torch.dtype = torch.float64, time
     return torch.randn(*((B, time) if batch_first else (time, B)), IN, dtype=dtype)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(KINDS),
     relu=st.booleans(),
@@ -72,7 +73,7 @@ def sequence(batch_first: bool = False, dtype: torch.dtype = torch.float64, time
     time=st.integers(1, 6),
     frozen=st.sampled_from(["", "weight_ih", "weight_hh", "bias", "l0"]),
 )
-def test_every_option(
+def check_options(
     kind: Any,
     relu: bool,
     options: dict[str, Any],
@@ -98,7 +99,12 @@ def test_every_option(
     check(model, x, states_for(model.rnn) if given_states else ())
 
 
-@pytest.mark.parametrize("by_input", [True, False])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_every_option(count: int) -> None:
+    settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))(check_options)()
+
+
+@pytest.mark.parametrize("by_input", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_dtype(kind: Any, dtype: torch.dtype, by_input: bool, device: torch.device) -> None:
@@ -108,7 +114,7 @@ def test_every_dtype(kind: Any, dtype: torch.dtype, by_input: bool, device: torc
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(lambda kind: kind is nn.LSTM, KINDS))
 def test_through_inductor(kind: Any, device: torch.device) -> None:
     model = Recurrent(kind, num_layers=2, bidirectional=True, batch_first=True).to(device)
     check(model, sequence(True, torch.float32).to(device), backend="inductor")
@@ -224,7 +230,7 @@ class Cells(nn.Module):
         return state[0] * state[1] if isinstance(state, tuple) else state
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
 def test_cells_in_a_loop(kind: Any, backend: str, device: torch.device) -> None:
     x = torch.randn(B, 3, IN, dtype=torch.float64, device=device)
@@ -325,7 +331,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, at a break
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_without_parameters(kind: Any, backend: str) -> None:
     model, x = Broken(kind).double(), sequence(True)
@@ -396,8 +402,14 @@ def unsaid(model: Any, x: Tensor, *states: Tensor, view: Any = None, **how: Any)
 
 @pytest.mark.parametrize("batch_size", [None, "given"])
 @pytest.mark.parametrize("batch", [1, 2, 3])
-@pytest.mark.parametrize("options", [dict(), dict(num_layers=2), dict(bidirectional=True)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    long_but(
+        lambda kind, options: kind is nn.LSTM or not options,
+        itertools.product(KINDS, [dict(), dict(num_layers=2), dict(bidirectional=True)]),
+    ),
+    ids=str,
+)
 def test_states_with_the_batch_first(kind: Any, options: Any, batch: int, batch_size: Any) -> None:
     """States are [layers * directions, B, hidden] whatever batch_first says, and however many samples there are."""
     model = Recurrent(kind, batch_first=True, **options).double()

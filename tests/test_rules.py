@@ -16,6 +16,7 @@ from fxgrad.testing import assert_per_sample_grads
 from tests.cases import CONVOLUTIONS, EINSUMS, ELEMENTWISE, LOOKUPS, NORMS, PRODUCTS, Case
 from tests.cases_of_parameters import FUNCTIONS, HANDED_OUT, MOVED
 from tests.programs import quick_dynamo
+from tests.quick import long_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
@@ -59,7 +60,7 @@ def test_each_parameter_frozen(case: Case, device: torch.device) -> None:
         check(case, model, case.inputs(device, case.extra[-1], requires_grad=False))
 
 
-@every_case
+@pytest.mark.parametrize("case", long_but(lambda case: case in FIRST, CASES), ids=by_name)
 def test_aot_eager(case: Case, device: torch.device) -> None:
     check(case, case.model(device), case.inputs(device, case.extra[-1]), backend="aot_eager")
 
@@ -81,7 +82,9 @@ class Merged(nn.Module):
 
 
 @one_per_op
-@pytest.mark.parametrize("time_first", [False, True], ids=["batch_first", "time_first"])
+@pytest.mark.parametrize(
+    "time_first", [pytest.param(False, marks=pytest.mark.long), True], ids=["batch_first", "time_first"]
+)
 def test_merged_rows(case: Case, time_first: bool, device: torch.device) -> None:
     wide = replace(case, arguments=tuple(replace(a, shape=(3, *a.shape)) for a in case.arguments))
     check(case, Merged(case.model(device), time_first), wide.inputs(device))

@@ -64,6 +64,26 @@ def test_one_graph_for_every_batch_size() -> None:
                     torch.testing.assert_close(own.grad_sample[i], p.grad)  # type: ignore[attr-defined]
 
 
+class TiedTable(nn.Module):
+    """A table that is also the head: its two gradients are measured as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids).tanh())
+
+
+def test_one_graph_for_every_batch_size_of_a_tied_table() -> None:
+    view = fxgrad.transform(TiedTable().double(), quantity=fxgrad.ClippedGrad(0.5), backend="aot_eager")
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for size in (5, 6, 9):
+            view(torch.randint(7, (size, 4))).square().sum().backward()
+
+
 def test_through_the_checker() -> None:
     assert_per_sample_grads(Sorted(), torch.randn(6, 3))
 

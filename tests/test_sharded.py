@@ -28,11 +28,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return findings("tests.sharded_processes", tmp_path_factory.mktemp("processes"))
 
 
-def findings(program: str, folder: Path) -> list[dict[str, str]]:
-    """Run a program in two processes that meet in a folder; return what each found of its cases."""
+def findings(program: str, folder: Path, *cases: str) -> list[dict[str, str]]:
+    """Run a program in two processes that meet in a folder; return what each found of its cases, or of some."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", program, str(rank), str(folder)],
+            [sys.executable, "-m", program, str(rank), str(folder), *cases],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

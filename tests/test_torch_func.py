@@ -13,6 +13,7 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 import fxgrad
 from fxgrad.errors import FxgradError, MixedSamples
 from fxgrad.testing import assert_per_sample_grads
+from tests.quick import TRACED
 
 B, N = 4, 3
 
@@ -58,7 +59,7 @@ def unread(net: Any, x: Tensor, model: Any) -> Tensor:
     return net(x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", TRACED)
 @pytest.mark.parametrize(
     "body", [energy, curvature, pulled_back, of_each_sample, jacobians, unread], ids=lambda body: body.__name__
 )

@@ -20,6 +20,7 @@ from fxgrad.api import engine_of
 from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, FxgradError, MixedSamples, OptionError
 from fxgrad.host.tensors import version
+from tests.quick import long_but
 
 QUANTITIES: dict[str, Callable[[], Any]] = {
     "rows": fxgrad.GradSample,
@@ -94,7 +95,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad_sample for p in trainable]
 
 
-@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize(
+    "quantity", long_but(lambda name: name in ("rows", "clipped", "ordinary", "projection"), QUANTITIES)
+)
 def test_steps_after_it_compile_nothing(quantity: str) -> None:
     """At every size and in both modes, with any quantity; and it leaves everything as it was."""
     model = net()

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxgrad
 from fxgrad.api import engine_of
 from fxgrad.errors import MixedSamples, UnclippedGrad
+from tests import ddp_options
 
 WORLD, BATCH, STEPS, MAX_GRAD_NORM = 2, 8, 3, 0.3
 EXPECTED = 3  # samples of a Poisson batch, of all processes together
@@ -280,6 +281,7 @@ def main(rank: int, folder: Path) -> None:
         checked(rank, DistributedDataParallel, prepared=True),
         checked(rank, DifferentiallyPrivateDistributedDataParallel, prepared=True),
     ]
+    found["options"] = ddp_options.every_case(rank)
     dist.barrier()
     dist.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")

@@ -61,6 +61,18 @@ def group_around() -> Any:
     return None if around is None else around.process_group
 
 
+def check_averages_last() -> None:
+    """Refuse an averaging that changes p.grad before a guard has compared it with what was delivered."""
+    around: Any = wrapped_by_ddp()
+    if around is not None and around.static_graph:
+        raise OptionError(
+            "DistributedDataParallel with static_graph=True averages gradients before fxgrad can compare p.grad with "
+            "what it has clipped",
+            advice="Leave out static_graph=True. For parameters that a forward does not use, pass "
+            "find_unused_parameters=True.",
+        )
+
+
 def largest_of_all(value: int, group: Any, device: torch.device) -> int:
     """The largest value in a group of processes, all of which have to call this; without a group the value itself."""
     if group is None or torch.distributed.get_world_size(group) == 1:

@@ -40,6 +40,7 @@ from fxgrad.host.dynamo import (
     calls_ignored,
     compilation,
     compile_lock,
+    find_main,
     mark_dynamic,
     maybe_mark_dynamic,
     sizes_apart,
@@ -117,6 +118,7 @@ class CapturedCall:
         """Configure Dynamo from now to the end of the call."""
         if self.settings is not None:
             return
+        find_main(globals())
         self.settings = contextlib.ExitStack()
         marks = marked(self.batch, self.every_size)
         patches = (sizes_unseen(), symbolic_shape_rules(), recurrent_modules(self.model), messages_ignored())

@@ -33,6 +33,7 @@ from fxgrad.host.tensors import version
 from fxgrad.runtime.deliveries import Asked
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
+from fxgrad.runtime.processes import collective
 from fxgrad.runtime.slot import slot_of
 
 LOCAL = "norm_sample"
@@ -67,7 +68,8 @@ class Units:
         self.waits = True
         if not self.sums.groups:
             self.sums.groups = fsdp.in_order_of_reduction(self.roots)
-        self.sums.gathers.begin_forward(self.states, self.sums.groups, self.sums.by_graph)
+        with collective():
+            self.sums.gathers.begin_forward(self.states, self.sums.groups, self.sums.by_graph)
         self.sums.in_graph[:] = self.sums.gathers.call.groups
         for shard, whole in fsdp.pairs(self.states):
             whole.requires_grad_(shard.requires_grad)
@@ -173,7 +175,8 @@ class Units:
                 advice="Call backward() first, then optimizer.step() or load_state_dict().",
             )
         self.waits = True
-        self.sums.gathers.begin_backward(self.states, call)
+        with collective():
+            self.sums.gathers.begin_backward(self.states, call)
 
     def all_in_shards(self, wholes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the shards of whole parameters, by the same names; raise if one is in no unit."""
@@ -239,6 +242,7 @@ class Units:
             self.reducing = task
             autograd_engine.queue_callback(partial(self._reduce, parameters, rows))
 
+    @collective()
     def _reduce(self, parameters: Mapping[str, Tensor], rows: int) -> None:
         self.reducing = -1
         reduced = self.sums.end()

@@ -18,6 +18,7 @@ from torch import Tensor
 from fxgrad.host import fsdp
 from fxgrad.host.autograd import autograd_engine, current_task
 from fxgrad.host.fsdp import State
+from fxgrad.runtime.processes import collective
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Gathers:
         for group in chosen:
             fsdp.show_wholes(group)
 
+    @collective()
     def without_graph(self) -> None:
         """Gather all that is left, to stay whole: a batch without samples runs the model as it is."""
         for group in self.left.values():
@@ -74,6 +76,7 @@ class Gathers:
         if call.groups:
             autograd_engine.queue_callback(self.end)
 
+    @collective()
     def gather(self, unit: int, places: Sequence[int]) -> list[Tensor]:
         """Return copies of some of a unit's whole parameters; ``places`` are theirs in it."""
         while unit not in self.ready:
@@ -81,6 +84,7 @@ class Gathers:
         every = self.ready.pop(unit)
         return [every[place] for place in places]
 
+    @collective()
     def end(self) -> None:
         """Gather what no graph of this process has asked for in this phase."""
         while self.left:

@@ -28,7 +28,9 @@ from fxgrad.kernels.handing import RECEIVERS, hand_over, number_of
 from fxgrad.quantities import ClippedGrad, GradDot, GradGram, GradProjection, GradVariance, NormSample, SquaredGrad
 from fxgrad.quantities.base import Quantity
 from fxgrad.runtime.autograd_graph import accumulates
+from fxgrad.runtime.deliveries import Kinds
 from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.processes import collective
 from fxgrad.runtime.slot import Slot
 
 _NO_GRADIENT = (NormSample, GradDot, GradGram, GradProjection, SquaredGrad, GradVariance)
@@ -117,6 +119,7 @@ class Sums:
         used = {name for node in forward.placeholders for name in getattr(node, "names", forward.parameters)}
         return all(accumulates(forward.parameters[name]) for name in used)  # not so under `backward(inputs=..)`
 
+    @collective()
     def receive(self, unit: int, places: Sequence[int], sums: Sequence[Tensor]) -> None:
         """Take the sums of one unit's parameters."""
         wholes = fsdp.wholes_of(self.groups[unit])
@@ -128,6 +131,19 @@ class Sums:
         self._reduce_before(unit)
         self._reduce(given)
 
+    def with_left(
+        self, kinds: Kinds, grads: Sequence[Tensor | None], parameters: Mapping[str, Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Put the sums that go the ordinary way in the places where a graph returned nothing for them."""
+        if not self.left:
+            return grads
+        every = list(grads)
+        for i, name in kinds.grads:
+            if every[i] is None:
+                every[i] = self.left.pop(id(parameters[name]), None)
+        return every
+
+    @collective()
     def zeros(self) -> None:
         """Reduce units to which this process adds nothing: all of them without samples, or those that no op used."""
         self.gathers.end()

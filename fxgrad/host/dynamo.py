@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch._dynamo
 import torch.fx.experimental._config as _shapes
 from torch import fx
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, symbolic_convert
 from torch._dynamo import exc as _exc
 from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -163,6 +164,19 @@ def calls_ignored(functions: Sequence[Any]) -> contextlib.AbstractContextManager
     setting = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
     ignored: contextlib.AbstractContextManager[Any] = config.patch({setting: {*getattr(config, setting), *functions}})
     return ignored
+
+
+def find_main(namespace: dict[str, Any]) -> None:
+    """Let Dynamo look names up in ``__main__`` as it is now, for code whose globals are ``namespace``.
+
+    Why: Dynamo keeps the first module of each name, and IPython's ``%run`` and sphinx-gallery replace ``__main__``.
+    Without: a function that the new ``__main__`` passed to `register_op` has "no attribute" there, an AttributeError.
+    """
+    main, alias = sys.modules["__main__"], "__import___main__"
+    if symbolic_convert._import_module("__main__") is not main:
+        symbolic_convert._import_module.cache_clear()
+    if namespace.get(alias, main) is not main:
+        del namespace[alias]
 
 
 def failed_guards(compiled: Callable[..., Any]) -> list[str]:

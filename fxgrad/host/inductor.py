@@ -30,15 +30,30 @@ def import_compiler() -> None:
 
 
 def load_library(text: str) -> ctypes.CDLL:
-    """Compile C++ with Inductor's compiler, flags and cache, and load it.
+    """Compile C++ with Inductor's compiler, flags, cache and precompiled header, and load it.
 
-    Why: `torch.utils.cpp_extension` needs ninja, and knows nothing of Inductor's flags for vectors.
+    Why: `torch.utils.cpp_extension` needs ninja, and knows nothing of Inductor's flags for vectors. Inductor reads its
+    header, of 100,000 lines, from a precompiled file only where it compiles its own kernels: a second for each library.
     Without: no kernels in C++: the same numbers, computed by PyTorch's ops, and slower.
     """
-    from torch._inductor.codecache import CppCodeCache
-
-    library: ctypes.CDLL = CppCodeCache.load(text)
+    library: ctypes.CDLL = _library_cache().load(text)
     return library
+
+
+@functools.lru_cache(maxsize=1)
+def _library_cache() -> Any:
+    """Return Inductor's cache of libraries, with the header and the flags of its kernels, so that both share one."""
+    from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache
+
+    class Libraries(CppCodeCache):
+        cpp_compile_command_flags = CppPythonBindingsCodeCache.cpp_compile_command_flags
+
+        @classmethod
+        def _get_uncompiled_header(cls, device: str) -> str | None:
+            header: str | None = CppPythonBindingsCodeCache._get_uncompiled_header(device)
+            return header
+
+    return Libraries
 
 
 def find_vectors() -> None:

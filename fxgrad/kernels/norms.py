@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.fusible import fusible
+from fxgrad.kernels.operators import operator
 from fxgrad.kernels.precision import unit
 
 CHAIN = 512  # products that a kernel adds one after another, at most
 BLOCK = 1 << 20  # bytes of gradients that are looked at together: they stay in the cache
 BLOCK_ON_GPU = 1 << 28  # likewise, where a launch costs more than memory
 TINY = 1e-30  # norms below this may have lost digits to underflow on the way
+FEW = 16  # parameters whose norms a compiler gets as one expression, at most
 SMALL = 1e-12  # likewise, where squares are summed in float32
 
 
@@ -100,17 +102,36 @@ def joined(norms: Tensor, bounds: Tensor) -> Tensor:
     return torch.cat([norms.unsqueeze(0), bounds.unsqueeze(0)])
 
 
-@fusible(lambda norms, wide: norms[0].new_empty(norms[0].shape))
 def root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
     """m tensors of norms and bounds ``[2, n] -> [2, n]``: √Σ_m norms².
 
     ``wide``: of gradients in float64, scaled so that no finite result overflows. Of narrower types the squares fit into
-    float64. They are added one by one: joined first, each would be written to memory in a loop of its own.
+    float64.
     """
-    return joined(*(_root_sum_squares([both[i] for both in norms], wide) for i in (0, 1)))
+    return (root_of_few if len(norms) <= FEW else root_of_many)(norms, wide)
 
 
-def _root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
+@fusible(lambda norms, wide: norms[0].new_empty(norms[0].shape))
+def root_of_few(norms: Sequence[Tensor], wide: bool) -> Tensor:
+    """The same, added one by one: joined first, each would be written to memory in a loop of its own."""
+    return joined(*(_root_of_few([both[i] for both in norms], wide) for i in (0, 1)))
+
+
+@operator(lambda norms, wide: norms[0].new_empty(norms[0].shape))
+def root_of_many(norms: Sequence[Tensor], wide: bool) -> Tensor:
+    """The same, joined first: as one expression a compiler would get thousands of lines, which no other model shares.
+
+    Without it what measures a layer is code of its own, alike for all layers of one kind.
+    """
+    joint = torch.stack(list(norms))
+    if not wide:
+        return joint.square_().sum(0).sqrt_()
+    scale = joint.amax(0)
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, 1)
+    return joint.div_(safe).square_().sum(0).sqrt_().mul_(safe)
+
+
+def _root_of_few(norms: Sequence[Tensor], wide: bool) -> Tensor:
     if not wide:
         return reduce(torch.add, [norm.square() for norm in norms]).sqrt()
     scale = reduce(torch.maximum, norms)

@@ -112,7 +112,7 @@ def rounding_of_sums(counts: Tensor, lengths: Tensor, dtype: torch.dtype) -> Ten
 def rounding_of_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     """How far gradients of ids ``[n, k]`` and g ``[n, k, d]`` may be off, which any order has added up: ``[n]``."""
     each = frobenius(g.flatten(0, 1)).view(ids.shape).masked_fill(ids == padding_idx, 0)
-    zeros = each.new_zeros(len(ids), classes)
+    zeros = each.new_zeros(ids.shape[0], classes)  # `len` would make the batch size a constant of the graph
     lengths, counts = (zeros.scatter_add(1, ids, numbers) for numbers in (each, torch.ones_like(each)))
     return 1.001 * frobenius(rounding_of_sums(counts, lengths, g.dtype))
 
@@ -128,7 +128,7 @@ def lines_of_table(ids: Tensor, g: Tensor, padding_idx: int, chosen: slice | Ten
     place = torch.searchsorted(lines, ids).clamp(max=len(lines) - 1)
     inside = (lines[place] == ids) & (ids != padding_idx)
     place = torch.where(inside, place, len(lines)).unsqueeze(2).expand_as(g)  # the last line is for the others
-    return g.new_zeros(len(g), len(lines) + 1, g.shape[2]).scatter_add_(1, place, g)[:, :-1].flatten(1)
+    return g.new_zeros(g.shape[0], len(lines) + 1, g.shape[2]).scatter_add_(1, place, g)[:, :-1].flatten(1)
 
 
 def _call(kernel: str, ids: Tensor, g: Tensor, *arguments: Tensor | int | None) -> None:

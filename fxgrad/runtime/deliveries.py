@@ -7,13 +7,20 @@ A placeholder is an input of the graph with a result's shape, such as ``[B, *p.s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxgrad.host.dispatch import disable_current_modes
+from fxgrad.host.tensors import is_view
 from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
+
+# For `map`, which adds no Python frame: they are read of each parameter in each step.
+_dtype = attrgetter("dtype")
+_dtype_of_grad: Any = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 
 
 class Kinds(NamedTuple):
@@ -70,3 +77,21 @@ def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]
         placeholders = [placeholder(delivery) for delivery in every]
     places = frozenset(one.place for one in every)
     return Asked(kinds, every, placeholders, places - {GRAD, RESULT}, GRAD in places)
+
+
+def for_grad(kinds: Kinds, grads: Sequence[Tensor | None], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what arrived for p.grad, by name: each a tensor with a version of its own, in the dtype of p.grad."""
+    places, names = zip(*kinds.grads, strict=True)
+    arrived: Any = [*map(grads.__getitem__, places)]
+    dtypes = [*map(_dtype_of_grad, map(parameters.__getitem__, names))]
+    as_they_are = not any(map(is_, arrived, repeat(None))) and not any(map(is_view, arrived))
+    if as_they_are and [*map(_dtype, arrived)] == dtypes:  # in most steps
+        return dict(zip(names, arrived, strict=True))
+    sent: dict[str, Tensor] = {}
+    for name, grad, dtype in zip(names, arrived, dtypes, strict=True):
+        if grad is None:
+            continue
+        if is_view(grad):  # views share one version, by which the guard knows them: each gets its own
+            grad = grad.data
+        sent[name] = grad if dtype is None or dtype is grad.dtype else grad.to(dtype)
+    return sent

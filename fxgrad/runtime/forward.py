@@ -56,7 +56,9 @@ class Forward:
         self.gathered: Any = None  # what its graph gathers of them
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
         # What averages p.grad at the end of a backward: its own callback comes after ours.
-        self.averaged = wrapped_by_ddp() is not None
+        around = wrapped_by_ddp()
+        self.averaged = around is not None
+        self.in_buckets = self.averaged and around.gradient_as_bucket_view and around.require_backward_grad_sync
         self.met = False  # whether it added to what another forward of the same call had set
         self.watched: set[Any] | None = None  # the nodes that `watch` has seen; only during the model's call
 

@@ -13,6 +13,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -33,7 +34,8 @@ from fxgrad.runtime.autograd_graph import (
     ops_using,
     roots_of_backward,
 )
-from fxgrad.runtime.slot import STAMPS, Slot, slot_of
+from fxgrad.runtime.processes import tell
+from fxgrad.runtime.slot import STAMPS, Slot, expect_all, forget_all, hold_all, slot_of, stand_where_they_were
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +49,14 @@ class Watched(NamedTuple):
     slot: Slot
 
 
+class Columns(NamedTuple):
+    """Guarded parameters and their slots, as bulk operations take them."""
+
+    names: tuple[str, ...]
+    parameters: list[Tensor]
+    slots: list[Slot]
+
+
 class Guard:
     """Guards a model's parameters, as long as its transformed view lives or until `release`."""
 
@@ -54,6 +64,9 @@ class Guard:
         self.outside, self.kind, self.entrances = outside, kind, tuple(entrances)
         self.watched: dict[int, Watched] = {}  # by id(parameter)
         self.ids: list[int] = []
+        self.all: Columns | None = None  # those that are watched
+        self.route: Columns | None = None  # those that the last delivery went to
+        self.rest: list[Watched] = []  # the others
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.view: weakref.ref[nn.Module] | None = None  # what users assign to
         self.delivering: Any = None  # the autograd node of the last delivery
@@ -61,12 +74,15 @@ class Guard:
 
     def watch(self, parameters: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
         """Guard these parameters and no others; in every step, so it is quick where they are the same."""
-        ids = [id(parameter) for parameter in parameters.values()]
+        ids = [*map(id, parameters.values())]
         if ids == self.ids:
-            for parameter, _, slot in self.watched.values():
-                if identity(parameter) != slot.of or not hooks_of(parameter):
-                    slot.stay(parameter)
+            _, tensors, slots = self.all or self._columns()
+            if not stand_where_they_were(slots, tensors):
+                for parameter, _, slot in self.watched.values():
+                    if identity(parameter) != slot.of or not hooks_of(parameter):
+                        slot.stay(parameter)
             return
+        self._changed()
         for key in self.watched.keys() - set(ids):
             if (
                 sys.getrefcount(self.watched[key].parameter) <= 2
@@ -93,13 +109,37 @@ class Guard:
             slot.stand_last(parameter)
         slot.guards.append(self)
         self.watched[id(parameter)] = Watched(parameter, name, slot)
+        self._changed()
 
     def _leave(self, key: int) -> None:
         _, _, slot = self.watched.pop(key)
+        self._changed()
         slot.guards.remove(self)
         if not slot.guards:
             slot.handle.remove()
             slot.forget()
+
+    def _changed(self) -> None:
+        """Forget the columns of what was watched before: they keep parameters alive."""
+        self.all = self.route = None
+        self.rest = []
+
+    def _columns(self) -> Columns:
+        """Return all that is watched, and keep it in `all`."""
+        watched = self.watched.values()
+        self.all = Columns((), [one.parameter for one in watched], [one.slot for one in watched])
+        return self.all
+
+    def _route_to(self, names: tuple[str, ...], parameters: list[Tensor]) -> Columns | None:
+        """Return these parameters with their slots, None unless all are watched; most backwards go to the same."""
+        route = self.route
+        if route is None or names != route.names or not all(map(is_, parameters, route.parameters)):
+            known = [self.watched.get(id(parameter)) for parameter in parameters]
+            slots = [one.slot for one in known if one is not None]
+            route = self.route = Columns(names, parameters, slots) if len(slots) == len(names) else None
+            reached = {*map(id, slots)}
+            self.rest = [one for one in self.watched.values() if id(one.slot) not in reached]
+        return route
 
     def release(self) -> None:
         """Guard nothing any more, until the next call of the transformed model."""
@@ -112,7 +152,12 @@ class Guard:
         """Note the gradients that are on their way to parameters, by name, from an autograd node."""
         self.delivering = node
         tasks = task, current_task()
-        stamp = STAMPS.mark(tuple(grads.values()))
+        tensors = [*grads.values()]
+        stamp = STAMPS.mark(tensors)
+        route = self._route_to(tuple(grads), [*map(parameters.__getitem__, grads)])
+        if route is not None:
+            expect_all(route.slots, route.parameters, tensors, stamp, tasks)
+            return
         for name, grad in grads.items():
             parameter = parameters[name]
             known = self.watched.get(id(parameter))
@@ -133,7 +178,9 @@ class Guard:
         """
         if self.outside != "error":
             return
-        for parameter, name, slot in self.watched.values():
+        route = self.route
+        held = route is not None and hold_all(route.slots, route.parameters)
+        for parameter, name, slot in self.rest if held else self.watched.values():
             # The task of another: a backward that raised, of a parameter that was replaced since.
             if slot.arrived and task in slot.tasks and not slot.holds(parameter, averaged):
                 raise UnclippedGrad(
@@ -146,8 +193,7 @@ class Guard:
     def ended(self) -> None:
         """The backward call is over: nothing has to be put back."""
         self.delivering = None
-        for _, _, slot in self.watched.values():
-            slot.forget()
+        forget_all((self.all or self._columns()).slots)
 
     def put_back(self, task: int | None) -> None:
         """Set every p.grad to what it was before this backward call; None: before all that run now."""
@@ -230,8 +276,9 @@ def undone(method: Callable[P, T]) -> Callable[P, T]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
-        except FxgradError:
+        except FxgradError as error:
             put_back()
+            tell(error)
             raise
 
     return guarded

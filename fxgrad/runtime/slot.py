@@ -10,6 +10,8 @@ A parameter has one hook however many transformed models guard it, and it stands
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, contains, is_
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,10 @@ from fxgrad.quantities import Outside
 _STEP = 1 << 8  # between two stamps: more than the engine counts up in one backward
 _FIRST, _LAST = 1 << 20, 1 << 31  # no tensor that was merely computed has a version as high; versions have 32 bits
 _NOTHING = -1
+
+# For `map`, which adds no Python frame: these are read of each parameter in each step.
+grad_of, _stride = attrgetter("grad"), Tensor.stride
+_of, _key, _before, _version, _tasks = map(attrgetter, ("of", "key", "before", "version", "tasks"))
 
 
 class _Stamps:
@@ -177,3 +183,50 @@ def slot_of(parameter: Tensor) -> Slot | None:
     """Return the guards' hook on a parameter; None where there is none."""
     hooks: Any = hooks_of(parameter) or {}
     return next((hook for hook in hooks.values() if type(hook) is Slot), None)
+
+
+# What each step does with all slots of a model at once
+
+
+def stand_where_they_were(slots: Sequence[Slot], parameters: Sequence[Tensor]) -> bool:
+    """Return whether `Slot.stay` has nothing to do for any parameter."""
+    return all(map(hooks_of, parameters)) and [*map(identity, parameters)] == [*map(_of, slots)]
+
+
+def _are_alone(slots: Sequence[Slot], parameters: Sequence[Tensor]) -> bool:
+    """Return whether every parameter has the guards' hook and no other."""
+    hooks: Any = [*map(hooks_of, parameters)]
+    return all(hooks) and sum(map(len, hooks)) == len(hooks) and all(map(contains, hooks, map(_key, slots)))
+
+
+def expect_all(
+    slots: Sequence[Slot], parameters: Sequence[Tensor], grads: Sequence[Tensor], stamp: int, tasks: tuple[int, ...]
+) -> None:
+    """Call `Slot.expect` for each; where nothing was there before, the notes are three attributes."""
+    new = not any(map(_tasks, slots)) and all(map(is_, map(grad_of, parameters), repeat(None)))
+    if not (new and _are_alone(slots, parameters) and [*map(_stride, grads)] == [*map(_stride, parameters)]):
+        for slot, parameter, grad in zip(slots, parameters, grads, strict=True):
+            slot.expect(parameter, grad, stamp, tasks)
+        return
+    for slot, cdata in zip(slots, map(identity, grads), strict=True):
+        slot.cdata, slot.version, slot.tasks = cdata, stamp, tasks
+
+
+def hold_all(slots: Sequence[Slot], parameters: Sequence[Tensor]) -> bool:
+    """Return whether p.grad of every parameter is new, what was delivered, and behind no other hook.
+
+    False says nothing: `Slot.holds` then answers for each.
+    """
+    grads: Any = [*map(grad_of, parameters)]
+    if any(map(is_, grads, repeat(None))) or [*map(version, grads)] != [*map(_version, slots)]:
+        return False
+    return all(map(is_, map(_before, slots), repeat(None))) and _are_alone(slots, parameters)
+
+
+def forget_all(slots: Iterable[Slot]) -> None:
+    """Call `Slot.forget` for each that has notes."""
+    for slot in slots:
+        if slot.tasks or slot.arrived or slot.version != _NOTHING:
+            slot.cdata = slot.version = _NOTHING
+            slot.before = slot.kept = slot.copies = None
+            slot.tasks, slot.arrived = (), False

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from fxgrad.errors import AlreadySet
 from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
-from fxgrad.host.tensors import identity, is_view
+from fxgrad.host.tensors import identity
 from fxgrad.quantities import Quantity
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
-from fxgrad.runtime.deliveries import Asked, ask, zeros
+from fxgrad.runtime.deliveries import Asked, ask, for_grad, zeros
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
@@ -292,8 +292,9 @@ class Store:
                     self.put(parameter, delivery.place, zeros(delivery), forward)
         if forward.units is not None:  # queued first: observers look at p.grad of the shards
             forward.units.reduce(task, self.adds_to_grad(forward), forward.parameters, forward.size)
-        for observer in self.observers:
-            observer.ended(forward)
+        if self.observers:
+            for observer in self.observers:
+                observer.ended(forward)
         if self.reports is not None:
             stepped = forward.parameters if forward.units is None else forward.units.shards(forward.parameters)
             self.reports.ended(task, stepped, self.asked_of(forward).by_quantity, self.results)
@@ -303,6 +304,8 @@ class Store:
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:
         """Zeros as p.grad of parameters that nothing was sent to."""
+        if forward.in_buckets:  # DistributedDataParallel sets p.grad to a view of its bucket, and takes no other
+            return
         missed = [name for name in names if forward.parameters[name].grad is None]
         unused = self._unused(forward) if missed else set()
         for name in missed:
@@ -322,16 +325,10 @@ class Store:
             quantity.arrived([grads[i] for i, _ in kinds.results])
         sent: dict[str, Tensor] = {}
         for place, kinds in enumerate(by_quantity):
-            for i, name in kinds.grads:
-                grad = grads[i]
-                if grad is None and forward.units is not None:
-                    grad = forward.units.sums.left.pop(id(forward.parameters[name]), None)
-                if grad is None:
-                    continue
-                if is_view(grad):  # views share one version, by which the guard knows them: each gets its own
-                    grad = grad.data
-                dtype = getattr(forward.parameters[name], "grad_dtype", None)
-                sent[name] = grad if dtype is None or dtype is grad.dtype else grad.to(dtype)
+            if kinds.grads:
+                if forward.units is not None:
+                    grads = forward.units.sums.with_left(kinds, grads, forward.parameters)
+                sent.update(for_grad(kinds, grads, forward.parameters))
             for i, delivery in kinds.attributes:
                 grad = grads[i]
                 if grad is not None:

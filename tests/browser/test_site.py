@@ -58,6 +58,7 @@ def illegible(page: Any) -> list[str]:
     ]
 
 
+@pytest.mark.timeout(1200)  # some sixty pages, on a machine that may be slow
 def test_every_page(watched: Watched, address: str, request: pytest.FixtureRequest) -> None:
     faults: list[str] = []
     dark = "dark" in request.node.callspec.id
@@ -86,7 +87,7 @@ def test_the_search_finds_pages(watched: Watched, address: str) -> None:
         link.wait_for(timeout=20_000)
         link.click()
         assert title in watched.page.locator("h1").first.inner_text()
-    assert not watched.faults
+    assert not watched.faults, watched.faults
 
 
 def test_the_menu_leads_to_each_caption(watched: Watched, address: str) -> None:

@@ -24,6 +24,10 @@ class Families(dict[str, Family]):
         self[make.__name__] = make
         return make
 
+    def without(self, *long: str) -> list[Any]:
+        """The names as a test's parameters; these belong to the long run."""
+        return [pytest.param(name, marks=pytest.mark.long if name in long else ()) for name in self]
+
     def but_long(self, *quick: str) -> list[Any]:
         """The names as a test's parameters; all but a few belong to the long run."""
         return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in self]

@@ -15,7 +15,8 @@ from tests.zoo.timm_models import create, timm_family
 WITHOUT_BATCHES_OF_ONE = {"xcit"}
 
 
-@pytest.mark.parametrize("name", timm_family)
+# The first two are below with dropout; the others have sisters with the same layers.
+@pytest.mark.parametrize("name", timm_family.without("beit", "cait", "beit_shared", "poolformer_v2"))
 def test_equals_the_loop(name: str) -> None:
     """In one graph: fxgrad.transform refuses a graph break."""
     model, inputs = timm_family.build(name)

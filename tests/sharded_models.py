@@ -1,0 +1,247 @@
+"""One of several processes that train models FSDP2 shards: `python -m tests.sharded_models RANK FOLDER WORLD CASES`.
+
+A case is "MODEL LAYOUT BACKEND": ten steps of AdamW beside the loop over the samples of all processes, in float64 by
+AOTAutograd or in float32 by Inductor.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fxgrad
+from fxgrad.testing import per_sample_grads
+from tests.sharded_processes import C, loss
+
+STEPS, WORDS, LENGTH = 10, 11, 6
+TOLERANCE = {"aot_eager": 1e-10, "inductor": 1e-5}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Sequence[nn.Module], Callable[[int], Tensor]]]] = {}
+"""By name: a model, the modules that are units beside the root, and n samples."""
+
+
+def model(build: Callable[[], Any]) -> Callable[[], Any]:
+    MODELS[build.__name__] = build
+    return build
+
+
+def numbers(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, *shape, dtype=torch.float64)
+
+
+def words(n: int) -> Tensor:
+    return torch.randint(WORDS, (n, LENGTH))
+
+
+@model
+def mlp() -> Any:
+    net = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 3))
+    return net, [net[0], net[2]], numbers(5)
+
+
+@model
+def cnn() -> Any:
+    def block(inputs: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU())
+
+    net = nn.Sequential(block(1), block(4), nn.AvgPool2d(6), nn.Flatten(), nn.Linear(4, 3))
+    return net, [net[0], net[1]], numbers(1, 6, 6)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.second, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Gpt(nn.Module):
+    """The head is the table of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(WORDS, 8), nn.Embedding(LENGTH, 8)
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@model
+def gpt() -> Any:
+    net = Gpt()
+    return net, list(net.blocks), words
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a trainable product of low rank."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.lower = nn.Linear(base.in_features, 2, bias=False)
+        self.upper = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.upper(self.lower(x))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=LENGTH,
+            use_cache=False,
+        )
+        self.inner = LlamaForCausalLM(config).requires_grad_(False)
+        for layer in self.inner.model.layers:
+            layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+            layer.mlp.down_proj = Adapted(layer.mlp.down_proj)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(input_ids=ids).logits
+
+
+@model
+def llama() -> Any:
+    net = Llama()
+    return net, list(net.inner.model.layers), words
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+@model
+def lstm() -> Any:
+    net = Sequences()
+    return net, [net.rnn], numbers(4, 3)
+
+
+class Experts(nn.Module):
+    """Two of four experts for each word, weighted by a router."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, places = self.router(x).topk(2, -1)
+        weights = torch.zeros_like(self.router(x)).scatter(-1, places, chosen.softmax(-1))
+        parts = [weights[..., i : i + 1] * expert(x).tanh() for i, expert in enumerate(self.experts)]
+        return x + torch.stack(parts).sum(0)
+
+
+@model
+def moe() -> Any:
+    net = nn.Sequential(nn.Linear(4, 6), Experts(), Experts(), nn.Linear(6, 3))
+    return net, [net[1], net[2]], numbers(5, 4)
+
+
+def clipped_sum(alone: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    rows = per_sample_grads(alone, loss, (x,))
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+    factors = (C / (norms + 1e-6)).clamp(max=1)
+    return {name: torch.einsum("n,n...->...", factors, g) / dist.get_world_size() for name, g in rows.items()}
+
+
+def sharded(net: nn.Module, blocks: Sequence[nn.Module], layout: str) -> nn.Module:
+    for block in () if layout == "root" else blocks:
+        fully_shard(block, mesh=mesh_of(layout))
+    fully_shard(net, mesh=mesh_of(layout))
+    return net
+
+
+def mesh_of(layout: str) -> DeviceMesh:
+    world = dist.get_world_size()
+    shape = (2, world // 2) if layout == "hybrid" else (world,)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def trains(rank: int, name: str, layout: str, backend: str) -> None:
+    torch.manual_seed(0)
+    net, blocks, samples = MODELS[name]()
+    net.to(torch.float64)
+    alone = copy.deepcopy(net)
+    dtype = torch.float64 if backend == "aot_eager" else torch.float32
+    private = fxgrad.transform(sharded(net.to(dtype), blocks, layout), quantity=fxgrad.ClippedGrad(C), backend=backend)
+    # A larger eps than usual: where a gradient is next to nothing, Adam's first steps are as large as elsewhere.
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-4) for one in (private, alone)]
+    for step in range(STEPS):
+        least = 1 if name == "llama" else 0  # transformers' attention reshapes no empty batch
+        sizes = [(3 * process + step) % 5 + least for process in range(dist.get_world_size())]
+        torch.manual_seed(step)
+        x = samples(sum(sizes))
+        mine = x.split(sizes)[rank]
+        optimizers[0].zero_grad()
+        loss(private(mine.to(dtype) if mine.is_floating_point() else mine)).backward()
+        expected = clipped_sum(alone, x)
+        for parameter_name, parameter in alone.named_parameters():
+            parameter.grad = expected.get(parameter_name)
+        for optimizer in optimizers:
+            optimizer.step()
+    for (parameter_name, p), q in zip(private.named_parameters(), alone.parameters(), strict=True):
+        whole: Tensor = p.full_tensor()  # type: ignore[attr-defined]
+        error = float((whole.double() - q).abs().max())
+        assert error <= TOLERANCE[backend], (parameter_name, error)
+
+
+def main(rank: int, folder: Path, world: int, cases: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    meet = f"file://{folder / 'meet'}"
+    dist.init_process_group("gloo", meet, rank=rank, world_size=world, timeout=timedelta(seconds=240))
+    found: dict[str, str] = {}
+    for case in cases:
+        try:
+            trains(rank, *case.split())
+            found[case] = ""
+        except Exception:
+            found[case] = traceback.format_exc()
+        torch.save(found, folder / f"{rank}.pt")
+        failed = torch.tensor(bool(found[case]))
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed:  # the other may wait in a collective
+            break
+
+
+if __name__ == "__main__":
+    import tests.import_torchvision  # noqa: F401  before transformers
+
+    warnings.simplefilter("ignore")
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
