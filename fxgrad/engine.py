@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -175,7 +176,8 @@ class Engine:
             quantities = self.units.sums.by_unit(per_process(self.options.quantities))
             self.options = dataclasses.replace(self.options, quantities=quantities)
             self.store.deliver_instead(quantities)
-            self.units.sums.by_graph = self.units.sums.hands_over and self.options.backend in ("inductor", "aot_eager")
+            compiled = self.options.fullgraph and self.options.backend in ("inductor", "aot_eager")
+            self.units.sums.by_graph = compiled and self.units.sums.hands_over
             self.units.results = Results(quantities, self.store.policy)
 
     def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
@@ -194,7 +196,7 @@ class Engine:
             if self.store.observers:
                 self.units.check_averages()
             self.units.check(self.store.asked_of(forward), forward.parameters)
-            forward.units = self.units
+            forward.units, self.units.forward = self.units, weakref.ref(forward)
         self.store.check_clear(forward, forward.enclosing, "a forward")
         if self.first_batch is not None and self.first_batch.due(forward.size, forward.parameters):
             forward.first_batch = self.first_batch
@@ -253,7 +255,7 @@ class Engine:
         except FailOnRecompileLimitHit:
             raise too_many_graphs(compiled, self.roles[method].names) from None
         except Exception as error:
-            if fails_without_dynamo(error):
+            if not gathered and fails_without_dynamo(error):  # without the graph the parameters are not whole
                 with torch.no_grad():  # let PyTorch raise its own error
                     self._original(method)(*args, **kwargs)
             user_error = translated(error, self.options, self.model)

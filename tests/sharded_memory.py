@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxgrad
 import fxgrad.host.fsdp as host
-from tests.sharded_processes import WORLD, C, assert_grads, case, clipped_sum, ids, loss, tied, units
+from tests.sharded_processes import WORLD, C, assert_grads, case, clipped_sum, ids, loss, refused, tied, units
 
 UNITS = 8
 
@@ -54,6 +56,7 @@ class Whole:
 @case
 def whole_gradients_of_a_step(rank: int) -> None:
     """At most those of two units live at a time, whatever the backend."""
+    gc.collect()  # what other cases have left
     batch = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).split([2, 3])
     for backend in ("eager", "aot_eager"):
         torch.manual_seed(0)
@@ -174,3 +177,24 @@ def the_ordinary_way_of_sums(rank: int) -> None:
     hook.remove()
     assert kept == ["table"]
     assert_grads(private, expected)
+
+
+@case
+def graphs_that_gather_in_one_backward(rank: int) -> None:
+    """Of two models, with batches of different sizes: both are the loop's; after a call that raised, too."""
+    models: list[Any] = [tied(seed) for seed in (0, 1)]
+    alone = [copy.deepcopy(model) for model in models]
+    private: list[Any] = [
+        fxgrad.transform(units(model), quantity=fxgrad.ClippedGrad(C), backend="aot_eager") for model in models
+    ]
+    refused(Exception, "", lambda: private[0](torch.ones(2, 4)))  # an embedding takes integers
+    assert all(isinstance(p, DTensor) for p in models[0].parameters())
+    for sizes in ((2, 3), (0, 3), (2, 1)):
+        batch = ids(sizes)
+        for model in private:
+            model.zero_grad()
+        outputs = [model(batch[rank]) for model in private]
+        assert all(isinstance(p, DTensor) for p in private[0].blocks.parameters()) == (sizes[rank] > 0)
+        (loss(outputs[0]) + loss(outputs[1])).backward()
+        for model, one in zip(private, alone, strict=True):
+            assert_grads(model, clipped_sum(one, torch.cat(batch)))

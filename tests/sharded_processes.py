@@ -429,17 +429,19 @@ def parameters_that_no_forward_uses(rank: int) -> None:
 
 @case
 def collectives_of_a_step(rank: int) -> None:
-    """One gather and one reduction of each of four units; plain FSDP2 gathers three of them again."""
-    plain, private = units(tied()), fxgrad.transform(units(tied()), quantity=fxgrad.ClippedGrad(C), backend="eager")
+    """One gather and one reduction of each of four units; plain FSDP2 and compiled graphs gather three of them again."""
+    backends = ("eager", "aot_eager")
+    private = [fxgrad.transform(units(tied()), quantity=fxgrad.ClippedGrad(C), backend=one) for one in backends]
     batch = ids((2, 3))
     counts = []
-    for model in (plain, private):
+    for model in (units(tied()), *private):
         loss(model(batch[rank])).backward()
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             loss(model(batch[rank])).backward()
         counts.append({one.key: one.count for one in seen.key_averages() if one.key.startswith("c10d::")})
     assert counts[0] == {"c10d::_allgather_base_": 7, "c10d::_reduce_scatter_base_": 4}, counts[0]
     assert counts[1] == {"c10d::_allgather_base_": 4, "c10d::_reduce_scatter_base_": 4}, counts[1]
+    assert counts[2] == counts[0], counts[2]
 
 
 # Other quantities

@@ -1,11 +1,12 @@
 """FSDP2: a model that ``fully_shard`` divided into units runs as a whole one, from its call to the end of its backward.
 
-    gather    the outermost hooks' work; then every unit's parameters in turn, in the same order on each process
+    gather    the outermost hooks' work; then every unit's parameters in turn, in the same order on each process; or a
+              compiled graph gathers a unit where it uses it (sharded_gathers.py)
     call      without FSDP2's hooks and classes: the passes see an ordinary model with whole parameters
     reduce    at the end of the backward, FSDP2 averages and shards each unit's p.grad; clipped sums earlier, one unit
               after the other (sharded_sums.py)
 
-Batches of different sizes, and empty ones, meet in the same collectives. The price is memory: the parameters of all
+Batches of different sizes, and empty ones, meet in the same collectives. Where no graph gathers, the parameters of all
 units are whole in a step, as under ``reshard_after_forward=False``.
 """
 
@@ -56,7 +57,8 @@ class Units:
         self.waits = False  # whether a call has left the parameters whole, for its backward
         self.guarded = False  # whether a guard has watched the whole parameters
         self.before: list[tuple[Tensor | None, int]] | None = None  # p.grad of whole ones, before a running backward
-        self.sums = Sums(lambda: self.waits)
+        self.forward: Callable[[], Forward | None] = lambda: None  # the last one, while anything refers to it
+        self.sums = Sums(lambda: self.waits and self.forward() is not None)
 
     @contextlib.contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -79,9 +81,12 @@ class Units:
             self.sums.learn(dict(self.model.named_parameters()))
         if self._is_unit():
             args, kwargs = fsdp.cast_inputs(self.states[0], args, kwargs)
-        with _ordinary(self.model):
-            yield args, kwargs
-        self.sums.gathers.end()
+        try:
+            with _ordinary(self.model):
+                yield args, kwargs
+            self.sums.gathers.end()
+        finally:
+            self.sums.gathers.end_call()
 
     def outputs(self, outputs: Any) -> Any:
         """Cast what the model returns as its outermost unit does."""
@@ -176,7 +181,7 @@ class Units:
             )
         self.waits = True
         with collective():
-            self.sums.gathers.begin_backward(self.states, call)
+            self.sums.gathers.begin_backward(self.states, call, self.sums.alone())
 
     def all_in_shards(self, wholes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the shards of whole parameters, by the same names; raise if one is in no unit."""

@@ -109,10 +109,13 @@ class Sums:
         if self.hands_over and guarded and self._fits(forward, states):
             self.task = current_task()
 
+    def alone(self) -> bool:
+        """Return whether no other sharded model waits for its backward."""
+        return not any(one is not self and one.waits() for one in _all_sums())
+
     def _fits(self, forward: Forward, states: Sequence[State]) -> bool:
         """Return whether all gradients of this backward are handed over, and every process can reduce them there."""
-        others = [one for one in _all_sums() if one is not self and one.waits()]
-        if others or forward.enclosing != -1 or not fsdp.reduces_at_once(states):
+        if not self.alone() or forward.enclosing != -1 or not fsdp.reduces_at_once(states):
             return False
         if any(_watched(whole) for group in self.groups for whole in fsdp.wholes_of(group)):
             return False

@@ -29,6 +29,7 @@ def gather_units(gm: fx.GraphModule, captured: Captured, quantities: Sequence[Qu
     units: dict[int, list[tuple[int, fx.Node]]] = {}
     for i in captured.parameters:
         unit, place = clip.places.get(captured.names[i], (-1, 0))
+        assert unit in clip.in_graph or not _is_freed(captured.examples[i]), captured.names[i]
         if unit in clip.in_graph and writes is not None and i in writes.by_input:
             raise OptionError(
                 f"forward writes to parameter '{captured.names[i]}', and FSDP2 would forget it",
@@ -52,6 +53,10 @@ def gather_units(gm: fx.GraphModule, captured: Captured, quantities: Sequence[Qu
         for user, node in users:
             user.replace_input_with(node, values[node])
     gm.recompile()
+
+
+def _is_freed(parameter: Tensor) -> bool:
+    return parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0
 
 
 def _tagged(node: fx.Node) -> fx.Node:

@@ -137,8 +137,7 @@ def gather(states: Sequence[State]) -> None:
     Without: see `state_of`.
     """
     for group in groups(states):
-        group.unshard()
-        group.wait_for_unshard()
+        gather_group(group)
 
 
 def gather_group(group: Any) -> None:
@@ -149,15 +148,6 @@ def gather_group(group: Any) -> None:
     """
     group.unshard()
     group.wait_for_unshard()
-
-
-def free_group(group: Any) -> None:
-    """Put the shards of one group in place of its whole parameters.
-
-    Why: see `free`.
-    Without: see `free`.
-    """
-    group.reshard()
 
 
 def reshards_after_forward(group: Any) -> bool:
@@ -182,6 +172,17 @@ def show_wholes(group: Any) -> None:
         for one in group.fsdp_params:
             one._unsharded_param.requires_grad_(one.sharded_param.requires_grad)
             one._setattr_on_modules(one._unsharded_param)
+
+
+def show_shards(group: Any) -> None:
+    """Let the shards of a group stand in its modules where its whole parameters are freed.
+
+    Why: see `show_wholes`; a call that raises leaves them there.
+    Without: a state dict, or the user, reads freed memory.
+    """
+    if group.is_sharded:
+        for one in group.fsdp_params:
+            one._setattr_on_modules(one.sharded_param)
 
 
 def copies_of(group: Any) -> list[torch.Tensor]:
