@@ -429,7 +429,7 @@ def parameters_that_no_forward_uses(rank: int) -> None:
 
 @case
 def collectives_of_a_step(rank: int) -> None:
-    """One gather and one reduction of each of four units; plain FSDP2 and compiled graphs gather three of them again."""
+    """One gather and one reduction of each of four units; plain FSDP2 and compiled graphs gather three again."""
     backends = ("eager", "aot_eager")
     private = [fxgrad.transform(units(tied()), quantity=fxgrad.ClippedGrad(C), backend=one) for one in backends]
     batch = ids((2, 3))
