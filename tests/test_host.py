@@ -773,6 +773,8 @@ def _(host: Any) -> None:
         for name in "State state_of forward_hooks class_of register begin is_outermost inner_units".split()
     ),
     *(f"fsdp.{name}" for name in "groups gather is_gathered free is_sharded reduce pairs precision offloads".split()),
+    *(f"fsdp.{name}" for name in "gather_group reshards_after_forward show_wholes show_shards copies_of".split()),
+    *(f"fsdp.{name}" for name in "in_order_of_reduction reduces_at_once reduce_group wholes_of".split()),
     "fsdp.cast_inputs",
     "fsdp.cast_outputs",
     "fsdp.manages",
@@ -817,6 +819,7 @@ def _(host: Any) -> None:
         host.reduce([root])
         assert not host.is_gathered([inner]) and {id(shard) for shard, _ in shards} == set(map(id, model.parameters()))
         assert all(bool((p.grad.full_tensor() == 1).all()) for p in model.parameters())
+        _gathers_and_reduces_one(host, root, inner, model[0])
         part = host.local_part(shards[0][0])
         assert type(part) is Tensor and part is host.local_part(shards[0][0]) and host.local_part(part) is part
         assert host.altered_reduction([inner]) == "" and host.altered_reduction([root]) == "MixedPrecisionPolicy"
@@ -827,6 +830,27 @@ def _(host: Any) -> None:
         assert not next(host.groups([root])).reduce_grads
     finally:
         dist.destroy_process_group()
+
+
+def _gathers_and_reduces_one(host: Any, root: Any, inner: Any, module: Any) -> None:
+    """One unit alone, which begins and ends in shards."""
+    (group,) = host.groups([inner])
+    assert host.in_order_of_reduction([root]) == [*host.groups([root, inner])]
+    assert host.reshards_after_forward(group) and not host.reshards_after_forward(next(host.groups([root])))
+    shard, wholes = module.weight, host.wholes_of(group)
+    host.show_wholes(group)
+    assert module.weight is wholes[0] and wholes[0].untyped_storage().nbytes() == 0
+    host.show_shards(group)
+    assert module.weight is shard
+    copies = host.copies_of(group)
+    assert host.is_sharded([inner]) and torch.equal(copies[0], shard.full_tensor())
+    host.gather_group(group)
+    assert host.is_gathered([inner]) and module.weight is wholes[0]
+    assert host.reduces_at_once([root, inner])
+    parts = host.reduce_group(group, [torch.full_like(whole, 3) for whole in wholes])
+    assert parts[0][0] is shard and all(bool((part.full_tensor() == 3).all()) for _, part in parts)
+    assert bool((shard.grad.full_tensor() == 1).all()) and wholes[0].grad is None
+    host.free([inner])
 
 
 def _unit(host: Any, module: nn.Module) -> Any:
