@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fxgrad.capture.parallel import check_not_parallel
 from fxgrad.capture.sharded_results import Results, places_of
 from fxgrad.errors import BatchSizeError, OptionError, UnclippedGrad
 from fxgrad.host import fsdp
@@ -256,6 +257,7 @@ def check_not_sharded(model: nn.Module, what: str) -> None:
             f"{what} does not know models that FSDP2 has sharded",
             advice="Use the model before fully_shard, in one process or under DistributedDataParallel.",
         )
+    check_not_parallel(model, what)
 
 
 def check_around(parameters: Iterable[Tensor]) -> None:
