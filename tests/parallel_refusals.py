@@ -7,16 +7,21 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from opacus import PrivacyEngine
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 
 import fxgrad
+import fxgrad.opacus
 from fxgrad.errors import FxgradError, OptionError, UnclippedGrad
 from tests.parallel_processes import (
     CASES,
@@ -208,3 +213,48 @@ def by_name(rank: int) -> None:
     )
     refused(FxgradError, "tensor-parallel", lambda: fxgrad.trace(divided_mlp(made(Mlp)), values(4, 6)))
     refused(FxgradError, "tensor-parallel", lambda: fxgrad.verify(divided_mlp(made(Mlp)), values(4, 6)))
+
+
+@case
+def private_training(rank: int) -> None:
+    """Noise of each process's own would let the replicas of a parameter differ."""
+
+    def prepare(module: nn.Module) -> Any:
+        data = torch.utils.data.TensorDataset(values(8, 6), values(8, 6))
+        return fxgrad.opacus.make_private(
+            PrivacyEngine(),
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            one_backward=True,
+            check_first_batch=False,
+            independent=True,
+            backend="eager",
+        )
+
+    said = "make_private does not know tensor-parallel models"
+    refused(OptionError, said, lambda: prepare(divided_mlp(made(Mlp))))
+    transformed = fxgrad.transform(divided_mlp(made(Mlp)), quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+    refused(OptionError, said, lambda: prepare(transformed))
+    model = made(Mlp)
+    private, _, _ = prepare(model)
+    divided_mlp(model)
+    refused(
+        OptionError, "divided by fully_shard or parallelize_module after make_private", lambda: private(values(4, 6))
+    )
+
+
+@case
+def beside_fsdp2(rank: int) -> None:
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    x = values(4, 6)
+    sharded: Any = fully_shard(parallelize_module(made(Mlp), both["model"], plan), mesh=both["data"])
+    refused_call("tensor parallelism", sharded, x)
+    private = fxgrad.transform(
+        parallelize_module(made(Mlp), both["model"], plan), quantity=fxgrad.ClippedGrad(C), backend="eager"
+    )
+    fully_shard(private, mesh=both["data"])
+    refused(OptionError, "after the model was transformed", lambda: private(x))

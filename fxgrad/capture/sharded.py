@@ -274,7 +274,8 @@ def check_alone(private: bool, first_batch: bool) -> None:
     """Refuse what would run beside FSDP2 and does not know shards."""
     if private:
         raise OptionError(
-            "the model was sharded by FSDP2 after make_private: noise would be drawn for each shard alone",
+            "the model was divided by fully_shard or parallelize_module after make_private: noise would be drawn for "
+            "each part alone",
             advice="Call fully_shard first, make the optimizer then, and call make_private last.",
         )
     if first_batch:
