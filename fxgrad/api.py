@@ -13,6 +13,7 @@ from torch import nn
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
 from fxgrad.capture.options import FREE, Inner, Options, check_flags, check_strategy, loss_scale
+from fxgrad.capture.parallel import is_parallel
 from fxgrad.capture.sharded import check_not_sharded, units_of
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.costs.choices import Strategy, overrides_of
@@ -211,8 +212,10 @@ def _check_model(model: Any) -> None:
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if units_of(model) is None:  # FSDP2's shards are whole in a call, and looked at there
-        check_distribution(model, trainable)
-        check_parameters(trainable)
+        parallel = is_parallel(model)  # so are the local parts of its DTensors
+        check_distribution(model, {} if parallel else trainable)
+        if not parallel:
+            check_parameters(trainable)
     if engine_of(model) is not None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
 

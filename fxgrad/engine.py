@@ -28,16 +28,18 @@ from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, cur
 from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
+from fxgrad.capture.parallel import Layers, is_parallel
 from fxgrad.capture.progress import stage
 from fxgrad.capture.sharded import Units, check_alone, check_around, units_of
 from fxgrad.capture.sharded_results import Results, per_process
 from fxgrad.compile.compiler import compile_graph
-from fxgrad.errors import FxgradError
+from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback
 from fxgrad.host.modules import on_other_tensors, without_reentrant_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
+from fxgrad.quantities.regional import regional
 from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
@@ -69,7 +71,7 @@ class Engine:
     roles: Mapping[str, Roles]  # by the name of the called method
     store: Store
     first_batch: FirstBatch | None = None  # until it is checked
-    units: Units | None = None  # of a model that FSDP2's `fully_shard` divided
+    units: Units | Layers | None = None  # of a model that `fully_shard` or `parallelize_module` divided
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,8 @@ class Engine:
         if not torch.is_grad_enabled() or not any(map(_requires_grad, self.named.now().values())):
             return self._call_whole(method, args, kwargs)
         with telling(), self.units.whole(args, kwargs) as (args, kwargs):
+            if isinstance(self.units, Layers):
+                self.options.machine = self.units.machine
             outputs = self._call_whole(method, args, kwargs)
         return self.units.outputs(outputs)
 
@@ -171,7 +175,9 @@ class Engine:
     def find_units(self) -> None:
         """Learn that FSDP2 divided the model: from here on graphs compute what the processes can add up."""
         self.units = units_of(self.model)
-        if self.units is not None:
+        if self.units is None and is_parallel(self.model):
+            self._find_layers()
+        elif self.units is not None:
             self.compiled.clear()
             quantities = self.units.sums.by_unit(per_process(self.options.quantities))
             self.options = dataclasses.replace(self.options, quantities=quantities)
@@ -179,6 +185,20 @@ class Engine:
             compiled = self.options.fullgraph and self.options.backend in ("inductor", "aot_eager")
             self.units.sums.by_graph = compiled and self.units.sums.hands_over
             self.units.results = Results(quantities, self.store.policy)
+
+    def _find_layers(self) -> None:
+        """Learn that ``parallelize_module`` divided the model: norms are those of all processes' parts."""
+        layers = Layers(self.model)
+        if self.options.mixing != "error" or not self.options.fullgraph or self.first_batch is not None:
+            raise OptionError(
+                "mixing='allow', fullgraph=False and check_first_batch do not know tensor-parallel models",
+                advice="Leave them out, and check the model in one process.",
+            )
+        quantities = regional(self.options.quantities, layers.region)
+        self.options = dataclasses.replace(self.options, quantities=quantities, varying=layers.varying)
+        self.store.deliver_instead(quantities)
+        self.compiled.clear()
+        self.units = layers
 
     def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
         """Let the guard watch every parameter, and refuse results of an earlier backward."""
@@ -269,6 +289,8 @@ class Engine:
         assert forward is not None
         ops = sum(node.op.startswith("call") for node in gm.graph.nodes)
         stage(f"TorchDynamo captured {ops} ops of {type(self.model).__name__}, a batch of {forward.size},")
+        if isinstance(self.units, Layers):
+            self.units.check_graph(gm)
         return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
 
     def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward") -> Captured:

@@ -753,6 +753,31 @@ def _(host: Any) -> None:
     assert f'FLAT_PARAM = "{host.FSDP_FLAT}"' in source
 
 
+@check(*(f"tensor_parallel.{name}" for name in "StyleHook style_hook style_hooks is_distributed".split()))
+def _(host: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        mesh, layer, plain = init_device_mesh("cpu", (1,)), nn.Linear(3, 2), nn.Linear(3, 2)
+        parallelize_module(layer, mesh, ColwiseParallel())
+        ((before,), (after,), others) = host.style_hooks(layer)
+        assert host.is_distributed(layer) and not host.is_distributed(plain) and not others
+        whole, divided = (Replicate(),), (Shard(-1),)
+        assert before == host.StyleHook("ColwiseParallel", (whole, whole), mesh)
+        assert after == host.StyleHook("ColwiseParallel", (divided, True), mesh)
+        parallelize_module(
+            plain, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        )
+        ((unknown,), (), others) = host.style_hooks(plain)
+        assert unknown.style == "" and not others and host.style_hook(print) is None
+    finally:
+        dist.destroy_process_group()
+
+
 @check("processes.shared_store")
 def _(host: Any) -> None:
     import torch.distributed as dist

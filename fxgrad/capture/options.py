@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxgrad.costs.choices import NAMES, Override, Planner
-from fxgrad.costs.machines import machine_of
+from fxgrad.costs.machines import Machine, machine_of
 from fxgrad.errors import OptionError, nearest, refuse_choice
 from fxgrad.graph.context import Mixing
 from fxgrad.quantities import GradSample, Quantity
@@ -32,6 +32,8 @@ class Options:
     overrides: Mapping[str, Override] = field(default_factory=dict)  # strategy=, by parameter
     named: bool = True  # whether the model is known, and with it its parameters' names and their order
     memory_limit: int | str | None = FREE  # bytes; FREE: what there is; None: not looked at
+    varying: frozenset[str] | None = None  # tensor parallelism: parameters that differ between the processes
+    machine: Machine | None = None  # whose speeds decide, where several processes have to decide alike
     settled: frozenset[str] = frozenset()  # options that cannot change: something else rests on them
 
     def takes(self, **changes: Any) -> bool:
@@ -75,7 +77,12 @@ class Options:
         """What chooses how terms are contracted; where everything is multiplied out nothing has to be measured."""
         if device is None or any(quantity.dense for quantity in self.quantities):
             return Planner()
-        return Planner(machine_of(device), self.overrides, batch, any(quantity.sums for quantity in self.quantities))
+        return Planner(
+            self.machine or machine_of(device),
+            self.overrides,
+            batch,
+            any(quantity.sums for quantity in self.quantities),
+        )
 
 
 def check_strategy(strategy: Any, quantities: Sequence[Quantity]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fxgrad.capture.parallel import check_not_parallel
 from fxgrad.capture.sharded_gathers import Call
 from fxgrad.capture.sharded_results import Results, places_of
 from fxgrad.capture.sharded_sums import Sums
@@ -274,6 +275,7 @@ def check_not_sharded(model: nn.Module, what: str) -> None:
             f"{what} does not know models that FSDP2 has sharded",
             advice="Use the model before fully_shard, in one process or under DistributedDataParallel.",
         )
+    check_not_parallel(model, what)
 
 
 def check_around(parameters: Iterable[Tensor]) -> None:
@@ -290,7 +292,8 @@ def check_alone(private: bool, first_batch: bool) -> None:
     """Refuse what would run beside FSDP2 and does not know shards."""
     if private:
         raise OptionError(
-            "the model was sharded by FSDP2 after make_private: noise would be drawn for each shard alone",
+            "the model was divided by fully_shard or parallelize_module after make_private: noise would be drawn for "
+            "each part alone",
             advice="Call fully_shard first, make the optimizer then, and call make_private last.",
         )
     if first_batch:

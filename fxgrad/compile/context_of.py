@@ -25,6 +25,9 @@ def make_context(captured: Captured, options: Options, dims: dict[int, int] | No
         for name, i in captured.trainable.items()
     ]
     packed = {} if dims is None else captured.packed
+    varying = options.varying
+    if varying is not None:
+        varying = frozenset(nodes[i] for i in captured.parameters if captured.names[i] in varying)
     device = captured.examples[captured.parameters[0]].device if captured.parameters else None
     return Context(
         symbols,
@@ -37,6 +40,7 @@ def make_context(captured: Captured, options: Options, dims: dict[int, int] | No
         dict(zip(nodes, captured.names, strict=True)),
         {nodes[i]: None if rows is None else (nodes[rows[0]], nodes[rows[1]]) for i, rows in packed.items()},
         single=captured.single,
+        varying=varying,
         may_mix=options.takes(mixing="allow"),
         planner=options.planner(device, captured.batch_size),
     )

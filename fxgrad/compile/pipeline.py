@@ -18,6 +18,7 @@ user's model --TorchDynamo--> graph
    split_lookups      rows that an index picks for each sample: among the sample's own
    simplify_views     no view merges a dimension that a later one splits again
    infer_samples      every value: constant, uniform, batched (where?), or mixed
+   prove_replicas     tensor parallelism: what counts as equal on all processes is, and its gradient
    separate_draws     dropout(w) -> w * dropout(ones_like(w))
    attach_taps        op(x, w) -> op(x, w.detach()) and a tap behind it
    prove_coverage     every gradient path that leaves a parameter ends in a tap
@@ -52,6 +53,7 @@ from fxgrad.passes.normalize_calls import normalize_calls
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from fxgrad.passes.prove_coverage import prove_coverage
 from fxgrad.passes.prove_independence import prove_independence
+from fxgrad.passes.prove_replicas import prove_replicas
 from fxgrad.passes.replace_reshapes import replace_reshapes
 from fxgrad.passes.separate_draws import separate_draws
 from fxgrad.passes.separate_writes import separate_writes
@@ -85,6 +87,7 @@ PASSES: tuple[Pass, ...] = (
     split_lookups,
     simplify_views,
     infer_samples,
+    prove_replicas,
     separate_draws,
     attach_taps,
     prove_coverage,
@@ -104,6 +107,7 @@ ONE: tuple[Pass, ...] = (
     separate_writes,
     decompose_calls,
     count_one_sample,
+    prove_replicas,
     separate_draws,
     attach_taps,
     prove_coverage,

@@ -53,6 +53,8 @@ class Context:
 
     single: bool = False  # whether it is a batch of one
     planner: Planner = field(default_factory=Planner)  # what chooses how each term is contracted
+    # tensor parallelism: placeholders of parameters whose values or gradients differ between processes; else None
+    varying: frozenset[str] | None = None
     may_mix: bool = True  # whether an error may advise mixing="allow"
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
 

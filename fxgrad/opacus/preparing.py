@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture.options import Inner, loss_scale
+from fxgrad.capture.parallel import check_not_parallel
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
@@ -113,7 +114,7 @@ def make_private(
         OptionError: loss_reduction, criterion, and the options of a transformed module do not agree; a transformed
             module allows samples to mix, or fixes the batch size under Poisson sampling; noise and bounds are not
             positive and finite; several processes train, and the module is not wrapped; FSDP2 divided it, and an
-            argument is not supported for that.
+            argument is not supported for that; ``parallelize_module`` divided it.
         OptionError: for fix=True, the optimizer holds parameters that the fixed module does not have, or has stepped
             those of a BatchNorm; the module is wrapped, or is itself to be replaced.
         UnknownArgument (a TypeError): the name of an argument is misspelt or unknown.
@@ -143,6 +144,7 @@ def make_private(
     inner: Any = module if wrapper is None else wrapper.module
     if isinstance(inner, nn.Module):
         check_not_wrapped(inner)
+        check_not_parallel(inner, "make_private")
     unit = unit_of(
         inner,
         engine,

@@ -86,7 +86,8 @@ _NAMES: dict[Family, Iterable[str]] = {
     argsort topk kthvalue mode median nanmedian max min amax amin argmax argmin any all prod var std
     var_mean std_mean logsumexp norm vector_norm linalg_vector_norm linalg_norm normalize glu
     cosine_similarity count_nonzero aminmax diff quantile nanquantile unique_consecutive
-    cross linalg_cross _safe_softmax""".split(),
+    cross linalg_cross _safe_softmax fxgrad::gather_from_region fxgrad::scatter_to_region
+    fxgrad::gather_from_sequence fxgrad::reduce_scatter_to_sequence""".split(),
     Family.CONTRACTION: """linear matmul mm bmm addmm baddbmm mv addmv dot vdot inner ger outer addr rmatmul einsum
     tensordot bilinear chain_matmul linalg_multi_dot addbmm kron cdist""".split(),
     Family.NORMALISED: "layer_norm rms_norm native_layer_norm _fused_rms_norm".split(),
@@ -134,7 +135,8 @@ _NAMES: dict[Family, Iterable[str]] = {
     floor_divide remainder rsub rpow isclose real imag is_floating_point positive conj resolve_conj
     square requires_grad_ _to_copy lift_fresh_copy alias cpu cuda maximum minimum fmod float_power ldexp xlogy
     erf erfc erfinv exp exp2 expm1 isnan isinf isfinite logical_and logical_or logical_xor logical_not
-    uniform normal complex polar resolve_neg special_ndtr""".split(),
+    uniform normal complex polar resolve_neg special_ndtr fxgrad::copy_to_region
+    fxgrad::reduce_from_region""".split(),
 }
 _TABLE = [(frozenset(names), family) for family, names in _NAMES.items()]
 _REGISTERED: dict[str, Family] = {}

@@ -61,12 +61,16 @@ class Watched:
         self.faults: list[str] = []
         page.on("console", self._said)
         page.on("pageerror", lambda error: self.faults.append(str(error)))
-        page.on("requestfailed", lambda request: self.faults.append(f"failed: {request.url}"))
+        page.on("requestfailed", self._failed)
         page.on("response", self._answered)
 
     def _said(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.faults.append(message.text)
+
+    def _failed(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # what a click on a link leaves unread
+            self.faults.append(f"{request.failure}: {request.url}")
 
     def _answered(self, response: Any) -> None:
         if response.status >= 400:

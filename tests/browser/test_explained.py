@@ -12,14 +12,19 @@ from tests.browser.test_site import brightness, illegible, overflow
 
 pytestmark = pytest.mark.browser
 
-SECONDS = 3.0
+SECONDS = 6.0
 """The longest that opening every group of the graph may take; the machine may be busy."""
 
 REDRAWN = """() => {
-  const before = performance.now();
+  const edges = () => document.querySelectorAll('.graph svg path').length;
+  const before = performance.now(), closed = edges();
   document.querySelectorAll('.graph details').forEach(group => group.open = true);
-  return new Promise(done => requestAnimationFrame(() => setTimeout(() => done(performance.now() - before))));
+  return new Promise(done => {
+    const look = () => edges() > closed ? done(performance.now() - before) : requestAnimationFrame(look);
+    look();
+  });
 }"""
+"""Opens every group, and waits until their own edges are drawn; returns the milliseconds that took."""
 
 
 def edges(page: Any) -> int:
@@ -41,9 +46,8 @@ def test_a_large_graph_can_be_used(watched: Watched, explained: Path) -> None:
     rows = page.locator(".graph .row").count()
     assert rows > 1000
     closed = edges(page)
-    milliseconds = page.evaluate(REDRAWN)
-    assert milliseconds < 1000 * SECONDS
-    assert edges(page) > closed  # each group's own edges are drawn now
+    assert page.evaluate(REDRAWN) < 1000 * SECONDS
+    assert edges(page) > closed
     page.locator('button[data-open=""]').click()
     page.wait_for_function(f"document.querySelectorAll('.graph svg path').length === {closed}")
     assert not watched.faults

@@ -9,10 +9,22 @@ from torch import Tensor
 
 from fxgrad.proof.calls import Call, Reason, Undecided, name_of
 from fxgrad.proof.origins import SUM, any_samples, compact, joined, no_samples
-from fxgrad.proof.rules import along, layers, lookups, movement, own, pointwise, products
+from fxgrad.proof.rules import along, collectives, layers, lookups, movement, own, pointwise, products
 from fxgrad.proof.rules.registry import RULES, UNREAD, Rule
 
-__all__ = ["RULES", "along", "applied", "layers", "lookups", "movement", "of", "own", "pointwise", "products"]
+__all__ = [
+    "RULES",
+    "along",
+    "applied",
+    "collectives",
+    "layers",
+    "lookups",
+    "movement",
+    "of",
+    "own",
+    "pointwise",
+    "products",
+]
 
 
 def of(func: Any) -> Rule | None:

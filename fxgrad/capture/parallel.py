@@ -1,0 +1,338 @@
+"""Tensor parallelism: in a call a model that ``parallelize_module`` divided is an ordinary one of local tensors.
+
+    local       every DTensor parameter's own part stands in its place, and in the place of each style's hooks the
+                operators of kernels/collectives.py, which say what the hooks do to local tensors
+    call        the passes see an ordinary model; `prove_replicas` proves that the operators stand where they have to
+    reduce      at the end of the backward, p.grad of the local parts becomes p.grad of the DTensors, with no collective
+
+Every process has the same batch: the first call compares the processes' inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxgrad.capture.distributed import AROUND
+from fxgrad.capture.parallel_layers import Layer, layer_of
+from fxgrad.costs.machines import Machine, machine_of
+from fxgrad.errors import OptionError
+from fxgrad.host.fsdp import manages
+from fxgrad.host.modules import held_by, wrapped_by_ddp
+from fxgrad.host.pytree import tree_leaves
+from fxgrad.host.tensor_parallel import is_distributed, style_hooks
+from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
+from fxgrad.kernels.collectives import name_group
+from fxgrad.quantities.regional import Region
+from fxgrad.runtime.deliveries import Asked
+from fxgrad.runtime.guard import Guard
+from fxgrad.runtime.slot import Slot
+
+LOCAL = "norm_sample"
+_KINDS = ("sharded", "partial", "replicated")
+ADVICE = (
+    f"{AROUND} Or divide it by parallelize_module with ColwiseParallel, RowwiseParallel and SequenceParallel, as "
+    "docs/devices.md lists them."
+)
+
+
+class Pair(NamedTuple):
+    """A DTensor parameter, the name it has in the model, and its part on this process as a Parameter."""
+
+    name: str
+    whole: Any
+    local: nn.Parameter
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Return whether a model has DTensors, or modules that ``parallelize_module`` divided."""
+    kind = _dtensor()
+    if kind is None:
+        return False
+    for module in model.modules():
+        tensors = [*held_by(module)[0].values(), *module.buffers(recurse=False)]
+        if is_distributed(module) or any(style_hooks(module)[:2]) or any(isinstance(one, kind) for one in tensors):
+            return True
+    return False
+
+
+def check_not_parallel(model: nn.Module, what: str) -> None:
+    """Refuse what calls a model in other ways than a training step does."""
+    if is_parallel(model):
+        raise OptionError(
+            f"{what} does not know tensor-parallel models",
+            advice="Use the model before parallelize_module, in one process or under DistributedDataParallel.",
+        )
+
+
+def _dtensor() -> Any:
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+class Layers:
+    """The parallel layers of one model; it stands where `fxgrad.capture.sharded.Units` does for FSDP2."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers = _layers(model)
+        meshes = {id(layer.mesh): layer.mesh for layer in self.layers.values()}
+        groups = {name_group(mesh.get_group()) for mesh in meshes.values()}
+        if len(groups) != 1:
+            raise OptionError("parallel layers lie on different meshes", advice="Divide all of them over one mesh.")
+        (self.group,) = groups
+        self.mesh: Any = next(iter(meshes.values()))
+        self.locals: dict[int, Pair] = {}  # by id() of the DTensor
+        self.grads: dict[int, tuple[Any, Tensor]] = {}  # p.grad as this set it last, and that of the local part
+        self.machine: Machine | None = None  # that of the first process, once the processes have agreed
+        self.kinds = self._kinds(self._pairs())
+        by_kind = {kind: tuple(name for name, one in self.kinds.items() if one == kind) for kind in _KINDS}
+        self.region = Region(self.group, by_kind["sharded"], by_kind["partial"])
+        self.varying = frozenset((*self.region.sharded, *self.region.partial))  # values or gradients differ
+
+    def _kinds(self, pairs: Sequence[Pair]) -> dict[str, str]:
+        """Return how each parameter's gradient lies on the processes, by its name."""
+        layers = {id(parameter): layer for layer in self.layers.values() for parameter in layer.parameters()}
+        kinds: dict[str, str] = {}
+        for name, whole, _ in pairs:
+            layer, (placement, *others) = layers.get(id(whole)), whole.placements
+            if layer is None or others:
+                raise OptionError(
+                    f"parameter '{name}' became a DTensor after the model was transformed",
+                    advice="Divide the model first, and transform it then.",
+                )
+            kinds[name] = "sharded" if placement.is_shard() else "partial" if layer.partial else "replicated"
+        return kinds
+
+    @contextlib.contextmanager
+    def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Let the model be an ordinary one of local tensors for a call; yields the call's arguments."""
+        self._check_alone()
+        self._agree(args, kwargs)
+        undo: list[Callable[[], None]] = []
+        try:
+            pairs = self._pairs()
+            if self._kinds(pairs) != self.kinds:
+                raise OptionError(
+                    "parallel layers have changed since the model was transformed",
+                    advice="Divide the model first, and transform it then.",
+                )
+            for pair in pairs:
+                self._enter(pair)
+            for module in self.model.modules():
+                held = held_by(module)[0]
+                for name, parameter in held.items():
+                    if id(parameter) in self.locals:
+                        undo.append(partial(held.__setitem__, name, parameter))
+                        held[name] = self.locals[id(parameter)].local
+            for layer in self.layers.values():
+                undo.append(layer.localise(self.group))
+            yield args, kwargs
+        finally:
+            for act in reversed(undo):
+                act()
+
+    def _check_alone(self) -> None:
+        """Refuse what waits for gradients of the DTensors by autograd: it would reduce nothing."""
+        if wrapped_by_ddp() is not None or manages(pair.whole for pair in self.locals.values()):
+            raise OptionError(
+                "DistributedDataParallel or FSDP2 around a tensor-parallel model is not supported",
+                advice="Use one of them alone.",
+            )
+
+    def _pairs(self) -> list[Pair]:
+        """Return every DTensor parameter and its local part, which is a leaf of its own on the same memory."""
+        kind, found = _dtensor(), {}
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, kind):
+                continue
+            with torch.no_grad():
+                data = parameter.detach().to_local()
+            known = self.locals.get(id(parameter))
+            if known is None or known.whole is not parameter or not _same_memory(known.local, data):
+                known = Pair(name, parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
+            found[id(parameter)] = known
+        self.locals = found
+        return list(found.values())
+
+    def _enter(self, pair: Pair) -> None:
+        """Give a local part what the user may have changed on its DTensor since the last call."""
+        pair.local.requires_grad_(pair.whole.requires_grad)
+        hooks = [*(hooks_of(pair.whole) or {}).values(), *(post_accumulate_hooks(pair.whole) or {}).values()]
+        if any(type(hook) is not Slot for hook in hooks):
+            raise OptionError(
+                f"parameter '{pair.name}' is a DTensor with a hook, which would see no gradient",
+                advice="Remove the hook, and read p.grad behind backward().",
+            )
+        _move(pair.whole, pair.local)
+        grad, known = pair.whole.grad, self.grads.get(id(pair.whole))
+        if grad is None:
+            pair.local.grad = None
+        elif known is None or known[0] is not grad:
+            if tuple(grad.placements) != self._placements(pair):
+                raise OptionError(
+                    f"p.grad of '{pair.name}' has the placements {tuple(grad.placements)}, to which nothing can be "
+                    "added",
+                    advice="Call zero_grad() of the optimizer before the forward.",
+                )
+            with torch.no_grad():
+                pair.local.grad = grad.to_local()
+        else:
+            pair.local.grad = known[1]
+
+    def _placements(self, pair: Pair) -> tuple[Any, ...]:
+        """Return how p.grad lies on the processes, as PyTorch leaves it."""
+        if self.kinds[pair.name] == "partial":
+            return (sys.modules["torch.distributed.tensor"].Partial(),)
+        return tuple(pair.whole.placements)
+
+    def _agree(self, args: Any, kwargs: Any) -> None:
+        """Compare what every process has to have alike, in the first call; every process raises where one differs."""
+        if self.machine is not None:
+            return
+        varying = self.varying
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if not callable(leaf)]
+        others = [p.detach() for name, p in self.model.named_parameters() if name not in varying]
+        others = [p.to_local() if isinstance(p, _dtensor()) else p for p in others]
+        digests = tuple(map(digest, (inputs, others, list(self.model.buffers()))))
+        device = next(self.model.parameters()).device
+        found: list[Any] = [None] * self.mesh.size()
+        torch.distributed.all_gather_object(found, (digests, machine_of(device)), self.mesh.get_group())
+        for i, what in enumerate(("inputs", "replicated parameters", "buffers")):
+            if len({one[0][i] for one in found}) > 1:
+                raise OptionError(
+                    f"the processes of tensor parallelism have different {what}",
+                    advice="Give every process of the mesh the same batch, and the same seed before the model is made.",
+                )
+        self.machine = found[0][1]
+
+    def check_graph(self, gm: fx.GraphModule) -> None:
+        """Raise on every process where their graphs differ: a rank may be a number in it."""
+        parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
+        code = [re.sub("0x[0-9a-f]+", "", str(part.code)) for part in parts]
+        found: list[Any] = [None] * self.mesh.size()
+        mine = digest([*code, *gm.state_dict().values()])
+        torch.distributed.all_gather_object(found, mine, self.mesh.get_group())
+        if len(set(found)) > 1:
+            raise OptionError(
+                "the processes of tensor parallelism run different programs: the model's forward depends on the rank",
+                advice="Leave the rank out of forward: parallel layers divide what has to be divided.",
+            )
+
+    # What `Units` has, too
+
+    def free(self) -> None:
+        """Nothing was gathered."""
+
+    def outputs(self, outputs: Any) -> Any:
+        return outputs
+
+    def known_as(self, view: nn.Module) -> None:
+        """No method works on the transformed model that does not on any module."""
+
+    def check(self, asked: Asked, parameters: Mapping[str, Tensor]) -> None:
+        """The quantities were checked when they were replaced."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all DTensors and local parts; the model holds either the ones or the others."""
+        return [one for pair in self.locals.values() for one in (pair.whole, pair.local)]
+
+    def shards(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the DTensor in place of each local part."""
+        of = {id(pair.local): pair.whole for pair in self.locals.values()}
+        return {name: of.get(id(parameter), parameter) for name, parameter in parameters.items()}
+
+    def guard(self, guard: Guard, parameters: Mapping[str, Tensor]) -> None:
+        """Guard the DTensors, to which nothing of ours is added by autograd."""
+        for name, whole in self.shards(parameters).items():
+            guard.join(name, whole)
+
+    def weights(self) -> None:
+        """Autograd itself refuses weights that changed between a forward and its backward."""
+
+    def gather(self, weights: None) -> None:
+        """Nothing has to be gathered."""
+
+    def remember(self) -> None:
+        """What a backward that raised has left on local parts, the next call replaces."""
+
+    def all_shards(self) -> list[Tensor]:
+        """Return every DTensor, in an order that all processes share."""
+        return [pair.whole for pair in self.locals.values()]
+
+    def check_averages(self) -> None:
+        raise OptionError(
+            "make_private does not know tensor-parallel models: each process would draw its own noise for what is "
+            "replicated",
+            advice="Use DistributedDataParallel or FSDP2 with make_private.",
+        )
+
+    @torch.no_grad()
+    def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
+        """Give the DTensors what the backward left on their local parts."""
+        for pair in self.locals.values():
+            _move(pair.local, pair.whole)
+            grad, known = pair.local.grad, self.grads.get(id(pair.whole))
+            if grad is None or (known is not None and known[0] is pair.whole.grad and known[1] is grad):
+                continue
+            pair.whole.grad = type(pair.whole.data).from_local(
+                grad,
+                self.mesh,
+                self._placements(pair),
+                run_check=False,
+                shape=pair.whole.shape,
+                stride=pair.whole.stride(),
+            )
+            self.grads[id(pair.whole)] = pair.whole.grad, grad
+
+
+def _same_memory(local: Tensor, data: Tensor) -> bool:
+    kinds = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in (local, data)]
+    return kinds[0] == kinds[1]
+
+
+def digest(values: Sequence[Any]) -> str:
+    """Return a hash of values, by their bytes."""
+    found = hashlib.sha256()
+    for value in values:
+        if isinstance(value, Tensor):
+            own = value.detach().cpu().contiguous()
+            found.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+            found.update(own.flatten().view(torch.uint8).numpy().tobytes() if own.numel() else b"")
+        else:
+            found.update(re.sub("0x[0-9a-f]+", "", repr(value)).encode())
+    return found.hexdigest()
+
+
+def _move(source: Tensor, target: Tensor) -> None:
+    result = getattr(source, LOCAL, None)
+    if result is not None or getattr(target, LOCAL, None) is not None:
+        setattr(target, LOCAL, result)
+
+
+def _layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Return the parallel layers; raise for a DTensor in any other module."""
+    layers: dict[nn.Module, Layer] = {}
+    kind = _dtensor()
+    for name, module in model.named_modules():
+        before, after, others = style_hooks(module)
+        if before or after:
+            layers[module] = layer_of(name, module, before, after, others)
+        for key, tensor in [*held_by(module)[0].items(), *module.named_buffers(recurse=False)]:
+            layer = layers.get(module)
+            if isinstance(tensor, kind) and (layer is None or key not in layer.names):
+                full = f"{name}.{key}".lstrip(".")
+                raise OptionError(
+                    f"parameter '{full}' is a DTensor that no parallel layer known to fxgrad has made",
+                    advice=ADVICE,
+                )
+        if is_distributed(module) and module not in layers:
+            raise OptionError(f"'{name}' was divided by distribute_module in a way of its own", advice=ADVICE)
+    return layers

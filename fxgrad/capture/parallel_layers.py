@@ -1,0 +1,245 @@
+"""What each style of ``parallelize_module`` does, said for local tensors.
+
+ColwiseParallel, of Linear and Embedding
+    input   copy_to_region, or gather_from_sequence of Shard(d); ids as they are
+    layer   on its rows of W and b; of an Embedding on its columns
+    output  as it is, or gather_from_region for Replicate
+RowwiseParallel, of Linear
+    input   as it is, or scatter_to_region of Replicate
+    layer   on its columns of W, without b
+    output  reduce_from_region, + b, and scatter_to_region for Shard(d); or reduce_scatter_to_sequence without b
+SequenceParallel, of LayerNorm and RMSNorm
+    the layer on its part of the sequence
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxgrad.errors import OptionError
+from fxgrad.host.fsdp import forward_hooks
+from fxgrad.host.modules import held_by
+from fxgrad.host.tensor_parallel import StyleHook, style_hook
+from fxgrad.kernels.collectives import (
+    copy_to_region,
+    gather_from_region,
+    gather_from_sequence,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+    scatter_to_region,
+)
+
+Hook = Callable[..., Any] | None
+REPLICATED = "Replicate()"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One parallel layer: what stands in a call in the place of its hooks, and of its class."""
+
+    module: nn.Module
+    mesh: Any
+    names: frozenset[str] = frozenset()  # of its parameters that are DTensors
+    partial: bool = False  # whether a replicated parameter's gradient is a sum over the processes
+    before: Callable[[str], Hook] = lambda group: None
+    after: Callable[[str], Hook] = lambda group: None
+    kind: Callable[[str], type[nn.Module]] | None = None
+
+    def parameters(self) -> list[Any]:
+        return [held_by(self.module)[0].get(name) for name in self.names]
+
+    def localise(self, group: str) -> Callable[[], None]:
+        """Put local operators in the place of the hooks; returns what puts the hooks back."""
+        undo = [
+            _replace(hooks, replacement)
+            for hooks, replacement in zip(
+                forward_hooks(self.module), (self.before(group), self.after(group)), strict=True
+            )
+        ]
+        if self.kind is not None:
+            undo.append(partial(setattr, self.module, "__class__", type(self.module)))
+            self.module.__class__ = self.kind(group)
+
+        def put_back() -> None:
+            for act in undo:
+                act()
+
+        return put_back
+
+
+def _replace(hooks: dict[int, Any], replacement: Hook) -> Callable[[], None]:
+    kept = {key: hook for key, hook in hooks.items() if style_hook(hook) is not None}
+    for key in kept:
+        if replacement is None:
+            del hooks[key]
+        else:
+            hooks[key] = replacement
+
+    def put_back() -> None:
+        others = {key: hook for key, hook in hooks.items() if key not in kept}
+        hooks.clear()
+        hooks.update(dict(sorted((kept | others).items())))
+
+    return put_back
+
+
+def layer_of(
+    name: str, module: nn.Module, before: Sequence[StyleHook], after: Sequence[StyleHook], others: bool
+) -> Layer:
+    """Return the layer that a module's hooks make of it; raise for what is not known."""
+    styles = {hook.style for hook in (*before, *after)}
+    what = f"{'/'.join(sorted(styles)) or 'a style'} of {type(module).__name__} '{name}'"
+
+    def refuse(why: str, advice: str) -> OptionError:
+        return OptionError(f"{what}: {why}", advice=advice)
+
+    if len(before) > 1 or len(after) > 1 or len(styles) > 1:
+        raise refuse("several styles of one module are not supported", "Give each module one style.")
+    if others:
+        raise refuse("other forward hooks on the module are not supported", "Remove the hooks.")
+    (style,) = styles
+    mesh = (*before, *after)[0].mesh
+    if style in _MAKERS and mesh.ndim != 1:
+        raise refuse("a mesh of several dimensions is not supported", "Pass a mesh of one dimension, mesh['tp'].")
+    if style not in _MAKERS or len(before) != 1 or len(after) != 1:
+        raise refuse(
+            "this style is not supported",
+            "Use ColwiseParallel, RowwiseParallel or SequenceParallel, or leave the module as it is.",
+        )
+    for key, parameter in held_by(module)[0].items():
+        if parameter is None:
+            continue
+        (placement,) = parameter.placements  # type: ignore[attr-defined]
+        if placement.is_shard() and parameter.shape[placement.dim] % mesh.size():
+            raise refuse(
+                f"{key} of shape {list(parameter.shape)} is divided into parts of different sizes",
+                f"Make the size a multiple of {mesh.size()}.",
+            )
+    names = frozenset(key for key, parameter in held_by(module)[0].items() if parameter is not None)
+    return _MAKERS[style](module, mesh, names, before[0].arguments, after[0].arguments, refuse)
+
+
+Refuse = Callable[[str, str], OptionError]
+_LOCAL = "Leave use_local_output=True: the model's code then sees local tensors."
+
+
+def _colwise(
+    module: nn.Module, mesh: Any, names: frozenset[str], before: Sequence[Any], after: Sequence[Any], refuse: Refuse
+) -> Layer:
+    ((source,), _), ((target,), local) = before, after
+    if type(module) not in (nn.Linear, nn.Embedding):
+        raise refuse("a subclass is not supported", "Use nn.Linear or nn.Embedding itself.")
+    if not local:
+        raise refuse("use_local_output=False is not supported", _LOCAL)
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise refuse("max_norm is not supported", "Leave out max_norm.")
+    if not source.is_replicate() and not source.is_shard():
+        raise refuse(f"input_layouts={source} is not supported", "Pass Replicate() or Shard(1).")
+    if not target.is_replicate() and not (target.is_shard() and target.dim == -1):
+        raise refuse(f"output_layouts={target} is not supported", "Pass Shard(-1) or Replicate().")
+    if isinstance(module, nn.Embedding):
+        if not source.is_replicate():
+            raise refuse(f"input_layouts={source} is not supported", "Pass Replicate().")
+        entrance: Callable[[str], Hook] = lambda group: None  # noqa: E731 - ids have no gradient
+    else:
+        entrance = partial(_copied, dim=None if source.is_replicate() else source.dim)
+    return Layer(
+        module,
+        mesh,
+        names,
+        before=entrance,
+        after=_gathered if target.is_replicate() else lambda group: None,
+    )
+
+
+def _rowwise(
+    module: nn.Module, mesh: Any, names: frozenset[str], before: Sequence[Any], after: Sequence[Any], refuse: Refuse
+) -> Layer:
+    ((source,), _), ((target,), local) = before, after
+    if type(module) is not nn.Linear:
+        raise refuse("only nn.Linear itself is supported", "Use nn.Linear, or ColwiseParallel for nn.Embedding.")
+    if not local:
+        raise refuse("use_local_output=False is not supported", _LOCAL)
+    if not source.is_replicate() and not (source.is_shard() and source.dim == -1):
+        raise refuse(f"input_layouts={source} is not supported", "Pass Shard(-1) or Replicate().")
+    if not target.is_replicate() and not (target.is_shard() and target.dim != -1):
+        raise refuse(f"output_layouts={target} is not supported", "Pass Replicate() or Shard(1).")
+    return Layer(
+        module,
+        mesh,
+        names,
+        before=_scattered if source.is_replicate() else lambda group: None,
+        kind=partial(_rows, dim=None if target.is_replicate() else target.dim),
+    )
+
+
+def _sequence(
+    module: nn.Module, mesh: Any, names: frozenset[str], before: Sequence[Any], after: Sequence[Any], refuse: Refuse
+) -> Layer:
+    ((source,),), (local,) = before, after
+    if type(module) not in (nn.LayerNorm, nn.RMSNorm) or len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+        raise refuse("only nn.LayerNorm and nn.RMSNorm over the last dimension are supported", "Use one of them.")
+    if not local:
+        raise refuse("use_local_output=False is not supported", "Pass SequenceParallel(use_local_output=True).")
+    return Layer(module, mesh, names, partial=True, before=partial(_within, dim=source.dim))
+
+
+_MAKERS = {"ColwiseParallel": _colwise, "RowwiseParallel": _rowwise, "SequenceParallel": _sequence}
+
+# One object for the same arguments, as Dynamo guards on hooks and classes
+
+
+@functools.cache
+def _copied(group: str, dim: int | None) -> Hook:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        x, *others = args
+        x = copy_to_region(x, group) if dim is None else gather_from_sequence(x, dim, group)
+        return (x, *others)
+
+    return before
+
+
+@functools.cache
+def _gathered(group: str) -> Hook:
+    return lambda module, args, output: gather_from_region(output, -1, group)
+
+
+@functools.cache
+def _scattered(group: str) -> Hook:
+    return lambda module, args: (scatter_to_region(args[0], -1, group), *args[1:])
+
+
+@functools.cache
+def _within(group: str, dim: int) -> Hook:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        rank = args[0].dim()
+        if dim % rank == rank - 1:
+            raise OptionError(
+                "SequenceParallel divides the dimension that the layer normalises over",
+                advice="Pass sequence_dim=1 and values [B, T, features].",
+            )
+
+    return before
+
+
+@functools.cache
+def _rows(group: str, dim: int | None) -> type[nn.Module]:
+    class RowwiseLinear(nn.Linear):
+        """A Linear on its columns of W, whose processes' results are added up before the bias."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            y = F.linear(input, self.weight)
+            if dim is not None and self.bias is None:
+                return reduce_scatter_to_sequence(y, dim, group)
+            y = reduce_from_region(y, group)
+            y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast leaves the bias wide
+            return y if dim is None else scatter_to_region(y, dim, group)
+
+    return RowwiseLinear

@@ -1,0 +1,260 @@
+"""What tensor parallelism refuses: cases of tests/parallel_processes.py, on both processes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from opacus import PrivacyEngine
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fxgrad
+import fxgrad.opacus
+from fxgrad.errors import FxgradError, OptionError, UnclippedGrad
+from tests.parallel_processes import (
+    CASES,
+    Block,
+    C,
+    Mlp,
+    Transformer,
+    assert_close,
+    case,
+    divided,
+    divided_mlp,
+    made,
+    mesh,
+    values,
+    whole,
+)
+from tests.sharded_processes import loss, refused
+
+__all__ = ["CASES"]
+
+
+def refused_call(part: str, model: nn.Module, x: Tensor, quantity: Any = None) -> None:
+    quantity = fxgrad.ClippedGrad(C) if quantity is None else quantity
+    refused(OptionError, part, lambda: fxgrad.transform(model, quantity=quantity, backend="eager")(x))
+
+
+@case
+def other_inputs(rank: int) -> None:
+    private = fxgrad.transform(divided_mlp(made(Mlp)), quantity=fxgrad.ClippedGrad(C), backend="eager")
+    refused(OptionError, "different inputs", lambda: private(values(4, 6, seed=rank)))
+    refused(OptionError, "different inputs", lambda: private(values(4 + rank, 6)))
+    loss(private(values(4, 6))).backward()
+
+
+@case
+def other_weights(rank: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(6), Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(self.norm(x))
+
+    model = divided(made(Model), **{"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+    with torch.no_grad():
+        model.norm.weight.add_(rank)  # type: ignore[operator, union-attr]
+    refused_call("different replicated parameters", model, values(4, 6))
+
+
+@case
+def rank_in_forward(rank: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x * (1 + rank))
+
+    model = divided(made(Model), **{"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+    refused_call("different programs", model, values(4, 6))
+
+
+@case
+def parameter_between(rank: int) -> None:
+    """A parameter on a part of a value: PyTorch leaves another gradient of it on each process."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.scale, self.down = nn.Linear(6, 12), nn.Parameter(torch.ones(6)), nn.Linear(12, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x) * self.scale)
+
+    model = divided(made(Model), up=ColwiseParallel(), down=RowwiseParallel())
+    refused_call("its gradient would be another one on each", model, values(4, 6))
+
+
+@case
+def replicated_beside_sharded(rank: int) -> None:
+    """The input of a sharded layer, used once more beside it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 12), nn.Linear(12, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.down(self.up(x) + x)
+
+    model = divided(made(Model), up=ColwiseParallel(), down=RowwiseParallel())
+    refused_call("its gradient would be another one on each", model, values(4, 6))
+
+
+@case
+def varying_output(rank: int) -> None:
+    model = divided(made(Mlp), up=ColwiseParallel(output_layouts=Replicate()), down=ColwiseParallel())
+    refused_call("returns a value that differs", model, values(4, 6))
+
+
+@case
+def wrong_layout(rank: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 12), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    model = divided(made(Model), first=ColwiseParallel(), second=ColwiseParallel(output_layouts=Replicate()))
+    refused_call("takes a value that differs", model, values(4, 6))
+    model = divided(
+        made(Mlp), up=ColwiseParallel(output_layouts=Replicate()), down=ColwiseParallel(input_layouts=Shard(1))
+    )
+    refused_call("takes a value that is equal", model, values(4, 6, 6))
+
+
+@case
+def dropout(rank: int) -> None:
+    """PyTorch draws another mask on each process."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.mlp = nn.Linear(6, 6), Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(F.dropout(self.enter(x), 0.5))
+
+    model = divided(made(Model), **{"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+    refused_call("random numbers", model, values(4, 6))
+
+
+@case
+def hooks_of_parameters(rank: int) -> None:
+    """A hook of the user's on a DTensor sees no gradient."""
+    model = divided_mlp(made(Mlp))
+    handle = model.get_parameter("up.weight").register_hook(lambda g: g)
+    refused_call("with a hook", model, values(4, 6))
+    handle.remove()
+
+
+@case
+def guarded(rank: int) -> None:
+    """What the original model adds to p.grad is not clipped."""
+    model = divided_mlp(made(Mlp))
+    private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager")
+    x = values(4, 6)
+    loss(private(x)).backward()
+    grads = [whole(p.grad).clone() for p in model.parameters()]
+    refused(UnclippedGrad, "not clipped", lambda: loss(model(x)).backward())
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert_close(p.grad, grad, "p.grad")
+
+
+@case
+def around(rank: int) -> None:
+    """What goes around a model would wait for gradients that do not come by autograd."""
+    private = fxgrad.transform(divided_mlp(made(Mlp)), quantity=fxgrad.ClippedGrad(C), backend="eager")
+    with mock.patch("fxgrad.capture.parallel.wrapped_by_ddp", lambda: private):
+        refused(OptionError, "around a tensor-parallel", lambda: private(values(4, 6)))
+
+
+@case
+def by_name(rank: int) -> None:
+    """What is not known is refused before anything runs."""
+
+    def refuse(part: str, model: nn.Module, **options: Any) -> None:
+        known: dict[str, Any] = {"quantity": fxgrad.ClippedGrad(C), "backend": "eager", **options}
+        refused(OptionError, part, lambda: fxgrad.transform(model, **known))
+
+    refuse("GradSample", divided_mlp(made(Mlp)), quantity=fxgrad.GradSample())
+    refuse("SquaredGrad", divided_mlp(made(Mlp)), quantity=fxgrad.SquaredGrad())
+    refuse("check_first_batch", divided_mlp(made(Mlp)), check_first_batch=True)
+    refuse("mixing", divided_mlp(made(Mlp)), quantity=fxgrad.Grad(), mixing="allow")
+    refuse("use_local_output", divided(made(Mlp), up=ColwiseParallel(use_local_output=False), down=RowwiseParallel()))
+    refuse("different sizes", divided(made(Mlp, 7), up=RowwiseParallel()))
+    refuse("SequenceParallel", divided(made(Block), first=SequenceParallel()))
+    refuse("only nn.Linear", divided(made(Transformer, 8), table=RowwiseParallel(input_layouts=Replicate())))
+    by_hand = made(Mlp)
+    by_hand.up.weight = nn.Parameter(distribute_tensor(by_hand.up.weight, mesh(), [Shard(0)]))  # type: ignore
+    refuse("no parallel layer", by_hand)
+    refuse(
+        "style", divided(made(Mlp), up=PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()))
+    )
+    refused(FxgradError, "tensor-parallel", lambda: fxgrad.trace(divided_mlp(made(Mlp)), values(4, 6)))
+    refused(FxgradError, "tensor-parallel", lambda: fxgrad.verify(divided_mlp(made(Mlp)), values(4, 6)))
+
+
+@case
+def private_training(rank: int) -> None:
+    """Noise of each process's own would let the replicas of a parameter differ."""
+
+    def prepare(module: nn.Module) -> Any:
+        data = torch.utils.data.TensorDataset(values(8, 6), values(8, 6))
+        return fxgrad.opacus.make_private(
+            PrivacyEngine(),
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            one_backward=True,
+            check_first_batch=False,
+            independent=True,
+            backend="eager",
+        )
+
+    said = "make_private does not know tensor-parallel models"
+    refused(OptionError, said, lambda: prepare(divided_mlp(made(Mlp))))
+    transformed = fxgrad.transform(divided_mlp(made(Mlp)), quantity=fxgrad.ClippedGrad(1.0), backend="eager")
+    refused(OptionError, said, lambda: prepare(transformed))
+    model = made(Mlp)
+    private, _, _ = prepare(model)
+    divided_mlp(model)
+    refused(
+        OptionError, "divided by fully_shard or parallelize_module after make_private", lambda: private(values(4, 6))
+    )
+
+
+@case
+def beside_fsdp2(rank: int) -> None:
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    x = values(4, 6)
+    sharded: Any = fully_shard(parallelize_module(made(Mlp), both["model"], plan), mesh=both["data"])
+    refused_call("tensor parallelism", sharded, x)
+    private = fxgrad.transform(
+        parallelize_module(made(Mlp), both["model"], plan), quantity=fxgrad.ClippedGrad(C), backend="eager"
+    )
+    fully_shard(private, mesh=both["data"])
+    refused(OptionError, "after the model was transformed", lambda: private(x))
