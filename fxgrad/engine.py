@@ -211,12 +211,15 @@ class Engine:
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
         if self.units is not None:
-            forward.weights, forward.gathered = self.units.weights(), self.units.sums.gathers.call
+            forward.weights = self.units.weights()
+            if isinstance(self.units, Units):
+                forward.sums, forward.gathered = self.units.sums, self.units.sums.gathers.call
+                self.units.forward = weakref.ref(forward)
             check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
             if self.store.observers:
                 self.units.check_averages()
             self.units.check(self.store.asked_of(forward), forward.parameters)
-            forward.units, self.units.forward = self.units, weakref.ref(forward)
+            forward.units = self.units
         self.store.check_clear(forward, forward.enclosing, "a forward")
         if self.first_batch is not None and self.first_batch.due(forward.size, forward.parameters):
             forward.first_batch = self.first_batch
@@ -255,7 +258,7 @@ class Engine:
     def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method, fullgraph = forward.method, self.options.fullgraph
         # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
-        gathered = () if self.units is None else tuple(self.units.sums.in_graph)
+        gathered = tuple(self.units.sums.in_graph) if isinstance(self.units, Units) else ()
         key = method, *forward.parameters, *map(str, gathered)
         compiled = self.compiled.get(key)
         if compiled is None:
@@ -320,7 +323,7 @@ class Engine:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
         if self.units is None:
             check_around(forward.parameters.values())
-        else:
+        elif isinstance(self.units, Units):
             self.units.sums.gathers.without_graph()
         stand_ins = Unseen.apply(forward, *forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)

@@ -33,6 +33,7 @@ from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
 from fxgrad.kernels.collectives import name_group
 from fxgrad.quantities.regional import Region
 from fxgrad.runtime.deliveries import Asked
+from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
 from fxgrad.runtime.slot import Slot
 
@@ -257,10 +258,10 @@ class Layers:
     def weights(self) -> None:
         """Autograd itself refuses weights that changed between a forward and its backward."""
 
-    def gather(self, weights: None) -> None:
+    def gather(self, weights: None, gathered: None) -> None:
         """Nothing has to be gathered."""
 
-    def remember(self) -> None:
+    def begin(self, forward: Forward, guarded: bool) -> None:
         """What a backward that raised has left on local parts, the next call replaces."""
 
     def all_shards(self) -> list[Tensor]:

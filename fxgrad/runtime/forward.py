@@ -51,7 +51,8 @@ class Forward:
         self.view: Any = None  # the transformed model: with its guard it lives as long as this graph
         self.at_backward: list[Callable[[], None]] = []  # what to do as each backward call begins
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
-        self.units: Any = None  # the `Units` of a model that FSDP2 divided
+        self.units: Any = None  # the `Units` of a model that FSDP2 divided, or the `Layers` of a tensor-parallel one
+        self.sums: Any = None  # the `Sums` of `Units`
         self.weights: Any = None  # its weights in this forward
         self.gathered: Any = None  # what its graph gathers of them
         self.stored: dict[tuple[int, str], int] = {}  # by id(parameter) and place: what it set last
@@ -68,7 +69,7 @@ class Forward:
 
     def reduces_at_once(self) -> bool:
         """Return whether the running backward adds to shards, and nothing to p.grad of whole parameters."""
-        return self.units is not None and self.units.sums.task is not None
+        return self.sums is not None and self.sums.task is not None
 
     def delivers(self) -> bool:
         """Decide whether the running backward call reaches the parameters; ``autograd.grad(loss, x)`` does not."""

@@ -56,8 +56,8 @@ class Unseen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.of.units is not None:
-            ctx.of.units.sums.zeros()
+        if ctx.of.sums is not None:
+            ctx.of.sums.zeros()
         return (None, *[None] * ctx.parameters)
 
 

@@ -326,8 +326,8 @@ class Store:
         sent: dict[str, Tensor] = {}
         for place, kinds in enumerate(by_quantity):
             if kinds.grads:
-                if forward.units is not None:
-                    grads = forward.units.sums.with_left(kinds, grads, forward.parameters)
+                if forward.sums is not None:
+                    grads = forward.sums.with_left(kinds, grads, forward.parameters)
                 sent.update(for_grad(kinds, grads, forward.parameters))
             for i, delivery in kinds.attributes:
                 grad = grads[i]
