@@ -12,7 +12,7 @@ from fxgrad.runtime import processes
 from tests.sharded_processes import WORLD
 from tests.test_sharded import findings
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.mark.parametrize("case", ["short", pytest.param("long", marks=pytest.mark.long)])

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-6
 
 pytestmark = [
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
@@ -51,7 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=240)[0] for process in processes]
+        said = [process.communicate(timeout=800)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()  # if one of them still waits for the other

@@ -12,7 +12,7 @@ from tests.parallel_processes import CASES
 from tests.sharded_processes import WORLD
 from tests.test_sharded import findings
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tests.private_sharded import CASES
 from tests.sharded_processes import WORLD
 from tests.test_sharded import findings
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def test_two_processes_step_as_the_reference_or_raise_alike(sequences: int, tmp_
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=240 if sequences < 100 else 7000)[0] for process in processes]
+        said = [process.communicate(timeout=900 if sequences < 100 else 7000)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -19,7 +19,7 @@ from tests.sharded_processes import CASES, WORLD
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "devices").with_suffix(".md")  # its table is read here; its program needs several devices
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def findings(program: str, folder: Path, *cases: str) -> list[dict[str, str]]:
         for rank in range(WORLD)
     ]
     try:
-        said = [process.communicate(timeout=560)[0] for process in processes]
+        said = [process.communicate(timeout=1400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

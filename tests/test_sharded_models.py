@@ -13,7 +13,7 @@ from tests.sharded_models import MODELS
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 
 TABLE = [
     (2, "blocks", "aot_eager", ("mlp", "moe")),
@@ -37,7 +37,7 @@ def test_sharded_models(tmp_path: Path, world: int, layout: str, backend: str, n
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=850)[0] for process in processes]
+        said = [process.communicate(timeout=1400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

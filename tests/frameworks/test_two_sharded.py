@@ -13,14 +13,14 @@ from tests.frameworks.two_sharded import CASES, WORLD
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
 def said() -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
     command = [sys.executable, *launch, "-m", "tests.frameworks.two_sharded"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     return done.stdout + done.stderr
 
 

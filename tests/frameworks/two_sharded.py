@@ -252,7 +252,7 @@ def the_trainer_shards_a_transformed_model() -> None:
 
 @case
 def accelerate_ignores_the_plugin_without_gpus() -> None:
-    """Why the state is changed here; docs/devices.md says it."""
+    """Why the state is changed here; the page on several devices says it."""
     AcceleratorState.__init__ = ORIGINAL
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())

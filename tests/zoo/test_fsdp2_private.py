@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TINY = "--sentences 8 --batch 8 --epochs 2 --backend eager".split()  # every sentence in each step
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 def run(*command: str) -> list[list[str]]:
     """Return the lines of each run of the example, the whole model's and the adapters'."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=700)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = done.stdout.split("good\n")
     assert len(runs) == 3 and not runs[2], done.stdout + done.stderr
