@@ -144,7 +144,6 @@ def make_private(
     inner: Any = module if wrapper is None else wrapper.module
     if isinstance(inner, nn.Module):
         check_not_wrapped(inner)
-        check_not_parallel(inner, "make_private")
     unit = unit_of(
         inner,
         engine,
@@ -156,6 +155,8 @@ def make_private(
         fix=fix,
         check_first_batch=check_first_batch,
     )
+    if unit is None and isinstance(inner, nn.Module):
+        check_not_parallel(inner, "make_private")
     check_processes(wrapper, independent or unit is not None, clipping)
     if fix:
         _fix(module, optimizer)
