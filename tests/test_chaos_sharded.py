@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ def test_a_process_that_refuses_is_named(tmp_path: Path, case: str) -> None:
     refuses, waits = findings("tests.chaos_sharded", tmp_path, case)
     assert REFUSED[case].partition(": ")[2] in refuses[case]
     assert f"another process has refused a step: process 0 refused its call 2: {REFUSED[case]}" in waits[case]
-    assert "call 2 of sharded models in process 1" in waits[case]
+    # What refuses when it has reduced lets the other process end its step, and not begin the next.
+    assert re.search("call [23] of sharded models in process 1", waits[case]), waits[case]
     assert float(waits["seconds"]) < 60
 
 

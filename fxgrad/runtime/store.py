@@ -208,7 +208,8 @@ class Store:
             check_undivided(roots)
             if guarded:
                 check_unscaled(roots)
-        self._act(forward)
+        if forward.at_backward or forward.units is not None:
+            self._act(forward)
         forward.checked = task
         forward.sent.clear()
         forward.stored.clear()
