@@ -113,8 +113,8 @@ def _check_border(node: fx.Node, varying: set[fx.Node], ctx: Context) -> None:
 
 
 _ADVICE = (
-    "Let values enter and leave a sharded stretch through ColwiseParallel, RowwiseParallel, SequenceParallel, "
-    "PrepareModuleInput and PrepareModuleOutput; leave out parameters and dropout that work on parts of a value."
+    "Let values enter and leave a sharded stretch through ColwiseParallel, RowwiseParallel and "
+    "SequenceParallel; leave out parameters and dropout that work on parts of a value."
 )
 
 

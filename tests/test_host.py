@@ -797,7 +797,7 @@ def _(host: Any) -> None:
         f"fsdp.{name}"
         for name in "State state_of forward_hooks class_of register begin is_outermost inner_units".split()
     ),
-    *(f"fsdp.{name}" for name in "groups gather is_gathered free is_sharded reduce pairs precision offloads".split()),
+    *(f"fsdp.{name}" for name in "groups free is_sharded reduce pairs precision offloads".split()),
     *(f"fsdp.{name}" for name in "gather_group reshards_after_forward show_wholes show_shards copies_of".split()),
     *(f"fsdp.{name}" for name in "in_order_of_reduction reduces_at_once reduce_group wholes_of".split()),
     "fsdp.cast_inputs",
@@ -830,9 +830,11 @@ def _(host: Any) -> None:
         assert torch.equal(args[0], torch.ones(4, 3)) and kwargs == {}
         assert host.inner_units(root) == [root, inner] and not host.is_outermost(inner)
         assert len(list(host.groups([root, inner]))) == 2 and host.is_sharded([root, inner])
-        assert not host.is_gathered([root, inner])
-        host.gather([root, inner])
-        assert host.is_gathered([root, inner]) and not host.is_sharded([root, inner])
+        gathered = lambda *states: all(group.is_unsharded for group in host.groups(states))  # noqa: E731
+        assert not gathered(root, inner)
+        for group in host.groups([root, inner]):
+            host.gather_group(group)
+        assert gathered(root, inner) and not host.is_sharded([root, inner])
         shards = host.pairs([root, inner])
         assert host.manages(model.parameters()) and not host.manages(nn.Linear(2, 2).parameters())
         assert [type(whole) for _, whole in shards] == 4 * [nn.Parameter]
@@ -840,9 +842,9 @@ def _(host: Any) -> None:
         for _, whole in shards:
             whole.grad = torch.ones_like(whole)
         host.free([root])
-        assert not host.is_gathered([root, inner]) and host.is_gathered([inner])
+        assert not gathered(root, inner) and gathered(inner)
         host.reduce([root])
-        assert not host.is_gathered([inner]) and {id(shard) for shard, _ in shards} == set(map(id, model.parameters()))
+        assert not gathered(inner) and {id(shard) for shard, _ in shards} == set(map(id, model.parameters()))
         assert all(bool((p.grad.full_tensor() == 1).all()) for p in model.parameters())
         _gathers_and_reduces_one(host, root, inner, model[0])
         part = host.local_part(shards[0][0])
@@ -870,7 +872,7 @@ def _gathers_and_reduces_one(host: Any, root: Any, inner: Any, module: Any) -> N
     copies = host.copies_of(group)
     assert host.is_sharded([inner]) and torch.equal(copies[0], shard.full_tensor())
     host.gather_group(group)
-    assert host.is_gathered([inner]) and module.weight is wholes[0]
+    assert all(one.is_unsharded for one in host.groups([inner])) and module.weight is wholes[0]
     assert host.reduces_at_once([root, inner])
     parts = host.reduce_group(group, [torch.full_like(whole, 3) for whole in wholes])
     assert parts[0][0] is shard and all(bool((part.full_tensor() == 3).all()) for _, part in parts)

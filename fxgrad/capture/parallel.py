@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from fxgrad.capture.distributed import AROUND
 from fxgrad.capture.parallel_layers import Layer, layer_of
+from fxgrad.capture.sharded_results import move_local
 from fxgrad.costs.machines import Machine, machine_of
 from fxgrad.errors import OptionError
 from fxgrad.host.fsdp import manages
@@ -37,7 +38,6 @@ from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
 from fxgrad.runtime.slot import Slot
 
-LOCAL = "norm_sample"
 _KINDS = ("sharded", "partial", "replicated")
 ADVICE = (
     f"{AROUND} Or divide it by parallelize_module with ColwiseParallel, RowwiseParallel and SequenceParallel, as "
@@ -172,7 +172,7 @@ class Layers:
                 f"parameter '{pair.name}' is a DTensor with a hook, which would see no gradient",
                 advice="Remove the hook, and read p.grad behind backward().",
             )
-        _move(pair.whole, pair.local)
+        move_local(pair.whole, pair.local)
         grad, known = pair.whole.grad, self.grads.get(id(pair.whole))
         if grad is None:
             pair.local.grad = None
@@ -279,7 +279,7 @@ class Layers:
     def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
         """Give the DTensors what the backward left on their local parts."""
         for pair in self.locals.values():
-            _move(pair.local, pair.whole)
+            move_local(pair.local, pair.whole)
             grad, known = pair.local.grad, self.grads.get(id(pair.whole))
             if grad is None or (known is not None and known[0] is pair.whole.grad and known[1] is grad):
                 continue
@@ -310,12 +310,6 @@ def digest(values: Sequence[Any]) -> str:
         else:
             found.update(re.sub("0x[0-9a-f]+", "", repr(value)).encode())
     return found.hexdigest()
-
-
-def _move(source: Tensor, target: Tensor) -> None:
-    result = getattr(source, LOCAL, None)
-    if result is not None or getattr(target, LOCAL, None) is not None:
-        setattr(target, LOCAL, result)
 
 
 def _layers(model: nn.Module) -> dict[nn.Module, Layer]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fxgrad.capture.parallel import check_not_parallel
 from fxgrad.capture.sharded_gathers import Call
-from fxgrad.capture.sharded_results import Results, places_of
+from fxgrad.capture.sharded_results import LOCAL, Results, move_local, places_of
 from fxgrad.capture.sharded_sums import Sums
 from fxgrad.errors import BatchSizeError, OptionError, UnclippedGrad
 from fxgrad.host import fsdp
@@ -37,9 +37,6 @@ from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
 from fxgrad.runtime.processes import collective
 from fxgrad.runtime.slot import slot_of
-
-LOCAL = "norm_sample"
-"""The one attribute of parameters that is of the process's own samples, and right where a parameter is sharded."""
 
 Weights: TypeAlias = tuple[tuple[int, int], ...]
 """The identity and the version of each shard."""
@@ -76,7 +73,7 @@ class Units:
         self.sums.in_graph[:] = self.sums.gathers.call.groups
         for shard, whole in fsdp.pairs(self.states):
             whole.requires_grad_(shard.requires_grad)
-            _move(shard, whole)
+            move_local(shard, whole)
             self.results.hold(shard, whole)
         if not self.sums.places:
             self.sums.learn(dict(self.model.named_parameters()))
@@ -253,7 +250,7 @@ class Units:
         self.reducing = -1
         reduced = self.sums.end()
         for shard, whole in fsdp.pairs(self.states):
-            _move(whole, shard)
+            move_local(whole, shard)
             if not reduced and self.adds and whole.requires_grad and whole.grad is None:
                 whole.grad = torch.zeros_like(whole)  # every process reduces the same, whatever its samples used
         fsdp.reduce(self.roots, reduced)
@@ -316,13 +313,6 @@ def _hooks(module: nn.Module) -> State | None:
     """Return the unit whose hooks a module has."""
     before, _ = fsdp.forward_hooks(module)
     return next((state for hook in before.values() if (state := fsdp.state_of(hook)) is not None), None)
-
-
-def _move(source: Tensor, target: Tensor) -> None:
-    """Let a result on one tensor be on another."""
-    result = getattr(source, LOCAL, None)
-    if result is not None or getattr(target, LOCAL, None) is not None:
-        setattr(target, LOCAL, result)
 
 
 def _cast(dtype: torch.dtype | None, values: Any) -> Any:

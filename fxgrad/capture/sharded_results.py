@@ -21,6 +21,9 @@ from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities import Delivery, GradVariance, Quantity, SquaredGrad
 from fxgrad.quantities.base import like_parameters
 
+LOCAL = "norm_sample"
+"""The one attribute of parameters that is of the process's own samples, and right where a parameter is divided."""
+
 SQUARES, VARIANCE, SUM = "squared_grad_sum", "grad_variance", "_fxgrad_grad_sum"
 
 
@@ -42,6 +45,13 @@ class _VarianceAndSum(GradVariance):
 def per_process(quantities: Sequence[Quantity]) -> tuple[Quantity, ...]:
     """Return what each process computes of its own samples for these quantities."""
     return tuple(_VarianceAndSum(group_size=q.group_size) if type(q) is GradVariance else q for q in quantities)
+
+
+def move_local(source: Tensor, target: Tensor) -> None:
+    """Let the process's own result on one tensor be on another."""
+    result = getattr(source, LOCAL, None)
+    if result is not None or getattr(target, LOCAL, None) is not None:
+        setattr(target, LOCAL, result)
 
 
 def places_of(quantity: Quantity) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ the ordinary way: through autograd to p.grad of whole parameters, which FSDP2 re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fxgrad.host.fsdp import State
 from fxgrad.host.tensors import hooks_of
 from fxgrad.kernels.handing import RECEIVERS, hand_over, number_of
 from fxgrad.quantities import ClippedGrad, GradDot, GradGram, GradProjection, GradVariance, NormSample, SquaredGrad
-from fxgrad.quantities.base import Quantity
+from fxgrad.quantities.base import Quantity, values_of
 from fxgrad.runtime.autograd_graph import accumulates
 from fxgrad.runtime.deliveries import Kinds
 from fxgrad.runtime.forward import Forward
@@ -91,8 +91,7 @@ class Sums:
             return tuple(quantities)
         self.hands_over = True
         (clip,) = clips
-        values = {one.name: getattr(clip, one.name) for one in fields(clip)}
-        own = ClippedByUnit(**values, places=self.places, receiver=self.number, in_graph=self.in_graph)
+        own = ClippedByUnit(**values_of(clip), places=self.places, receiver=self.number, in_graph=self.in_graph)
         return tuple(own if q is clip else q for q in quantities)
 
     def learn(self, parameters: Mapping[str, Tensor]) -> None:

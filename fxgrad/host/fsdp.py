@@ -130,21 +130,11 @@ def manages(parameters: Iterable[torch.Tensor]) -> bool:
     return any(id(parameter) in wholes for parameter in parameters)
 
 
-def gather(states: Sequence[State]) -> None:
-    """Put the whole parameters in place of their shards, unit after unit.
-
-    Why: ``FSDPModule.unshard`` belongs to modules, and a transformed model's units are states.
-    Without: see `state_of`.
-    """
-    for group in groups(states):
-        gather_group(group)
-
-
 def gather_group(group: Any) -> None:
     """Put the whole parameters of one group in place of their shards.
 
-    Why: see `gather`.
-    Without: see `gather`.
+    Why: ``FSDPModule.unshard`` belongs to modules, and a transformed model's units are states.
+    Without: see `state_of`.
     """
     group.unshard()
     group.wait_for_unshard()
@@ -198,15 +188,6 @@ def copies_of(group: Any) -> list[torch.Tensor]:
         one.free_unsharded_param()
     group.reshard()
     return copies
-
-
-def is_gathered(states: Sequence[State]) -> bool:
-    """Return whether every unit's parameters are whole.
-
-    Why: a unit may be freed between a forward and its backward.
-    Without: see `state_of`.
-    """
-    return all(group.is_unsharded for group in groups(states))
 
 
 def is_sharded(states: Sequence[State]) -> bool:
@@ -283,7 +264,7 @@ def reduce_group(group: Any, gradients: Sequence[torch.Tensor]) -> list[tuple[nn
 
 
 def wholes_of(group: Any) -> list[nn.Parameter]:
-    """Return the whole parameters of one group, after a first `gather`.
+    """Return the whole parameters of one group, after a first `gather_group`.
 
     Why: see `reduce_group`.
     Without: see `reduce_group`.
@@ -310,7 +291,7 @@ def reduce(roots: Sequence[State], reduced: bool = False) -> None:
 
 
 def pairs(states: Sequence[State]) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Return each parameter's shard and its whole, after a first `gather`.
+    """Return each parameter's shard and its whole, after a first `gather_group`.
 
     Why: results are set on the one, and users ask the other.
     Without: per-sample norms of a parameter are lost.

@@ -139,3 +139,8 @@ def of_model(shape: tuple[Any, ...], parameters: Mapping[str, Tensor]) -> Delive
 def like_parameters(place: str, parameters: Mapping[str, Tensor]) -> list[Delivery]:
     """Describe one result for each parameter, of its shape and dtype."""
     return [Delivery(place, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+
+
+def values_of(one: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, as they are: another kind is made of them, with fields of its own."""
+    return {each.name: getattr(one, each.name) for each in fields(one)}

@@ -15,7 +15,7 @@ linear, and stay where they are: p.grad has the parameter's own placements, or P
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fxgrad.gradients.parts import summed
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.collectives import every_process, reduce_from_region
 from fxgrad.kernels.norms import bounded, is_wide, root_sum_squares
-from fxgrad.quantities.base import Quantity
+from fxgrad.quantities.base import Quantity, values_of
 from fxgrad.quantities.clipping import ClippedGrad
 from fxgrad.quantities.moments import Grad
 from fxgrad.quantities.samples import NormSample
@@ -60,7 +60,7 @@ def _measured(grads: Sequence[SampleGrads], region: Region) -> list[SampleGrads]
     for i, g in enumerate(grads):
         parts = [process[i] for process in every]
         norms = root_sum_squares(parts, is_wide(g.dtype)) if g.name in region.sharded else parts[0]
-        measured.append(_Measured(**{one.name: getattr(g, one.name) for one in fields(g)}, known=norms))
+        measured.append(_Measured(**values_of(g), known=norms))
     return measured
 
 
@@ -106,7 +106,7 @@ def regional(quantities: Sequence[Quantity], region: Region) -> tuple[Quantity, 
     def of_region(quantity: Quantity) -> Quantity:
         kind = _REGIONAL.get(type(quantity))
         if kind is not None:
-            made: Quantity = kind(**{one.name: getattr(quantity, one.name) for one in fields(quantity)}, region=region)
+            made: Quantity = kind(**values_of(quantity), region=region)
             return made
         if type(quantity) is not Grad:
             raise OptionError(
