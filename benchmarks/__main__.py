@@ -77,8 +77,8 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
         results.add(record)
         results.save(arguments.json)
         tqdm.write(format_line(record))
-    for record in compile_all(options, models, arguments.compiles):
-        results.compiles.append(record)
+    for first in compile_all(options, models, arguments.compiles):
+        results.compiles.append(first)
         results.save(arguments.json)
 
 

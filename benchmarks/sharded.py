@@ -175,6 +175,7 @@ def measure(name: str, names: Sequence[str], rounds: int) -> None:
     for one, way in ways.items():
         ratio = statistics.median(a / b for a, b in zip(seconds[one], seconds[faster], strict=True))
         wrong = error(way, wanted[one in (FXGRAD, OPACUS)])
+        assert wrong < 1e-3, (name, one, wrong)
         peak, calls = peak_and_calls(way)
         row((name, one, f"{statistics.median(seconds[one]):.3f}", f"{ratio:.2f}", f"{peak:.0f}", calls, f"{wrong:.0e}"))
 
