@@ -33,6 +33,7 @@ _VARYING_OPERAND = {  # whether the operand has to vary, and whether the result 
     "fxgrad::scatter_to_region": (False, True),
     "fxgrad::gather_from_sequence": (True, True),
     "fxgrad::reduce_scatter_to_sequence": (True, True),
+    "fxgrad::rows_of_region": (False, True),
 }
 
 

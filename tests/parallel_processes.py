@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -144,7 +146,10 @@ def placements_of(model: nn.Module, divide: Callable[[Any], nn.Module], x: Tenso
     """Return the placements that the plain model leaves p.grad with."""
     plain = divide(copy.deepcopy(model))
     loss(plain(x)).backward()
-    return {name: getattr(p.grad, "placements", None) for name, p in plain.named_parameters()}
+    found = {name: getattr(p.grad, "placements", None) for name, p in plain.named_parameters()}
+    if isinstance(model, Llama):
+        found["table.weight"] = (Shard(0),)  # the parameter's; PyTorch leaves Replicate
+    return found
 
 
 def trains(
@@ -240,6 +245,105 @@ def sequence(rank: int) -> None:
         )
 
     trains(made(Sequence), divide, [values(4, 6, 6), values(3, 6, 6, seed=2), values(1, 6, 6, seed=3)])
+
+
+class Llama(nn.Module):
+    """Pre-norm blocks as torchtitan divides them: between the layers each process has its part of the sequence."""
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first, self.attention = nn.RMSNorm(width), Attention(width)
+            self.second, self.mlp = nn.RMSNorm(width), Mlp(width, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(self.first(x))
+            return x + self.mlp(self.second(x))
+
+    def __init__(self, words: int = 8, width: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(self.Layer(width) for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def divided_llama(model: Any) -> nn.Module:
+    part, whole_ = Shard(1), Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "first": SequenceParallel(use_local_output=True),
+        "attention": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole_,)),
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.out": RowwiseParallel(output_layouts=part),
+        "second": SequenceParallel(use_local_output=True),
+        "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole_,)),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=part),
+    }
+    for layer in model.layers:
+        parallelize_module(layer, mesh(), plan)
+    return divided(
+        model,
+        table=RowwiseParallel(input_layouts=whole_, output_layouts=part),
+        norm=SequenceParallel(use_local_output=True),
+        head=ColwiseParallel(input_layouts=part, output_layouts=whole_),
+    )
+
+
+@case
+def llama(rank: int) -> None:
+    trains(made(Llama), divided_llama, [ids(4, 6), ids(3, 6, seed=2), ids(1, 6, seed=3), ids(4, 4, seed=4)])
+
+
+@case
+def prepared_values(rank: int) -> None:
+    """PrepareModuleInput by position and by name, PrepareModuleOutput, and both in one."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, x: Tensor, *, add: Tensor) -> tuple[Tensor, Tensor]:
+            return self.mlp(x) + add, x
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.add, self.inner, self.leave = nn.Linear(6, 6), nn.Linear(6, 6), Inner(), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, same = self.inner(self.enter(x), add=self.add(x))
+            return self.leave(y) + same
+
+    def divide(model: Any) -> nn.Module:
+        part, whole_ = Shard(1), Replicate()
+        return divided(
+            model,
+            **{
+                "enter": RowwiseParallel(input_layouts=whole_, output_layouts=part),
+                "add": RowwiseParallel(input_layouts=whole_, output_layouts=part),
+                "inner": PrepareModuleInputOutput(
+                    input_layouts=(part,),
+                    desired_input_layouts=(whole_,),
+                    input_kwarg_layouts={"add": part},
+                    desired_input_kwarg_layouts={"add": whole_},
+                    use_local_input=True,
+                    output_layouts=(whole_, whole_),
+                    desired_output_layouts=(part, whole_),
+                ),
+                "inner.mlp.up": ColwiseParallel(),
+                "inner.mlp.down": RowwiseParallel(),
+                "leave": ColwiseParallel(input_layouts=part, output_layouts=whole_),
+            },
+        )
+
+    trains(made(Outer), divide, [values(4, 6, 6), values(1, 6, 6, seed=3)])
 
 
 @case

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -22,17 +23,20 @@ from torch.distributed.tensor.parallel import (
 
 import fxgrad
 import fxgrad.opacus
-from fxgrad.errors import FxgradError, OptionError, UnclippedGrad
+from fxgrad.errors import FxgradError, MixedSamples, OptionError, UnclippedGrad
 from tests.parallel_processes import (
     CASES,
     Block,
     C,
+    Llama,
     Mlp,
     Transformer,
     assert_close,
     case,
     divided,
+    divided_llama,
     divided_mlp,
+    ids,
     made,
     mesh,
     values,
@@ -41,6 +45,13 @@ from tests.parallel_processes import (
 from tests.sharded_processes import loss, refused
 
 __all__ = ["CASES"]
+
+
+class Styled(PrepareModuleInput):
+    """A style of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
 
 def refused_call(part: str, model: nn.Module, x: Tensor, quantity: Any = None) -> None:
@@ -144,6 +155,38 @@ def wrong_layout(rank: int) -> None:
 
 
 @case
+def outside_of_a_table(rank: int) -> None:
+    """Where no process has the row, a look-up would be 0 in silence."""
+    model = fxgrad.transform(divided_llama(made(Llama)), quantity=fxgrad.ClippedGrad(C), backend="eager")
+    model(ids(4, 6))
+    for wrong in (8, -1):
+        x = ids(4, 6)
+        x[0, 0] = wrong
+        refused(Exception, "outside of an embedding's table", lambda x=x: model(x))  # type: ignore[misc]
+
+
+@case
+def samples_divided(rank: int) -> None:
+    """PrepareModuleInput over the samples would put those of several processes together."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.mlp = nn.Linear(6, 6), Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(self.enter(x))
+
+    model = divided(
+        made(Model),
+        enter=RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        mlp=PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+    )
+    private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager")
+    refused(MixedSamples, "scatter_to_region lets samples influence", lambda: private(values(4, 6)))
+
+
+@case
 def dropout(rank: int) -> None:
     """PyTorch draws another mask on each process."""
 
@@ -204,13 +247,19 @@ def by_name(rank: int) -> None:
     refuse("use_local_output", divided(made(Mlp), up=ColwiseParallel(use_local_output=False), down=RowwiseParallel()))
     refuse("different sizes", divided(made(Mlp, 7), up=RowwiseParallel()))
     refuse("SequenceParallel", divided(made(Block), first=SequenceParallel()))
-    refuse("only nn.Linear", divided(made(Transformer, 8), table=RowwiseParallel(input_layouts=Replicate())))
+    whole_, part = Replicate(), Shard(1)
+    padded = made(lambda: nn.Sequential(nn.Embedding(8, 4, padding_idx=0)))
+    refuse("padding_idx", divided(padded, **{"0": RowwiseParallel(input_layouts=whole_)}))
+    refuse("input_layouts", divided(made(Transformer, 8), table=RowwiseParallel(input_layouts=part)))
+    refuse("stay DTensors", divided(made(Mlp), up=PrepareModuleInput(input_layouts=whole_, desired_input_layouts=part)))
+    refuse(
+        "from S(1) to S(0)",
+        divided(made(Mlp), up=PrepareModuleOutput(output_layouts=part, desired_output_layouts=Shard(0))),
+    )
+    refuse("style", divided(made(Mlp), up=Styled()))
     by_hand = made(Mlp)
     by_hand.up.weight = nn.Parameter(distribute_tensor(by_hand.up.weight, mesh(), [Shard(0)]))  # type: ignore
     refuse("no parallel layer", by_hand)
-    refuse(
-        "style", divided(made(Mlp), up=PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()))
-    )
     refused(FxgradError, "tensor-parallel", lambda: fxgrad.trace(divided_mlp(made(Mlp)), values(4, 6)))
     refused(FxgradError, "tensor-parallel", lambda: fxgrad.verify(divided_mlp(made(Mlp)), values(4, 6)))
 

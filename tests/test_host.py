@@ -758,7 +758,12 @@ def _(host: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        parallelize_module,
+    )
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -772,8 +777,16 @@ def _(host: Any) -> None:
         parallelize_module(
             plain, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         )
-        ((unknown,), (), others) = host.style_hooks(plain)
-        assert unknown.style == "" and not others and host.style_hook(print) is None
+        ((prepares,), (), others) = host.style_hooks(plain)
+        assert prepares == host.StyleHook("PrepareModuleInput", (whole, whole, False, {}, {}, False), mesh)
+        parallelize_module(
+            after_all := nn.Linear(3, 2),
+            mesh,
+            PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate()),
+        )
+        ((), (prepares,), others) = host.style_hooks(after_all)
+        assert prepares == host.StyleHook("PrepareModuleOutput", (whole, whole, True), mesh)
+        assert not others and host.style_hook(print) is None
     finally:
         dist.destroy_process_group()
 

@@ -4,12 +4,17 @@ ColwiseParallel, of Linear and Embedding
     input   copy_to_region, or gather_from_sequence of Shard(d); ids as they are
     layer   on its rows of W and b; of an Embedding on its columns
     output  as it is, or gather_from_region for Replicate
+RowwiseParallel, of Embedding
+    layer   on its rows of W; 0 for other rows
+    output  reduce_from_region, or reduce_scatter_to_sequence for Shard(d)
 RowwiseParallel, of Linear
     input   as it is, or scatter_to_region of Replicate
     layer   on its columns of W, without b
     output  reduce_from_region, + b, and scatter_to_region for Shard(d); or reduce_scatter_to_sequence without b
 SequenceParallel, of LayerNorm and RMSNorm
     the layer on its part of the sequence
+PrepareModuleInput, PrepareModuleOutput, of any module
+    gather_from_region of Shard(d) for Replicate, and scatter_to_region of Replicate for Shard(d)
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,6 +39,7 @@ from fxgrad.kernels.collectives import (
     gather_from_sequence,
     reduce_from_region,
     reduce_scatter_to_sequence,
+    rows_of_region,
     scatter_to_region,
 )
 
@@ -100,19 +107,24 @@ def layer_of(
     def refuse(why: str, advice: str) -> OptionError:
         return OptionError(f"{what}: {why}", advice=advice)
 
-    if len(before) > 1 or len(after) > 1 or len(styles) > 1:
+    prepares = styles <= {"PrepareModuleInput", "PrepareModuleOutput"}
+    if len(before) > 1 or len(after) > 1 or (len(styles) > 1 and not prepares):
         raise refuse("several styles of one module are not supported", "Give each module one style.")
     if others:
         raise refuse("other forward hooks on the module are not supported", "Remove the hooks.")
-    (style,) = styles
     mesh = (*before, *after)[0].mesh
-    if style in _MAKERS and mesh.ndim != 1:
-        raise refuse("a mesh of several dimensions is not supported", "Pass a mesh of one dimension, mesh['tp'].")
-    if style not in _MAKERS or len(before) != 1 or len(after) != 1:
+    known = prepares or (len(styles) == 1 and styles <= _MAKERS.keys() and len(before) == len(after) == 1)
+    if not known:
         raise refuse(
             "this style is not supported",
-            "Use ColwiseParallel, RowwiseParallel or SequenceParallel, or leave the module as it is.",
+            "Use ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput or PrepareModuleOutput, or "
+            "leave the module as it is.",
         )
+    if mesh.ndim != 1:
+        raise refuse("a mesh of several dimensions is not supported", "Pass a mesh of one dimension, mesh['tp'].")
+    if prepares:
+        return _prepared(module, mesh, before, after, refuse)
+    (style,) = styles
     for key, parameter in held_by(module)[0].items():
         if parameter is None:
             continue
@@ -127,6 +139,8 @@ def layer_of(
 
 
 Refuse = Callable[[str, str], OptionError]
+Move = tuple[str, int] | None
+"""How a value is redistributed: gathered or scattered along a dimension, or left as it is."""
 _LOCAL = "Leave use_local_output=True: the model's code then sees local tensors."
 
 
@@ -163,20 +177,30 @@ def _rowwise(
     module: nn.Module, mesh: Any, names: frozenset[str], before: Sequence[Any], after: Sequence[Any], refuse: Refuse
 ) -> Layer:
     ((source,), _), ((target,), local) = before, after
-    if type(module) is not nn.Linear:
-        raise refuse("only nn.Linear itself is supported", "Use nn.Linear, or ColwiseParallel for nn.Embedding.")
+    if type(module) not in (nn.Linear, nn.Embedding):
+        raise refuse("a subclass is not supported", "Use nn.Linear or nn.Embedding itself.")
     if not local:
         raise refuse("use_local_output=False is not supported", _LOCAL)
-    if not source.is_replicate() and not (source.is_shard() and source.dim == -1):
-        raise refuse(f"input_layouts={source} is not supported", "Pass Shard(-1) or Replicate().")
     if not target.is_replicate() and not (target.is_shard() and target.dim != -1):
         raise refuse(f"output_layouts={target} is not supported", "Pass Replicate() or Shard(1).")
+    dim = None if target.is_replicate() else target.dim
+    if isinstance(module, nn.Embedding):
+        if not source.is_replicate():
+            raise refuse(f"input_layouts={source} is not supported", "Pass Replicate().")
+        if module.max_norm is not None or module.padding_idx is not None or module.scale_grad_by_freq or module.sparse:
+            raise refuse(
+                "max_norm, padding_idx, scale_grad_by_freq and sparse are not supported",
+                "Leave them out, or use ColwiseParallel(output_layouts=Replicate()).",
+            )
+        return Layer(module, mesh, names, kind=partial(_table_rows, dim=dim))
+    if not source.is_replicate() and not (source.is_shard() and source.dim == -1):
+        raise refuse(f"input_layouts={source} is not supported", "Pass Shard(-1) or Replicate().")
     return Layer(
         module,
         mesh,
         names,
         before=_scattered if source.is_replicate() else lambda group: None,
-        kind=partial(_rows, dim=None if target.is_replicate() else target.dim),
+        kind=partial(_rows, dim=dim),
     )
 
 
@@ -189,6 +213,45 @@ def _sequence(
     if not local:
         raise refuse("use_local_output=False is not supported", "Pass SequenceParallel(use_local_output=True).")
     return Layer(module, mesh, names, partial=True, before=partial(_within, dim=source.dim))
+
+
+def _prepared(
+    module: nn.Module, mesh: Any, before: Sequence[StyleHook], after: Sequence[StyleHook], refuse: Refuse
+) -> Layer:
+    """Return the layer of a module whose inputs or outputs are redistributed."""
+    entrance: Callable[[str], Hook] = lambda group: None  # noqa: E731
+    exit_: Callable[[str], Hook] = lambda group: None  # noqa: E731
+    for hook in before:
+        sources, targets, with_kwargs, named, wanted, local = hook.arguments
+        names = tuple(named)
+        by_name = _moves([named[name] for name in names], [wanted.get(name) for name in names], local, refuse)
+        entrance = partial(
+            _prepared_inputs,
+            moves=None if sources is None else _moves(sources, targets, local, refuse),
+            named=tuple(zip(names, by_name, strict=True)) if with_kwargs else None,
+        )
+    for hook in after:
+        sources, targets, local = hook.arguments
+        exit_ = partial(_prepared_outputs, moves=_moves(sources, targets, local, refuse))
+    return Layer(module, mesh, before=entrance, after=exit_)
+
+
+def _moves(sources: Sequence[Any], targets: Sequence[Any], local: bool, refuse: Refuse) -> tuple[Move, ...]:
+    """Return how each value goes from its layout to the one that is asked for."""
+    moves: list[Move] = []
+    for source, target in zip(sources, targets, strict=True):
+        wanted = source if target is None else target
+        if source is None or source == wanted:
+            moves.append(None)
+        elif source.is_shard() and wanted.is_replicate():
+            moves.append(("gather", source.dim))
+        elif source.is_replicate() and wanted.is_shard():
+            moves.append(("scatter", wanted.dim))
+        else:
+            raise refuse(f"from {source} to {wanted} is not supported", "Go from Shard to Replicate, or back.")
+        if source is not None and not local and not wanted.is_replicate():
+            raise refuse(f"values that stay DTensors of {wanted} are not supported", _LOCAL)
+    return tuple(moves)
 
 
 _MAKERS = {"ColwiseParallel": _colwise, "RowwiseParallel": _rowwise, "SequenceParallel": _sequence}
@@ -243,3 +306,50 @@ def _rows(group: str, dim: int | None) -> type[nn.Module]:
             return y if dim is None else scatter_to_region(y, dim, group)
 
     return RowwiseLinear
+
+
+@functools.cache
+def _table_rows(group: str, dim: int | None) -> type[nn.Module]:
+    class RowwiseEmbedding(nn.Embedding):
+        """An Embedding on its rows of W: each index is looked up by the process that has its row."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            own = rows_of_region(input, len(self.weight), group)
+            y = F.embedding(own.clamp(min=0), self.weight)
+            y = torch.where((own >= 0).unsqueeze(-1), y, 0)
+            return reduce_from_region(y, group) if dim is None else reduce_scatter_to_sequence(y, dim, group)
+
+    return RowwiseEmbedding
+
+
+def _moved(x: Any, move: Move, group: str) -> Any:
+    if move is None:
+        return x
+    how, dim = move
+    return gather_from_region(x, dim, group) if how == "gather" else scatter_to_region(x, dim, group)
+
+
+@functools.cache
+def _prepared_inputs(group: str, moves: tuple[Move, ...] | None, named: tuple[tuple[str, Move], ...] | None) -> Hook:
+    def positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if moves is None:
+            return args
+        return tuple(_moved(x, move, group) for x, move in zip(args, moves, strict=True))
+
+    if named is None:
+        return lambda module, args: positional(args)
+    by_name = dict(named)
+    return lambda module, args, kwargs: (
+        positional(args),
+        {name: _moved(x, by_name.get(name), group) for name, x in kwargs.items()},
+    )
+
+
+@functools.cache
+def _prepared_outputs(group: str, moves: tuple[Move, ...]) -> Hook:
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        several = output if isinstance(output, tuple) else (output,)
+        moved = tuple(_moved(x, move, group) for x, move in zip(several, moves, strict=True))
+        return moved[0] if len(moved) == 1 else moved
+
+    return after

@@ -16,6 +16,14 @@ from torch import nn
 from fxgrad.host.fsdp import forward_hooks
 
 _STYLES = "torch.distributed.tensor.parallel.style"
+_PREPARING = {
+    "PrepareModuleInput": (
+        "input_layouts desired_input_layouts with_kwargs input_kwarg_layouts desired_input_kwarg_layouts "
+        "use_local_output"
+    ).split(),
+    "PrepareModuleOutput": "output_layouts desired_output_layouts use_local_output".split(),
+}
+"""The styles whose hooks are closures of the style itself, and what those were made with."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,10 @@ def style_hook(hook: Any) -> StyleHook | None:
     cells = inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
     function = cells.get("input_fn", cells.get("output_fn"))
     styles = sys.modules.get(_STYLES)
+    style = cells.get("self")
+    for name, fields in _PREPARING.items():
+        if style is not None and type(style) is getattr(styles, name, None):
+            return StyleHook(name, tuple(getattr(style, field) for field in fields), cells["device_mesh"])
     if isinstance(function, partial) and styles is not None and not function.keywords:
         for name in styles.__all__:
             kind = getattr(styles, name)

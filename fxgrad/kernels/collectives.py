@@ -10,6 +10,7 @@ A value is either replicated, equal on every process of the group with an equal 
 | scatter_to_region | own part | all-gather | replicated -> varying |
 | gather_from_sequence | all-gather | reduce-scatter | varying -> varying |
 | reduce_scatter_to_sequence | reduce-scatter | all-gather | varying -> varying |
+| rows_of_region | indices among the own rows | none | replicated -> varying |
 
 The names are Megatron-LM's. `fxgrad.passes.prove_replicas` checks every operand. A group goes by the ranks of its
 processes, "0,1": two groups of the same processes compute the same.
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxgrad.host.tensors import assert_on_device
 from fxgrad.kernels.operators import operator
 
 _GROUPS: dict[str, Any] = {}
@@ -133,6 +135,17 @@ def reduce_scatter_to_sequence(x: Tensor, dim: int, group: str) -> Tensor:
     """The process's own part of Σ_r x_r; by an all-reduce, which every backend has."""
     _check_even(x, dim, group)
     return _part(_summed(x, group), dim, group)
+
+
+@operator(lambda x, rows, group: torch.empty_like(x))
+def rows_of_region(x: Tensor, rows: int, group: str) -> Tensor:
+    """Return indices of a table of which each process has ``rows``, as indices of its own; -1 for others' rows.
+
+    An operator, as the rank must not be a number in a graph.
+    """
+    assert_on_device(((x >= 0) & (x < rows * size_of(group))).all(), "an index is outside of an embedding's table")
+    own = x - dist.get_rank(_GROUPS[group]) * rows
+    return torch.where((own >= 0) & (own < rows), own, -1)
 
 
 @operator(lambda x, group: x.new_empty([size_of(group), *x.shape]))

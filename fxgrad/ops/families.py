@@ -136,7 +136,7 @@ _NAMES: dict[Family, Iterable[str]] = {
     square requires_grad_ _to_copy lift_fresh_copy alias cpu cuda maximum minimum fmod float_power ldexp xlogy
     erf erfc erfinv exp exp2 expm1 isnan isinf isfinite logical_and logical_or logical_xor logical_not
     uniform normal complex polar resolve_neg special_ndtr fxgrad::copy_to_region
-    fxgrad::reduce_from_region""".split(),
+    fxgrad::reduce_from_region fxgrad::rows_of_region""".split(),
 }
 _TABLE = [(frozenset(names), family) for family, names in _NAMES.items()]
 _REGISTERED: dict[str, Family] = {}

@@ -9,7 +9,7 @@ from fxgrad.proof.origins import folded
 from fxgrad.proof.rules.registry import follows
 
 
-@follows("fxgrad::copy_to_region fxgrad::reduce_from_region")
+@follows("fxgrad::copy_to_region fxgrad::reduce_from_region fxgrad::rows_of_region")
 def at_its_place(call: Call) -> Tensor:
     return call.ids("x")
 
