@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,22 +23,21 @@ from fxgrad.capture.checks import (
     is_ordinary,
 )
 from fxgrad.capture.distributed import check_averages_last
+from fxgrad.capture.division import Division
 from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
 from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
-from fxgrad.capture.parallel import Layers, is_parallel
 from fxgrad.capture.progress import stage
-from fxgrad.capture.sharded import Units, check_alone, check_around, units_of
-from fxgrad.capture.sharded_results import Results, per_process
+from fxgrad.capture.sharded import check_alone, check_around
+from fxgrad.capture.sharded_layers import division_of
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback
-from fxgrad.host.modules import on_other_tensors, without_reentrant_checkpoints
+from fxgrad.host.modules import on_other_tensors, without_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
-from fxgrad.quantities.regional import regional
 from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
@@ -71,7 +69,7 @@ class Engine:
     roles: Mapping[str, Roles]  # by the name of the called method
     store: Store
     first_batch: FirstBatch | None = None  # until it is checked
-    units: Units | Layers | None = None  # of a model that `fully_shard` or `parallelize_module` divided
+    units: Division | None = None  # of a model that `fully_shard` or `parallelize_module` divided
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,12 +104,15 @@ class Engine:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.units is None:
             return self._call_whole(method, args, kwargs)
+        if self.units.outdated():
+            self.find_units()
         self.units.free()
         if not torch.is_grad_enabled() or not any(map(_requires_grad, self.named.now().values())):
             return self._call_whole(method, args, kwargs)
         with telling(), self.units.whole(args, kwargs) as (args, kwargs):
-            if isinstance(self.units, Layers):
-                self.options.machine = self.units.machine
+            if not self.units.settled:
+                self._settle(self.units)
+            self.options.machine = self.units.machine
             outputs = self._call_whole(method, args, kwargs)
         return self.units.outputs(outputs)
 
@@ -164,41 +165,33 @@ class Engine:
             check_sample_weight(weight, self.weighted.units(batch.size))
 
     def _was_sharded(self, parameters: Mapping[str, Tensor], leaves: Sequence[Any]) -> bool:
-        """Return whether FSDP2 divided the model since it was transformed; refuse other calls that are not ordinary."""
-        if self.units is None:
-            self.find_units()
-            if self.units is not None:
-                return True
+        """Return whether the model was divided since it was transformed; refuse other calls that are not ordinary."""
+        if self.units is None and self.find_units():
+            return True
         check_call(self.model, parameters, leaves)
         return False
 
-    def find_units(self) -> None:
-        """Learn that FSDP2 divided the model: from here on graphs compute what the processes can add up."""
-        self.units = units_of(self.model)
-        if self.units is None and is_parallel(self.model):
-            self._find_layers()
-        elif self.units is not None:
-            self.compiled.clear()
-            quantities = self.units.sums.by_unit(per_process(self.options.quantities))
-            self.options = dataclasses.replace(self.options, quantities=quantities)
-            self.store.deliver_instead(quantities)
-            compiled = self.options.fullgraph and self.options.backend in ("inductor", "aot_eager")
-            self.units.sums.by_graph = compiled and self.units.sums.hands_over
-            self.units.results = Results(quantities, self.store.policy)
-
-    def _find_layers(self) -> None:
-        """Learn that ``parallelize_module`` divided the model: norms are those of all processes' parts."""
-        layers = Layers(self.model)
-        if self.options.mixing != "error" or not self.options.fullgraph or self.first_batch is not None:
+    def find_units(self) -> bool:
+        """Learn whether the processes have divided the model, and return it."""
+        units = division_of(self.model)
+        if units is None:
+            return False
+        whole_step = self.options.mixing == "error" and self.options.fullgraph and self.first_batch is None
+        if units.one_program and not whole_step:
             raise OptionError(
                 "mixing='allow', fullgraph=False and check_first_batch do not know tensor-parallel models",
                 advice="Leave them out, and check the model in one process.",
             )
-        quantities = regional(self.options.quantities, layers.region)
-        self.options = dataclasses.replace(self.options, quantities=quantities, varying=layers.varying)
-        self.store.deliver_instead(quantities)
+        self._settle(units)
+        self.units = units
+        return True
+
+    def _settle(self, units: Division) -> None:
+        """Let graphs compute what the processes can put together, from here on."""
+        asked = dataclasses.replace(self.options, quantities=self.store.quantities)
+        self.options = units.settle(asked, self.store.policy)
+        self.store.deliver_instead(self.options.quantities)
         self.compiled.clear()
-        self.units = layers
 
     def _begin(self, forward: Forward, every: Mapping[str, nn.Parameter]) -> None:
         """Let the guard watch every parameter, and refuse results of an earlier backward."""
@@ -211,15 +204,11 @@ class Engine:
             guard.watch(every, self.model)
             forward.view = guard.view and guard.view()
         if self.units is not None:
-            forward.weights = self.units.weights()
-            if isinstance(self.units, Units):
-                forward.sums, forward.gathered = self.units.sums, self.units.sums.gathers.call
-                self.units.forward = weakref.ref(forward)
+            self.units.enter(forward)
             check_alone(any(not one.shards for one in self.store.observers), self.first_batch is not None)
             if self.store.observers:
                 self.units.check_averages()
             self.units.check(self.store.asked_of(forward), forward.parameters)
-            forward.units = self.units
         self.store.check_clear(forward, forward.enclosing, "a forward")
         if self.first_batch is not None and self.first_batch.due(forward.size, forward.parameters):
             forward.first_batch = self.first_batch
@@ -258,7 +247,7 @@ class Engine:
     def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method, fullgraph = forward.method, self.options.fullgraph
         # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
-        gathered = tuple(self.units.sums.in_graph) if isinstance(self.units, Units) else ()
+        gathered = () if self.units is None else self.units.in_graph()
         key = method, *forward.parameters, *map(str, gathered)
         compiled = self.compiled.get(key)
         if compiled is None:
@@ -292,7 +281,7 @@ class Engine:
         assert forward is not None
         ops = sum(node.op.startswith("call") for node in gm.graph.nodes)
         stage(f"TorchDynamo captured {ops} ops of {type(self.model).__name__}, a batch of {forward.size},")
-        if isinstance(self.units, Layers):
+        if self.units is not None:
             self.units.check_graph(gm)
         return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
 
@@ -323,12 +312,12 @@ class Engine:
         """Run an empty batch on the original model; there is nothing to compile or to sum."""
         if self.units is None:
             check_around(forward.parameters.values())
-        elif isinstance(self.units, Units):
-            self.units.sums.gathers.without_graph()
+        else:
+            self.units.without_graph()
         stand_ins = Unseen.apply(forward, *forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
         others = dict(zip(forward.parameters, stand_ins, strict=True))
-        with on_other_tensors(self.model, others), without_reentrant_checkpoints():
+        with on_other_tensors(self.model, others), without_checkpoints():
             return self._original(forward.method)(*args, **kwargs)
 
 

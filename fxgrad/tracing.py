@@ -13,7 +13,7 @@ from torch import fx, nn
 from fxgrad.api import engine_of, transform
 from fxgrad.capture.dynamo import CapturedCall, check_configured, fresh_function
 from fxgrad.capture.dynamo_errors import translated
-from fxgrad.capture.parallel import Layers, check_not_parallel
+from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.pipeline import ONE, Pass, passes_of, run_passes
 from fxgrad.engine import Engine, moves_states
@@ -95,8 +95,8 @@ def capture(
     engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], passes: Sequence[Pass] | None = None
 ) -> Trace:
     """Trace a call by Dynamo, run the passes (all, or these) on its graph, and stop there."""
-    if isinstance(engine.units, Layers):
-        check_not_parallel(engine.model, "trace")
+    if engine.units is not None:
+        check_not_sharded(engine.model, "trace")
     kwargs = dict(kwargs)
     engine.pop_sample_weight("forward", kwargs)  # no graph has it
     batch = engine.roles["forward"].find(args, kwargs)

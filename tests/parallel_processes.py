@@ -273,8 +273,8 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def divided_llama(model: Any) -> nn.Module:
-    part, whole_ = Shard(1), Replicate()
+def divided_llama(model: Any, over: Any = None) -> nn.Module:
+    part, whole_, over = Shard(1), Replicate(), over or mesh()
     plan: dict[str, ParallelStyle] = {
         "first": SequenceParallel(use_local_output=True),
         "attention": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole_,)),
@@ -286,13 +286,13 @@ def divided_llama(model: Any) -> nn.Module:
         "mlp.down": RowwiseParallel(output_layouts=part),
     }
     for layer in model.layers:
-        parallelize_module(layer, mesh(), plan)
-    return divided(
-        model,
-        table=RowwiseParallel(input_layouts=whole_, output_layouts=part),
-        norm=SequenceParallel(use_local_output=True),
-        head=ColwiseParallel(input_layouts=part, output_layouts=whole_),
-    )
+        parallelize_module(layer, over, plan)
+    around: dict[str, ParallelStyle] = {
+        "table": RowwiseParallel(input_layouts=whole_, output_layouts=part),
+        "norm": SequenceParallel(use_local_output=True),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=whole_),
+    }
+    return parallelize_module(model, over, around)
 
 
 @case

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,7 +16,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
-    parallelize_module,
 )
 
 import fxgrad
@@ -293,17 +290,3 @@ def private_training(rank: int) -> None:
     refused(
         OptionError, "divided by fully_shard or parallelize_module after make_private", lambda: private(values(4, 6))
     )
-
-
-@case
-def beside_fsdp2(rank: int) -> None:
-    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    x = values(4, 6)
-    sharded: Any = fully_shard(parallelize_module(made(Mlp), both["model"], plan), mesh=both["data"])
-    refused_call("tensor parallelism", sharded, x)
-    private = fxgrad.transform(
-        parallelize_module(made(Mlp), both["model"], plan), quantity=fxgrad.ClippedGrad(C), backend="eager"
-    )
-    fully_shard(private, mesh=both["data"])
-    refused(OptionError, "after the model was transformed", lambda: private(x))

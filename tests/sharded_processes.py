@@ -577,10 +577,10 @@ def _private(model: nn.Module) -> Any:
     )[:2]
 
 
-def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]]) -> None:
+def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]], world: int = WORLD) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     found: dict[str, str] = {}
     for name, run in cases.items():

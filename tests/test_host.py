@@ -816,7 +816,7 @@ def _(host: Any) -> None:
     "fsdp.cast_inputs",
     "fsdp.cast_outputs",
     "fsdp.manages",
-    *(f"fsdp.{name}" for name in "local_part altered_reduction".split()),
+    *(f"fsdp.{name}" for name in "local_part altered_reduction meshes_of".split()),
 )
 def _(host: Any) -> None:
     import torch.distributed as dist
@@ -851,6 +851,7 @@ def _(host: Any) -> None:
         shards = host.pairs([root, inner])
         assert host.manages(model.parameters()) and not host.manages(nn.Linear(2, 2).parameters())
         assert [type(whole) for _, whole in shards] == 4 * [nn.Parameter]
+        assert host.meshes_of([root, inner]) == {id(whole): mesh for _, whole in shards}
         assert {id(whole) for _, whole in shards} == set(map(id, model.parameters()))
         for _, whole in shards:
             whole.grad = torch.ones_like(whole)
@@ -934,16 +935,26 @@ def _(host: Any) -> None:
     assert model.weight is own
 
 
-@check("modules.without_reentrant_checkpoints")
+@check("modules.without_checkpoints")
 def _(host: Any) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    x = torch.ones(1, requires_grad=True)
+    x, runs = torch.ones(1, requires_grad=True), []
+
+    def sine(x: Tensor) -> Tensor:
+        runs.append(1)
+        return torch.sin(x)
+
     kept: list[Any] = []
-    with host.without_reentrant_checkpoints(), host.without_reentrant_checkpoints():
-        kept.append(checkpoint(torch.sin, x, use_reentrant=True).grad_fn)
-    kept.append(checkpoint(torch.sin, x, use_reentrant=True).grad_fn)
-    assert [type(node).__name__ for node in kept] == ["SinBackward0", "CheckpointFunctionBackward"]
+    with host.without_checkpoints(), host.without_checkpoints():
+        kept += [checkpoint(sine, x, use_reentrant=reentrant) for reentrant in (True, False)]
+    kept += [checkpoint(sine, x, use_reentrant=reentrant) for reentrant in (True, False)]
+    names = [type(y.grad_fn).__name__ for y in kept]
+    assert names == ["SinBackward0", "SinBackward0", "CheckpointFunctionBackward", "SinBackward0"]
+    for y, count in zip(kept, (0, 0, 1, 1), strict=True):
+        runs.clear()
+        y.backward()
+        assert len(runs) == count
 
 
 @check("modules.step_pre_hooks", "modules.own_step_hooks")

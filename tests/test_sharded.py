@@ -28,8 +28,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return findings("tests.sharded_processes", tmp_path_factory.mktemp("processes"))
 
 
-def findings(program: str, folder: Path, *cases: str) -> list[dict[str, str]]:
-    """Run a program in two processes that meet in a folder; return what each found of its cases, or of some."""
+def findings(program: str, folder: Path, *cases: str, world: int = WORLD) -> list[dict[str, str]]:
+    """Run a program in processes that meet in a folder; return what each found of its cases, or of some."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", program, str(rank), str(folder), *cases],
@@ -38,7 +38,7 @@ def findings(program: str, folder: Path, *cases: str) -> list[dict[str, str]]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(WORLD)
+        for rank in range(world)
     ]
     try:
         said = [process.communicate(timeout=1400)[0] for process in processes]
@@ -46,7 +46,7 @@ def findings(program: str, folder: Path, *cases: str) -> list[dict[str, str]]:
         for process in processes:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def test_every_method_has_a_row_and_a_case() -> None:

@@ -15,16 +15,20 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxgrad.capture.distributed import AROUND
+from fxgrad.capture.division import Division
+from fxgrad.capture.options import Options
 from fxgrad.capture.parallel_layers import Layer, layer_of
+from fxgrad.capture.sharded_hooks import is_cast
 from fxgrad.capture.sharded_results import move_local
-from fxgrad.costs.machines import Machine, machine_of
+from fxgrad.costs.machines import machine_of
 from fxgrad.errors import OptionError
 from fxgrad.host.fsdp import manages
 from fxgrad.host.modules import held_by, wrapped_by_ddp
@@ -32,9 +36,7 @@ from fxgrad.host.pytree import tree_leaves
 from fxgrad.host.tensor_parallel import is_distributed, style_hooks
 from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
 from fxgrad.kernels.collectives import name_group
-from fxgrad.quantities.regional import Region
-from fxgrad.runtime.deliveries import Asked
-from fxgrad.runtime.forward import Forward
+from fxgrad.quantities.regional import Region, regional
 from fxgrad.runtime.guard import Guard
 from fxgrad.runtime.slot import Slot
 
@@ -58,11 +60,13 @@ def is_parallel(model: nn.Module) -> bool:
     kind = _dtensor()
     if kind is None:
         return False
-    for module in model.modules():
-        tensors = [*held_by(module)[0].values(), *module.buffers(recurse=False)]
-        if is_distributed(module) or any(style_hooks(module)[:2]) or any(isinstance(one, kind) for one in tensors):
-            return True
-    return False
+    tensors = [one for part in model.modules() for one in [*held_by(part)[0].values(), *part.buffers(recurse=False)]]
+    return has_layers(model) or any(isinstance(one, kind) for one in tensors)
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Return whether a model has modules that ``parallelize_module`` divided."""
+    return any(is_distributed(part) or any(style_hooks(part)[:2]) for part in model.modules())
 
 
 def check_not_parallel(model: nn.Module, what: str) -> None:
@@ -74,15 +78,31 @@ def check_not_parallel(model: nn.Module, what: str) -> None:
         )
 
 
+def refuse_private() -> NoReturn:
+    """Refuse a private step, whose noise is drawn shard by shard."""
+    raise OptionError(
+        "make_private does not know tensor-parallel models: each process would draw its own noise for what is "
+        "replicated",
+        advice="Use DistributedDataParallel or FSDP2 with make_private.",
+    )
+
+
 def _dtensor() -> Any:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-class Layers:
-    """The parallel layers of one model; it stands where `fxgrad.capture.sharded.Units` does for FSDP2."""
+class Layers(Division):
+    """The parallel layers of one model.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    Args:
+        model: the model, divided by ``parallelize_module``.
+        around: the mesh of FSDP2's units that hold its DTensors and reduce their p.grad; None for no units.
+    """
+
+    one_program = True
+
+    def __init__(self, model: nn.Module, around: Any = None) -> None:
+        self.model, self.around = model, around
         self.layers = _layers(model)
         meshes = {id(layer.mesh): layer.mesh for layer in self.layers.values()}
         groups = {name_group(mesh.get_group()) for mesh in meshes.values()}
@@ -92,24 +112,39 @@ class Layers:
         self.mesh: Any = next(iter(meshes.values()))
         self.locals: dict[int, Pair] = {}  # by id() of the DTensor
         self.grads: dict[int, tuple[Any, Tensor]] = {}  # p.grad as this set it last, and that of the local part
-        self.machine: Machine | None = None  # that of the first process, once the processes have agreed
         self.kinds = self._kinds(self._pairs())
         by_kind = {kind: tuple(name for name, one in self.kinds.items() if one == kind) for kind in _KINDS}
         self.region = Region(self.group, by_kind["sharded"], by_kind["partial"])
         self.varying = frozenset((*self.region.sharded, *self.region.partial))  # values or gradients differ
 
+    def settle(self, options: Options, policy: str) -> Options:
+        return replace(options, quantities=regional(options.quantities, self.region), varying=self.varying)
+
+    def outdated(self) -> bool:
+        """Return whether FSDP2 has sharded a layer: its parameters then lie on further dimensions of a mesh."""
+        every = [parameter for layer in self.layers.values() for parameter in layer.parameters()]
+        return self.around is None and any(len(getattr(parameter, "placements", ())) > 1 for parameter in every)
+
     def _kinds(self, pairs: Sequence[Pair]) -> dict[str, str]:
         """Return how each parameter's gradient lies on the processes, by its name."""
-        layers = {id(parameter): layer for layer in self.layers.values() for parameter in layer.parameters()}
+        sums: dict[int, set[bool]] = {}  # of each parameter: whether its layers' gradients are sums over the processes
+        for layer in self.layers.values():
+            for parameter in layer.parameters():
+                sums.setdefault(id(parameter), set()).add(layer.partial)
         kinds: dict[str, str] = {}
         for name, whole, _ in pairs:
-            layer, (placement, *others) = layers.get(id(whole)), whole.placements
-            if layer is None or others:
+            partial, (placement, *others) = sums.get(id(whole), set()), whole.placements
+            if not partial or others:
                 raise OptionError(
                     f"parameter '{name}' became a DTensor after the model was transformed",
                     advice="Divide the model first, and transform it then.",
                 )
-            kinds[name] = "sharded" if placement.is_shard() else "partial" if layer.partial else "replicated"
+            if len(partial) > 1:
+                raise OptionError(
+                    f"'{name}' is tied to a parameter of a SequenceParallel layer, and not every use of it is in one",
+                    advice="Give each layer a parameter of its own.",
+                )
+            kinds[name] = "sharded" if placement.is_shard() else "partial" if True in partial else "replicated"
         return kinds
 
     @contextlib.contextmanager
@@ -142,7 +177,8 @@ class Layers:
 
     def _check_alone(self) -> None:
         """Refuse what waits for gradients of the DTensors by autograd: it would reduce nothing."""
-        if wrapped_by_ddp() is not None or manages(pair.whole for pair in self.locals.values()):
+        managed = self.around is None and manages(pair.whole for pair in self.locals.values())
+        if managed or wrapped_by_ddp() is not None:
             raise OptionError(
                 "DistributedDataParallel or FSDP2 around a tensor-parallel model is not supported",
                 advice="Use one of them alone.",
@@ -206,12 +242,18 @@ class Layers:
         device = next(self.model.parameters()).device
         found: list[Any] = [None] * self.mesh.size()
         torch.distributed.all_gather_object(found, (digests, machine_of(device)), self.mesh.get_group())
-        for i, what in enumerate(("inputs", "replicated parameters", "buffers")):
-            if len({one[0][i] for one in found}) > 1:
-                raise OptionError(
-                    f"the processes of tensor parallelism have different {what}",
-                    advice="Give every process of the mesh the same batch, and the same seed before the model is made.",
-                )
+        kinds = ("inputs", "replicated parameters", "buffers")
+        different = [what for i, what in enumerate(kinds) if len({one[0][i] for one in found}) > 1]
+        for dim in range(0 if self.around is None else self.around.ndim):  # those with other batches raise, too
+            of_all: list[Any] = [None] * self.around.size(dim)
+            torch.distributed.all_gather_object(of_all, different, self.around.get_group(dim))
+            different = [what for what in kinds if any(what in one for one in of_all)]
+        if different:
+            raise OptionError(
+                f"the processes of tensor parallelism have different {different[0]}",
+                advice="Give every process of one tensor-parallel group the same batch, and all processes the same "
+                "seed before the model is made.",
+            )
         self.machine = found[0][1]
 
     def check_graph(self, gm: fx.GraphModule) -> None:
@@ -227,53 +269,35 @@ class Layers:
                 advice="Leave the rank out of forward: parallel layers divide what has to be divided.",
             )
 
-    # What `Units` has, too
-
-    def free(self) -> None:
-        """Nothing was gathered."""
-
-    def outputs(self, outputs: Any) -> Any:
-        return outputs
-
-    def known_as(self, view: nn.Module) -> None:
-        """No method works on the transformed model that does not on any module."""
-
-    def check(self, asked: Asked, parameters: Mapping[str, Tensor]) -> None:
-        """The quantities were checked when they were replaced."""
-
     def parameters(self) -> list[nn.Parameter]:
-        """Return all DTensors and local parts; the model holds either the ones or the others."""
         return [one for pair in self.locals.values() for one in (pair.whole, pair.local)]
 
     def shards(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the DTensor in place of each local part."""
         of = {id(pair.local): pair.whole for pair in self.locals.values()}
         return {name: of.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
     def guard(self, guard: Guard, parameters: Mapping[str, Tensor]) -> None:
-        """Guard the DTensors, to which nothing of ours is added by autograd."""
         for name, whole in self.shards(parameters).items():
             guard.join(name, whole)
 
-    def weights(self) -> None:
-        """Autograd itself refuses weights that changed between a forward and its backward."""
-
-    def gather(self, weights: None, gathered: None) -> None:
-        """Nothing has to be gathered."""
-
-    def begin(self, forward: Forward, guarded: bool) -> None:
-        """What a backward that raised has left on local parts, the next call replaces."""
-
     def all_shards(self) -> list[Tensor]:
-        """Return every DTensor, in an order that all processes share."""
         return [pair.whole for pair in self.locals.values()]
 
     def check_averages(self) -> None:
-        raise OptionError(
-            "make_private does not know tensor-parallel models: each process would draw its own noise for what is "
-            "replicated",
-            advice="Use DistributedDataParallel or FSDP2 with make_private.",
-        )
+        refuse_private()
+
+    def processes(self) -> frozenset[int]:
+        """Return the ranks of the processes that have one batch."""
+        return frozenset(torch.distributed.get_process_group_ranks(self.mesh.get_group()))
+
+    # At the end of a backward
+
+    def drop_grads(self) -> None:
+        """Forget gradients of local parts whose DTensors have none: FSDP2 has reduced them."""
+        for pair in self.locals.values():
+            if pair.whole.grad is None:
+                pair.local.grad = None
+                self.grads.pop(id(pair.whole), None)
 
     @torch.no_grad()
     def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
@@ -304,7 +328,7 @@ def digest(values: Sequence[Any]) -> str:
     found = hashlib.sha256()
     for value in values:
         if isinstance(value, Tensor):
-            own = value.detach().cpu().contiguous()
+            own = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # numpy would fix a shard's size
             found.update(f"{value.dtype} {tuple(value.shape)} ".encode())
             found.update(own.flatten().view(torch.uint8).numpy().tobytes() if own.numel() else b"")
         else:
@@ -317,7 +341,7 @@ def _layers(model: nn.Module) -> dict[nn.Module, Layer]:
     layers: dict[nn.Module, Layer] = {}
     kind = _dtensor()
     for name, module in model.named_modules():
-        before, after, others = style_hooks(module)
+        before, after, others = style_hooks(module, is_cast)
         if before or after:
             layers[module] = layer_of(name, module, before, after, others)
         for key, tensor in [*held_by(module)[0].items(), *module.named_buffers(recurse=False)]:

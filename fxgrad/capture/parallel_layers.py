@@ -125,18 +125,42 @@ def layer_of(
     if prepares:
         return _prepared(module, mesh, before, after, refuse)
     (style,) = styles
-    for key, parameter in held_by(module)[0].items():
-        if parameter is None:
-            continue
-        (placement,) = parameter.placements  # type: ignore[attr-defined]
+    names = frozenset(key for key, parameter in held_by(module)[0].items() if parameter is not None)
+    layer = _MAKERS[style](module, mesh, names, before[0].arguments, after[0].arguments, refuse)
+    _check_placements(layer, _DIVIDED[style].get(type(module), {}), refuse)
+    return layer
+
+
+def _check_placements(layer: Layer, dims: dict[str, int], refuse: Refuse) -> None:
+    """Refuse parameters that do not lie as the style places them."""
+    mesh = layer.mesh
+    for key in sorted(layer.names):
+        parameter: Any = held_by(layer.module)[0][key]
+        placements: tuple[Any, ...] = getattr(parameter, "placements", ())
+        if len(placements) != 1 or parameter.device_mesh != mesh:
+            raise refuse(
+                f"{key} does not lie on the mesh of the style alone",
+                "Call parallelize_module before fully_shard, and put no other parameter in place.",
+            )
+        (placement,) = placements
+        if (placement.dim if placement.is_shard() else None) != dims.get(key):
+            raise refuse(
+                f"{key} is placed as {placement}, and not as the style places it",
+                "Tie a parameter only to one that is divided along the same dimension.",
+            )
         if placement.is_shard() and parameter.shape[placement.dim] % mesh.size():
             raise refuse(
                 f"{key} of shape {list(parameter.shape)} is divided into parts of different sizes",
                 f"Make the size a multiple of {mesh.size()}.",
             )
-    names = frozenset(key for key, parameter in held_by(module)[0].items() if parameter is not None)
-    return _MAKERS[style](module, mesh, names, before[0].arguments, after[0].arguments, refuse)
 
+
+_DIVIDED: dict[str, dict[type[nn.Module], dict[str, int]]] = {
+    "ColwiseParallel": {nn.Linear: {"weight": 0, "bias": 0}, nn.Embedding: {"weight": 1}},
+    "RowwiseParallel": {nn.Linear: {"weight": 1}, nn.Embedding: {"weight": 0}},
+    "SequenceParallel": {},
+}
+"""By style and layer: the dimension along which a parameter is divided; all others are replicated."""
 
 Refuse = Callable[[str, str], OptionError]
 Move = tuple[str, int] | None

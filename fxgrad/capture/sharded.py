@@ -13,24 +13,26 @@ units are whole in a step, as under ``reshard_after_forward=False``.
 from __future__ import annotations
 
 import contextlib
-import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from fxgrad.capture.division import Division
+from fxgrad.capture.options import Options
 from fxgrad.capture.parallel import check_not_parallel
 from fxgrad.capture.sharded_gathers import Call
-from fxgrad.capture.sharded_results import LOCAL, Results, move_local, places_of
+from fxgrad.capture.sharded_hooks import ordinary, unit_of
+from fxgrad.capture.sharded_results import LOCAL, Results, move_local, per_process, places_of
 from fxgrad.capture.sharded_sums import Sums
 from fxgrad.errors import BatchSizeError, OptionError, UnclippedGrad
 from fxgrad.host import fsdp
 from fxgrad.host.autograd import autograd_engine, current_task
 from fxgrad.host.fsdp import State
-from fxgrad.host.modules import FSDP_MANAGED
-from fxgrad.host.pytree import tree_map
 from fxgrad.host.tensors import version
 from fxgrad.runtime.deliveries import Asked
 from fxgrad.runtime.forward import Forward
@@ -42,7 +44,7 @@ Weights: TypeAlias = tuple[tuple[int, int], ...]
 """The identity and the version of each shard."""
 
 
-class Units:
+class Units(Division):
     """The units of one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,6 +59,13 @@ class Units:
         self.before: list[tuple[Tensor | None, int]] | None = None  # p.grad of whole ones, before a running backward
         self.forward: Callable[[], Forward | None] = lambda: None  # the last one, while anything refers to it
         self.sums = Sums(lambda: self.waits and self.forward() is not None)
+
+    def settle(self, options: Options, policy: str) -> Options:
+        quantities = self.sums.by_unit(per_process(options.quantities))
+        compiled = options.fullgraph and options.backend in ("inductor", "aot_eager")
+        self.sums.by_graph = compiled and self.sums.hands_over
+        self.results = Results(quantities, policy)
+        return replace(options, quantities=quantities)
 
     @contextlib.contextmanager
     def whole(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -80,19 +89,29 @@ class Units:
         if self._is_unit():
             args, kwargs = fsdp.cast_inputs(self.states[0], args, kwargs)
         try:
-            with _ordinary(self.model):
+            with ordinary(self.model):
                 yield args, kwargs
             self.sums.gathers.end()
         finally:
             self.sums.gathers.end_call()
 
+    def enter(self, forward: Forward) -> None:
+        forward.units, forward.weights = self, self._weights()
+        forward.sums, forward.gathered = self.sums, self.sums.gathers.call
+        self.forward = weakref.ref(forward)
+
+    def in_graph(self) -> tuple[int, ...]:
+        return tuple(self.sums.in_graph)
+
+    def without_graph(self) -> None:
+        self.sums.gathers.without_graph()
+
     def outputs(self, outputs: Any) -> Any:
-        """Cast what the model returns as its outermost unit does."""
         return fsdp.cast_outputs(self.states[0], outputs) if self._is_unit() else outputs
 
     def _is_unit(self) -> bool:
         """Return whether the model itself is a unit, not only modules in it."""
-        return _hooks(self.model) is not None
+        return unit_of(self.model) is not None
 
     def _find_roots(self) -> None:
         """Learn which units are outermost, once, and refuse a unit around the model."""
@@ -118,13 +137,11 @@ class Units:
         self.roots = found
 
     def known_as(self, view: nn.Module) -> None:
-        """Let the methods of FSDPModule work on the transformed model, where they work on the model."""
-        state = _hooks(self.model)
+        state = unit_of(self.model)
         if state is not None and fsdp.class_of(type(self.model)) is not type(self.model):
             fsdp.register(view, state)
 
     def check(self, asked: Asked, parameters: Mapping[str, Tensor]) -> None:
-        """Refuse a result that would stand on a shard and belong to the whole parameter."""
         whole = {id(whole) for _, whole in fsdp.pairs(self.states)}
         for quantity, kinds in zip(self.results.quantities, asked.by_quantity, strict=True):
             shared = places_of(quantity)
@@ -143,11 +160,9 @@ class Units:
                     )
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return all shards and wholes; the model holds either the ones or the others."""
         return [one for pair in (fsdp.pairs(self.states) if self.roots else ()) for one in pair]
 
     def shards(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the shard in place of each parameter that is whole in a step."""
         of = {id(whole): shard for shard, whole in fsdp.pairs(self.states)}
         return {name: of.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
@@ -166,13 +181,13 @@ class Units:
         for name, shard in shards.items():
             guard.join(name, shard)
 
-    def weights(self) -> Weights:
+    def _weights(self) -> Weights:
         """Return what tells whether the weights have changed."""
         return tuple((id(shard), version(shard)) for shard, _ in fsdp.pairs(self.states))
 
     def gather(self, weights: Weights, call: Call) -> None:
         """Gather the parameters again that were freed between a forward, with these weights, and its backward."""
-        if weights != self.weights():
+        if weights != self._weights():
             raise OptionError(
                 "parameters of a sharded model changed between a forward and its backward, which would mix old and new",
                 advice="Call backward() first, then optimizer.step() or load_state_dict().",
@@ -193,7 +208,6 @@ class Units:
         return shards
 
     def all_shards(self) -> list[Tensor]:
-        """Return every parameter's shard, in an order that all processes share."""
         return [shard for shard, _ in fsdp.pairs(self.states)]
 
     def altered_average(self) -> str:
@@ -201,7 +215,6 @@ class Units:
         return fsdp.altered_reduction(self.states)
 
     def check_averages(self) -> None:
-        """Raise unless p.grad will be the average over all processes."""
         setting = self.altered_average()
         if setting:
             raise OptionError(
@@ -222,7 +235,7 @@ class Units:
         self.sums.begin(forward, self.states, guarded)
         if self.before is None:
             grads = [whole.grad for _, whole in fsdp.pairs(self.states)]
-            self.before = [(grad, 0 if grad is None else version(grad)) for grad in grads]
+            self.before = [(grad, _count(grad)) for grad in grads]
 
     def _drop_failed(self) -> None:
         """Drop what a backward that raised has left on whole parameters, where the optimizer does not see it."""
@@ -231,7 +244,7 @@ class Units:
         for (_, whole), (grad, count) in zip(fsdp.pairs(self.states), self.before, strict=True):
             if grad is None:
                 whole.grad = None
-            elif whole.grad is not None and (whole.grad is not grad or version(grad) != count):
+            elif whole.grad is not None and (whole.grad is not grad or _count(grad) != count):
                 raise OptionError(
                     "a backward raised after it had added to gradients that wait for set_requires_gradient_sync(True)",
                     advice="Call zero_grad() of the transformed model and of the optimizer, and begin the step anew.",
@@ -258,6 +271,11 @@ class Units:
         self.results.reduce(fsdp.pairs(self.states), parameters.values(), rows)
         self.before = None
         self.waits = not fsdp.is_sharded(self.states)
+
+
+def _count(grad: Tensor | None) -> int:
+    """Return how often a gradient was written to; a DTensor does not count what its local part does."""
+    return 0 if grad is None else version(fsdp.local_part(grad))
 
 
 def units_of(model: nn.Module) -> Units | None:
@@ -303,83 +321,7 @@ def check_alone(private: bool, first_batch: bool) -> None:
 def _states(model: nn.Module) -> list[State]:
     found: dict[int, State] = {}
     for module in model.modules():
-        state = _hooks(module)
+        state = unit_of(module)
         if state is not None:
             found.setdefault(id(state), state)
     return list(found.values())
-
-
-def _hooks(module: nn.Module) -> State | None:
-    """Return the unit whose hooks a module has."""
-    before, _ = fsdp.forward_hooks(module)
-    return next((state for hook in before.values() if (state := fsdp.state_of(hook)) is not None), None)
-
-
-def _cast(dtype: torch.dtype | None, values: Any) -> Any:
-    """Cast the floating-point tensors among values."""
-    if dtype is None:
-        return values
-    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
-
-
-# A model without FSDP2
-
-
-@contextlib.contextmanager
-def _ordinary(model: nn.Module) -> Iterator[None]:
-    """Let modules be of their own classes, without FSDP2's hooks and marks: Dynamo traces and guards such modules."""
-    undo: list[Callable[[], None]] = []
-    try:
-        for module in model.modules():
-            own = module.__dict__
-            if own.pop(FSDP_MANAGED, False):
-                undo.append(partial(own.__setitem__, FSDP_MANAGED, True))
-            kind = type(module)
-            plain = fsdp.class_of(kind)
-            if plain is not kind:
-                undo.append(partial(setattr, module, "__class__", kind))
-                module.__class__ = plain
-            state = _hooks(module)
-            if state is not None:
-                dtypes = fsdp.precision(state) if module is not model else (None, None)
-                for hooks, cast in zip(
-                    fsdp.forward_hooks(module), (_before(dtypes[0]), _after(dtypes[1])), strict=True
-                ):
-                    undo.append(_replace(hooks, cast))
-        yield
-    finally:
-        for act in reversed(undo):
-            act()
-
-
-def _replace(hooks: dict[int, Any], cast: Callable[..., Any] | None) -> Callable[[], None]:
-    """Put a cast in the place of FSDP2's hook, or nothing; returns what puts the hook back."""
-    before = dict(hooks)
-    ordinary = {key: cast if fsdp.state_of(hook) is not None else hook for key, hook in before.items()}
-    during = {key: hook for key, hook in ordinary.items() if hook is not None}
-    hooks.clear()
-    hooks.update(during)
-
-    def put_back() -> None:
-        added = {key: hook for key, hook in hooks.items() if key not in during}
-        removed = during.keys() - hooks.keys()
-        hooks.clear()
-        hooks.update({key: hook for key, hook in before.items() if key not in removed} | added)
-
-    return put_back
-
-
-@functools.cache
-def _before(dtype: torch.dtype | None) -> Callable[..., Any] | None:
-    """Return a hook that casts a unit's inputs; one object for a dtype, as Dynamo guards on it."""
-    if dtype is None:
-        return None
-    return lambda module, args, kwargs: (_cast(dtype, args), _cast(dtype, kwargs))
-
-
-@functools.cache
-def _after(dtype: torch.dtype | None) -> Callable[..., Any] | None:
-    """Return a hook that casts what a unit returns."""
-    if dtype is None:
-        return None
-    return lambda module, args, outputs: _cast(dtype, outputs)

@@ -337,6 +337,16 @@ def offloads(state: State) -> bool:
     return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups([state]))
 
 
+def meshes_of(states: Sequence[State]) -> dict[int, Any]:
+    """Return the mesh over which each parameter is sharded and its gradient reduced, by id() of the whole one.
+
+    Why: the mesh of a shard has the dimension of tensor parallelism, too, and does not tell which one it is.
+    Without: units over the processes of tensor parallelism average gradients of one batch, and pass for right.
+    """
+    params = [one for group in groups(states) for one in group.fsdp_params]
+    return {id(one._unsharded_param): one.mesh_info.mesh for one in params}
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's part on this process, the same object at each call; a tensor of another kind as it is.
 

@@ -114,22 +114,29 @@ class _Called:
         return function(*args)
 
 
-@contextlib.contextmanager
-def without_reentrant_checkpoints() -> Iterator[None]:
-    """Let ``checkpoint(.., use_reentrant=True)`` call its function: a model on other tensors has its own by backward.
+def _called(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In the place of what PyTorch's other checkpoint does before and behind a call: nothing."""
+    yield
 
-    Why: no option of PyTorch's turns checkpoints off.
-    Without: an empty batch's backward ends in UnclippedGrad where the model has reentrant checkpoints.
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Let ``torch.utils.checkpoint.checkpoint`` call its function, and run nothing again in the backward.
+
+    Why: no option of PyTorch's turns checkpoints off. A model on other tensors, or on local parts, has its own again by
+    the backward, and a checkpoint would run on those.
+    Without: an empty batch's backward ends in UnclippedGrad where the model has reentrant checkpoints, and in
+    CheckpointError where a tensor-parallel one has others.
     """
-    kept: Any = checkpoints.CheckpointFunction
-    if kept is _Called:
-        yield
-        return
+    ours = {"CheckpointFunction": _Called, "_checkpoint_without_reentrant_generator": _called}
+    kept = {name: getattr(checkpoints, name) for name in ours}
     try:
-        setattr(checkpoints, "CheckpointFunction", _Called)  # noqa: B010 - mypy takes the attribute for a type
+        for name, value in ours.items():
+            setattr(checkpoints, name, value)
         yield
     finally:
-        setattr(checkpoints, "CheckpointFunction", kept)  # noqa: B010
+        for name, value in kept.items():
+            setattr(checkpoints, name, value)
 
 
 def own_step_hooks(optimizer: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,13 +64,19 @@ def style_hook(hook: Any) -> StyleHook | None:
     return StyleHook("", (), cells.get("device_mesh"))
 
 
-def style_hooks(module: nn.Module) -> tuple[list[StyleHook], list[StyleHook], bool]:
+def style_hooks(
+    module: nn.Module, is_ours: Callable[[Any], bool] = lambda hook: False
+) -> tuple[list[StyleHook], list[StyleHook], bool]:
     """Return a module's hooks of tensor parallelism before and after its forward, and whether it has others.
+
+    ``is_ours``: whether a hook is of fxgrad's own, and counts as none.
 
     Why: see `style_hook`.
     Without: see `style_hook`.
     """
-    before, after = ([style_hook(hook) for hook in hooks.values()] for hooks in forward_hooks(module))
+    before, after = (
+        [style_hook(hook) for hook in hooks.values() if not is_ours(hook)] for hooks in forward_hooks(module)
+    )
     others = any(hook is None for hook in [*before, *after])
     return [hook for hook in before if hook], [hook for hook in after if hook], others
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxgrad.api import engine_of
+from fxgrad.capture.parallel import has_layers, refuse_private
 from fxgrad.capture.sharded import units_of
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
@@ -57,6 +58,8 @@ def unit_of(
     units = units_of(model) if isinstance(model, nn.Module) else None
     if units is None:
         return None
+    if has_layers(model):
+        refuse_private()
     transformed = engine_of(model)
     checks = check_first_batch if transformed is None else transformed.first_batch is not None
     unsupported = {
@@ -77,6 +80,11 @@ def unit_of(
             raise OptionError(f"{what} is not supported for a model that FSDP2 has sharded", advice=advice)
     mesh_of([*model.parameters()])
     units.check_averages()
+    return _root(model, transformed)
+
+
+def _root(model: Any, transformed: Engine | None) -> nn.Module:
+    """Return the object of a model that FSDP2 knows: the model itself or the transformed one."""
     known = (model, None if transformed is None else transformed.model)
     unit: Any = next((one for one in known if isinstance(one, FSDPModule)), None)
     if unit is None:

@@ -51,7 +51,7 @@ class Forward:
         self.view: Any = None  # the transformed model: with its guard it lives as long as this graph
         self.at_backward: list[Callable[[], None]] = []  # what to do as each backward call begins
         self.first_batch: Any = None  # the `FirstBatch` that is to check this forward's batch
-        self.units: Any = None  # the `Units` of a model that FSDP2 divided, or the `Layers` of a tensor-parallel one
+        self.units: Any = None  # the `Division` of a model that several processes share
         self.sums: Any = None  # the `Sums` of `Units`
         self.weights: Any = None  # its weights in this forward
         self.gathered: Any = None  # what its graph gathers of them
