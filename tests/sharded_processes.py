@@ -599,6 +599,7 @@ def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]]) ->
 
 
 if __name__ == "__main__":
+    import tests.sharded_machines
     import tests.sharded_memory
     import tests.sharded_misuse
     import tests.sharded_more  # noqa: F401 - registers its cases in tests.sharded_processes, which __main__ is not

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+import tests.sharded_machines
 import tests.sharded_memory
 import tests.sharded_misuse
 import tests.sharded_more  # noqa: F401 - registers cases

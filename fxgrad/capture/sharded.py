@@ -80,9 +80,8 @@ class Units:
         if self._is_unit():
             args, kwargs = fsdp.cast_inputs(self.states[0], args, kwargs)
         try:
-            with _ordinary(self.model):
+            with self.sums.gathers.ending(), _ordinary(self.model):
                 yield args, kwargs
-            self.sums.gathers.end()
         finally:
             self.sums.gathers.end_call()
 
