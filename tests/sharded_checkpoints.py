@@ -1,4 +1,4 @@
-"""One of several processes that save checkpoints, or load them: `python -m tests.sharded_checkpoints RANK FOLDER WORLD DO`.
+"""One of several processes with checkpoints: `python -m tests.sharded_checkpoints RANK FOLDER WORLD DO`.
 
 With DO = save, private steps on a model that FSDP2 shards, a checkpoint of torch.distributed, whole tensors beside it,
 and the parameters after further steps. With DO = load, the same from the checkpoint of each number of processes.

@@ -65,7 +65,8 @@ def differ(rank: int, backend: str, dtype: torch.dtype, tolerance: float) -> Non
 
 RUNS = {
     "aot_eager": partial(differ, backend="aot_eager", dtype=torch.float64, tolerance=1e-10),
-    "inductor": partial(differ, backend="inductor", dtype=torch.float32, tolerance=1e-5),
+    # Clipping divides by an upper bound of the norm: in float32, and on one of the machines, 2.5e-5 above it.
+    "inductor": partial(differ, backend="inductor", dtype=torch.float32, tolerance=1e-4),
 }
 
 
