@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+import tests.sharded_long
 import tests.sharded_machines
 import tests.sharded_memory
 import tests.sharded_misuse
-import tests.sharded_more  # noqa: F401 - registers cases
+import tests.sharded_more  # registers cases
 from tests.sharded_processes import CASES, WORLD
 
 ROOT = Path(__file__).parents[1]
@@ -64,3 +65,10 @@ def test_every_method_has_a_row_and_a_case() -> None:
 def test_sharded(found: list[dict[str, str]], case: str) -> None:
     for rank in range(WORLD):
         assert found[rank].get(case, "not run, as an earlier case failed") == "", found[rank].get(case)
+
+
+@pytest.mark.long
+def test_sharded_long(tmp_path: Path) -> None:
+    """What takes longer; see tests/sharded_long.py."""
+    passed = dict.fromkeys(tests.sharded_long.CASES, "")
+    assert findings("tests.sharded_long", tmp_path) == [passed] * WORLD
