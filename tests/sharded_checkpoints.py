@@ -50,12 +50,15 @@ def trains(model: Any, optimizer: Any, seeds: range) -> None:
 
 
 def whole(values: Any) -> Any:
-    """Return nested states as whole tensors."""
+    """Return nested states as whole tensors, which later steps do not change."""
     if isinstance(values, Mapping):
         return {name: whole(value) for name, value in values.items()}
     if isinstance(values, list):
         return [whole(value) for value in values]
-    return values.full_tensor() if isinstance(values, DTensor) else values
+    if isinstance(values, Tensor):
+        values = values.full_tensor() if isinstance(values, DTensor) else values
+        return values.clone()  # of one process it may be the parameter itself
+    return values
 
 
 def states(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def states(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
 
 
 def saves(folder: Path, world: int) -> None:
