@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,11 @@ from fxgrad.errors import FxgradError, OptionError, UnaccountedGrad
 from tests.sharded_processes import WORLD, C, ids, loss, main, refused, tied, units
 
 CASES: dict[str, Callable[[int], None]] = {}
+Run = TypeVar("Run", bound=Callable[..., None])
 SAMPLES, BATCH = 40, 10
 
 
-def case(run: Callable[[int], None]) -> Callable[[int], None]:
+def case(run: Run) -> Run:
     CASES[run.__name__] = run
     return run
 
