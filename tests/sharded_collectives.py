@@ -48,7 +48,7 @@ def one_sequence(rank: int, backend: str) -> None:
             sequences = sequences[1:]  # a first call has others, too
             every: list[Any] = [None] * WORLD
             dist.all_gather_object(every, sequences)
-            assert len(sequences[0]) >= 8, sequences[0]
+            assert len(sequences[0]) >= 4, sequences[0]  # a reduction of each unit, at least
             for process in every:
                 for sizes, sequence in zip(SIZES, process, strict=True):
                     assert sequence == sequences[0], (shape, sizes, sequence, sequences[0])
