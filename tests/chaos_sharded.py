@@ -1,7 +1,8 @@
 """One of two processes that train for many random steps: `python -m tests.chaos_sharded RANK FOLDER`.
 
-Batches differ in size and may be empty, parameters are frozen and trained again, and gradients accumulate, at random
-and the same on both processes. Each step is compared with the loop over the samples of both.
+Batches differ in size and may be empty, parameters are frozen and trained again, gradients accumulate, and code of the
+user's raises in one process, which goes on: at random and the same on both processes. Each step is compared with the
+loop over the samples of both.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import random
 import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +35,20 @@ FROZEN: tuple[tuple[str, ...], ...] = (
 """What is frozen: nothing, the table that is also the head, parts of units, a whole unit."""
 
 
+FAULTS = ("data", "forward", "loss", "backward")
+"""Where one process raises.
+
+    data        before its call: it goes on with an empty batch
+    forward     within its call: both learn it, and call again
+    loss        behind its call: it goes on with a loss that is 0
+    backward    as its backward begins: it calls backward again
+"""
+
+
+class Raised(Exception):
+    """An error in code of the user's."""
+
+
 class Chaos:
     """A sharded model in training beside one that the loop trains."""
 
@@ -42,6 +60,8 @@ class Chaos:
         self.optimizer = torch.optim.AdamW(self.private.parameters(), lr=0.01)
         self.other = torch.optim.AdamW(self.alone.parameters(), lr=0.01)
         self.units = [self.private, *cast(Any, self.model).blocks]
+        self.seen: Counter[str] = Counter()  # batches, and what happened in them
+        self.errors: dict[str, float] = {}  # the largest
 
     def freeze(self) -> None:
         parts = self.random.choice(FROZEN)
@@ -55,8 +75,31 @@ class Chaos:
         if self.random.random() < 0.2:
             with torch.no_grad():
                 assert torch.allclose(self.private(batch[rank]), self.alone(batch[rank]), rtol=0, atol=1e-9)
-        loss(self.private(batch[rank])).backward()
+        fault = self.random.choice(FAULTS) if self.random.random() < 0.3 else "none"
+        where = self.random.randrange(WORLD)
+        self.seen.update([fault, *("empty" for x in batch if not len(x)), "batches"])
+        mine = fault if rank == where else "none"
+        self.go_on(batch[rank][:0] if mine == "data" else batch[rank], mine, agree=fault == "forward")
+        if fault in ("data", "loss"):
+            batch[where] = batch[where][:0]
         add(self.alone, torch.cat(batch))
+
+    def go_on(self, x: Tensor, fault: str, agree: bool) -> None:
+        """Make one call and its backward, past what raises."""
+        raised = torch.tensor(False)
+        if fault == "forward":
+            raised = raises(IndexError, lambda: self.private(torch.full((2, 4), 99)))
+        else:
+            outputs = self.private(x)
+        if agree:
+            dist.all_reduce(raised, dist.ReduceOp.MAX)
+            assert raised
+            outputs = self.private(x)
+        if fault == "backward":
+            hook = outputs.register_hook(fail)
+            assert raises(Raised, lambda: loss(outputs).backward())
+            hook.remove()
+        (outputs.sum() * 0 if fault == "loss" else loss(outputs)).backward()
 
     def step(self, rank: int, seed: int) -> None:
         self.optimizer.zero_grad()
@@ -69,12 +112,32 @@ class Chaos:
             for unit in self.units:
                 unit.set_requires_gradient_sync(not reduces_once or i == backwards - 1, recurse=False)
             self.backward(rank, 10 * seed + i)
-        assert_grads(self.private, {name: p.grad for name, p in self.alone.named_parameters() if p.grad is not None})
+        grads = {name: p.grad for name, p in self.alone.named_parameters() if p.grad is not None}
+        assert_grads(self.private, grads)
         self.optimizer.step()
         self.other.step()
         for (name, p), q in zip(self.private.named_parameters(), self.alone.parameters(), strict=True):
+            if name in grads:
+                self.note("grad", p.grad.full_tensor() - grads[name])
+            self.note("parameter", p.full_tensor() - q)
             assert torch.allclose(p.full_tensor(), q, rtol=0, atol=1e-9), name
             q.data.copy_(p.full_tensor())  # Adam's first steps enlarge a rounding error
+
+    def note(self, what: str, difference: Tensor) -> None:
+        self.errors[what] = max(self.errors.get(what, 0.0), float(difference.detach().abs().max()))
+
+
+def fail(grad: Tensor) -> None:
+    raise Raised
+
+
+def raises(error: type[Exception], run: Callable[[], object]) -> Tensor:
+    """Return whether code raises."""
+    try:
+        run()
+    except error:
+        return torch.tensor(True)
+    return torch.tensor(False)
 
 
 def add(model: nn.Module, x: Tensor) -> None:
@@ -85,20 +148,21 @@ def add(model: nn.Module, x: Tensor) -> None:
 
 
 def run(rank: int, steps: int, backend: str) -> None:
-    chaos = Chaos(0, backend)
+    chaos, began = Chaos(0, backend), time.monotonic()
     for seed in range(steps):
         try:
             chaos.step(rank, seed)
         except Exception as error:
             raise AssertionError(f"in step {seed}") from error
+    seconds = time.monotonic() - began
+    print(f"{backend}: {steps} steps, {seconds:.0f} s, {dict(chaos.seen)}, errors {chaos.errors}", flush=True)
 
 
-def short(rank: int) -> None:
-    run(rank, 12, "eager")
-
-
-def long(rank: int) -> None:
-    run(rank, 200, "aot_eager")
+RUNS: dict[str, Callable[[int], None]] = {
+    "short": partial(run, steps=12, backend="eager"),
+    "long eager": partial(run, steps=200, backend="eager"),
+    "long aot_eager": partial(run, steps=200, backend="aot_eager"),
+}
 
 
 def refuse(rank: int, folder: Path, case: str) -> None:
@@ -127,4 +191,4 @@ if __name__ == "__main__":
     if sys.argv[3] in ("call", "backward"):
         refuse(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
     else:
-        main(int(sys.argv[1]), Path(sys.argv[2]), {"short": short, "long": long})
+        main(int(sys.argv[1]), Path(sys.argv[2]), RUNS)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,11 @@ from fxgrad.errors import FxgradError, OptionError, UnaccountedGrad
 from tests.sharded_processes import WORLD, C, ids, loss, main, refused, tied, units
 
 CASES: dict[str, Callable[[int], None]] = {}
+Run = TypeVar("Run", bound=Callable[..., None])
 SAMPLES, BATCH = 40, 10
 
 
-def case(run: Callable[[int], None]) -> Callable[[int], None]:
+def case(run: Run) -> Run:
     CASES[run.__name__] = run
     return run
 
@@ -66,12 +67,12 @@ def step(model: nn.Module, optimizer: Any, x: Tensor, mean: bool = False) -> Non
     optimizer.step()
 
 
-def trains(rank: int, model: Any, sharded: Callable[[Any], Any], mean: bool = False) -> None:
+def trains(rank: int, model: Any, sharded: Callable[[Any], Any], mean: bool = False, backend: str = "eager") -> None:
     """Take steps without noise beside one process with all samples."""
     alone = copy.deepcopy(model)
     reduction = "mean" if mean else "sum"
     engines = [PrivacyEngine(accountant="rdp") for _ in range(2)]
-    private, optimizer, _ = prepared(sharded(model), engine=engines[0], loss_reduction=reduction)
+    private, optimizer, _ = prepared(sharded(model), engine=engines[0], loss_reduction=reduction, backend=backend)
     reference, other, _ = prepared(alone, engine=engines[1], loss_reduction=reduction)
     for seed, sizes in enumerate([(0, 7), (1, 7), (4, 3), (0, 0), (5, 0)]):
         batch = ids(sizes, seed)
@@ -115,16 +116,25 @@ def frozen_parameters(rank: int) -> None:
     trains(rank, model, units)
 
 
+def by_graphs_that_gather(rank: int) -> None:
+    """A case of the long run: graphs gather unit after unit, for replicas and for Poisson batches, too."""
+    trains(rank, tied(), units, backend="aot_eager")
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    trains(rank, tied(), partial(units, mesh=mesh), mean=True, backend="aot_eager")
+    poisson_batches(rank, backend="aot_eager")
+
+
 # Sampling and accounting
 
 
 @case
-def poisson_batches(rank: int) -> None:
+def poisson_batches(rank: int, backend: str = "eager") -> None:
     """All take the same number of steps, empty ones too, of different parts; each step counts once."""
     torch.manual_seed(0)  # in both, as training scripts do
     engines = [PrivacyEngine(accountant="rdp") for _ in range(2)]
     alone = tied()
-    private, optimizer, loader = prepared(units(copy.deepcopy(alone)), engine=engines[0], noise_multiplier=1.0, size=2)
+    options: dict[str, Any] = dict(noise_multiplier=1.0, size=2, backend=backend)
+    private, optimizer, loader = prepared(units(copy.deepcopy(alone)), engine=engines[0], **options)
     reference, other, single = prepared(alone, engine=engines[1], noise_multiplier=1.0, size=2)
     assert optimizer.expected_batch_size == other.expected_batch_size == 2
     data, own = ids((SAMPLES, 0))[0], []

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -190,3 +191,22 @@ def a_dataclass_in_mixed_precision(rank: int) -> None:
     private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager")
     x = torch.randn(2, 3)
     assert private(x).logits.dtype is plain(x).logits.dtype is torch.float32
+
+
+@case
+def a_call_that_raises_in_one_process(rank: int) -> None:
+    """The other ends its call: the program may agree to make the call again."""
+    for backend in ("eager", "aot_eager"):
+        model = tied()
+        alone = copy.deepcopy(model)
+        private = fxgrad.transform(units(model), quantity=fxgrad.ClippedGrad(C), backend=backend)
+        batch = ids((2, 3))
+        loss(private(batch[rank])).backward()
+        private.zero_grad()
+        if rank == 0:
+            refused(IndexError, "out of range", partial(private, torch.full((2, 4), 99)))
+        else:
+            private(batch[rank])
+        dist.barrier()
+        loss(private(batch[rank])).backward()
+        assert_grads(private, clipped_sum(alone, torch.cat(batch)))

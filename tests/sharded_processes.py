@@ -99,7 +99,8 @@ def ids(sizes: Sequence[int], seed: int = 0) -> list[Tensor]:
 
 def units(model: Any, blocks: Sequence[nn.Module] | None = None, **options: Any) -> Any:
     """Shard each block, and the whole around them."""
-    options.setdefault("mesh", init_device_mesh("cpu", (WORLD,)))
+    if "mesh" not in options:
+        options["mesh"] = init_device_mesh("cpu", (WORLD,))
     for block in model.blocks if blocks is None else blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -599,6 +600,7 @@ def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]], wo
 
 
 if __name__ == "__main__":
+    import tests.sharded_machines
     import tests.sharded_memory
     import tests.sharded_misuse
     import tests.sharded_more  # noqa: F401 - registers its cases in tests.sharded_processes, which __main__ is not

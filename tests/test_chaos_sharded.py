@@ -16,7 +16,9 @@ from tests.test_sharded import findings
 pytestmark = pytest.mark.timeout(1500)
 
 
-@pytest.mark.parametrize("case", ["short", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "case", ["short", *(pytest.param(f"long {backend}", marks=pytest.mark.long) for backend in ("eager", "aot_eager"))]
+)
 def test_random_steps(tmp_path: Path, case: str) -> None:
     assert findings("tests.chaos_sharded", tmp_path, case) == [{case: ""}] * WORLD
 

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+import tests.sharded_long
+import tests.sharded_machines
 import tests.sharded_memory
 import tests.sharded_misuse
-import tests.sharded_more  # noqa: F401 - registers cases
+import tests.sharded_more  # registers cases
+from fxgrad.kernels.gathering import layout_of
 from tests.sharded_processes import CASES, WORLD
 
 ROOT = Path(__file__).parents[1]
@@ -63,3 +67,23 @@ def test_every_method_has_a_row_and_a_case() -> None:
 def test_sharded(found: list[dict[str, str]], case: str) -> None:
     for rank in range(WORLD):
         assert found[rank].get(case, "not run, as an earlier case failed") == "", found[rank].get(case)
+
+
+def test_a_graph_that_gathers_reads_no_empty_parameter() -> None:
+    """Inductor copies what an operator takes, such as a convolution's weight, and ended the process with a signal."""
+    arguments = torch.ops.fxgrad.gather_unit.default._schema.arguments
+    assert [a.name for a in arguments if "Tensor" in str(a.type)] == ["after"]
+    like = torch.empty(4, 2, 3, 3, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    wholes = [like, torch.empty(5), torch.empty(())]
+    layouts = [one for whole in wholes for one in layout_of(whole)]
+    with FakeTensorMode():
+        made = torch.ops.fxgrad.gather_unit(torch.ones(1), layouts, 0, 0, [3, 4, 5])
+    facts = [[(one.shape, one.stride(), one.dtype) for one in ones] for ones in (made, wholes)]
+    assert facts[0] == facts[1]
+
+
+@pytest.mark.long
+def test_sharded_long(tmp_path: Path) -> None:
+    """What takes longer; see tests/sharded_long.py."""
+    passed = dict.fromkeys(tests.sharded_long.CASES, "")
+    assert findings("tests.sharded_long", tmp_path) == [passed] * WORLD

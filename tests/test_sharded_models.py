@@ -9,25 +9,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sharded_models import MODELS
+from tests.sharded_models import LAYOUTS, MODELS
 
 ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.timeout(1500)
 
+ALL = tuple(MODELS)
+LONG = [
+    *((world, layout, "aot_eager", "float64", ALL) for world in (2, 4) for layout in LAYOUTS),
+    (2, "root", "inductor", "float32", ("mlp", "moe")),
+    (2, "blocks", "inductor", "float32", ("cnn", "gpt", "lstm")),
+    (2, "hybrid", "inductor", "float32", ("llama",)),
+    (2, "blocks", "aot_eager", "bfloat16", ALL),
+    (4, "hybrid", "aot_eager", "bfloat16", ALL),
+]
 TABLE = [
-    (2, "blocks", "aot_eager", ("mlp", "moe")),
-    *(
-        pytest.param(world, layout, backend, tuple(MODELS), marks=pytest.mark.long)
-        for world, layout in ((2, "root"), (2, "blocks"), (4, "hybrid"))
-        for backend in ("aot_eager", "inductor")
-    ),
+    (2, "blocks", "aot_eager", "float64", ("mlp", "moe")),
+    *(pytest.param(*row, marks=pytest.mark.long) for row in LONG),
 ]
 
 
-@pytest.mark.parametrize(("world", "layout", "backend", "names"), TABLE)
-def test_sharded_models(tmp_path: Path, world: int, layout: str, backend: str, names: tuple[str, ...]) -> None:
-    cases = [f"{name} {layout} {backend}" for name in names]
+@pytest.mark.parametrize(("world", "layout", "backend", "dtype", "names"), TABLE)
+def test_sharded_models(
+    tmp_path: Path, world: int, layout: str, backend: str, dtype: str, names: tuple[str, ...]
+) -> None:
+    cases = [f"{name} {layout} {backend} {dtype}" for name in names]
     commands = [
         [sys.executable, "-m", "tests.sharded_models", str(rank), str(tmp_path), str(world), *cases]
         for rank in range(world)

@@ -89,9 +89,8 @@ class Units(Division):
         if self._is_unit():
             args, kwargs = fsdp.cast_inputs(self.states[0], args, kwargs)
         try:
-            with ordinary(self.model):
+            with self.sums.gathers.ending(), ordinary(self.model):
                 yield args, kwargs
-            self.sums.gathers.end()
         finally:
             self.sums.gathers.end_call()
 

@@ -9,7 +9,8 @@ gathered then, for the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,17 @@ class Gathers:
             self._gather_next()
         self.ready = {}
 
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the phase behind a forward, also behind one that raises: the other processes end theirs."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error is to be seen
+                self.end()
+            raise
+        self.end()
+
     def _begin(self, groups: dict[int, Any]) -> None:
         self.left, self.ready, self.whole = dict(groups), {}, {}
 
@@ -113,4 +125,8 @@ class Gathers:
     def _gather_next(self) -> None:
         assert self.left, "a graph has gathered a unit before, in the same phase"
         unit = next(iter(self.left))
-        self.ready[unit] = fsdp.copies_of(self.left.pop(unit))
+        try:
+            self.ready[unit] = fsdp.copies_of(self.left.pop(unit))
+        except Exception:
+            self.left = {}  # a collective failed: the next would wait for ever
+            raise

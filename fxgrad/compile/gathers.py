@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-import fxgrad.kernels.gathering  # noqa: F401 - makes the operator
 from fxgrad.capture.captured import Captured
 from fxgrad.capture.sharded_sums import ClippedByUnit
 from fxgrad.capture.shared_memory import Writes
 from fxgrad.errors import OptionError
 from fxgrad.graph.context import source_line
+from fxgrad.kernels.gathering import layout_of
 from fxgrad.ops.facts import FAKE
 from fxgrad.quantities.base import Quantity
 from fxgrad.samples.layouts import SAMPLES, WITH_SAMPLES, Samples
@@ -38,6 +39,7 @@ def gather_units(gm: fx.GraphModule, captured: Captured, quantities: Sequence[Qu
             )
         if unit in clip.in_graph and inputs[i].users:
             units.setdefault(unit, []).append((place, inputs[i]))
+    layouts = {inputs[i]: partial(layout_of, captured.examples[i]) for i in captured.parameters}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for unit, ones in units.items():
         places, wholes = [place for place, _ in ones], [node for _, node in ones]
@@ -45,7 +47,7 @@ def gather_units(gm: fx.GraphModule, captured: Captured, quantities: Sequence[Qu
         users = [(user, node) for node in wholes for user in node.users]
         with gm.graph.inserting_before(first):
             after = _tagged(gm.graph.call_method("detach", (_just_before(first, inputs),)))
-            args = (after, wholes, clip.receiver, unit, places)
+            args = (after, [one for node in wholes for one in layouts[node]()], clip.receiver, unit, places)
             gathered = _tagged(gm.graph.call_function(torch.ops.fxgrad.gather_unit.default, args))
             values = {
                 node: _tagged(gm.graph.call_function(operator.getitem, (gathered, i))) for i, node in enumerate(wholes)

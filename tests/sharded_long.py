@@ -1,0 +1,25 @@
+"""One of two processes with long cases of FSDP2: `python -m tests.sharded_long RANK FOLDER [CASE ..]`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tests.private_sharded import by_graphs_that_gather
+from tests.sharded_collectives import one_sequence
+from tests.sharded_machines import RUNS
+from tests.sharded_processes import main
+
+CASES: dict[str, Callable[[int], None]] = {
+    "machines that differ, through Inductor": RUNS["inductor"],
+    "one sequence of collectives, eager": partial(one_sequence, backend="eager"),
+    "one sequence of collectives, aot_eager": partial(one_sequence, backend="aot_eager"),
+    "private steps, aot_eager": by_graphs_that_gather,
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(int(sys.argv[1]), Path(sys.argv[2]), CASES)
