@@ -26,12 +26,14 @@ from fxgrad.capture.checks import (
 from fxgrad.capture.distributed import check_averages_last
 from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
 from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
+from fxgrad.capture.gathering_properties import is_gathering
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.parallel import Layers, is_parallel
 from fxgrad.capture.progress import stage
 from fxgrad.capture.sharded import Units, check_alone, check_around, units_of
 from fxgrad.capture.sharded_results import Results, per_process
+from fxgrad.capture.simple_fsdp import Properties
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
@@ -71,7 +73,7 @@ class Engine:
     roles: Mapping[str, Roles]  # by the name of the called method
     store: Store
     first_batch: FirstBatch | None = None  # until it is checked
-    units: Units | Layers | None = None  # of a model that `fully_shard` or `parallelize_module` divided
+    units: Units | Layers | Properties | None = None  # of a model that is divided over processes
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -173,9 +175,12 @@ class Engine:
         return False
 
     def find_units(self) -> None:
-        """Learn that FSDP2 divided the model: from here on graphs compute what the processes can add up."""
+        """Learn that the model is divided: from here on graphs compute what the processes can add up."""
         self.units = units_of(self.model)
-        if self.units is None and is_parallel(self.model):
+        if self.units is None and is_gathering(self.model):
+            self.units = Properties(self.model)
+            self.compiled.clear()
+        elif self.units is None and is_parallel(self.model):
             self._find_layers()
         elif self.units is not None:
             self.compiled.clear()

@@ -14,6 +14,7 @@ from fxgrad.api import engine_of, transform
 from fxgrad.capture.dynamo import CapturedCall, check_configured, fresh_function
 from fxgrad.capture.dynamo_errors import translated
 from fxgrad.capture.parallel import Layers, check_not_parallel
+from fxgrad.capture.simple_fsdp import Properties
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.pipeline import ONE, Pass, passes_of, run_passes
 from fxgrad.engine import Engine, moves_states
@@ -95,7 +96,7 @@ def capture(
     engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], passes: Sequence[Pass] | None = None
 ) -> Trace:
     """Trace a call by Dynamo, run the passes (all, or these) on its graph, and stop there."""
-    if isinstance(engine.units, Layers):
+    if isinstance(engine.units, Layers | Properties):
         check_not_parallel(engine.model, "trace")
     kwargs = dict(kwargs)
     engine.pop_sample_weight("forward", kwargs)  # no graph has it
