@@ -24,13 +24,13 @@ from fxgrad.capture.checks import (
 )
 from fxgrad.capture.distributed import check_averages_last
 from fxgrad.capture.division import Division
+from fxgrad.capture.divisions import division_of
 from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
 from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
 from fxgrad.capture.sharded import check_alone, check_around
-from fxgrad.capture.sharded_layers import division_of
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch

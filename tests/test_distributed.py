@@ -253,5 +253,13 @@ class TestRefused:
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
         layer.__class__ = Gathering
         assert not isinstance(layer(torch.randn(4, 3)), torch.distributed.tensor.DTensor)
-        with pytest.raises(OptionError, match=r"parameter 'weight' is a DTensor.*\n  Transform the model itself"):
-            fxgrad.transform(layer)
+        x = torch.randn(4, 3)
+        with pytest.raises(OptionError, match=r"grad_sample of a parameter belongs to the whole parameter"):
+            fxgrad.transform(layer, backend="eager")(x)
+        alone = nn.Linear(3, 2, bias=False)
+        alone.weight = nn.Parameter(layer.weight.detach().clone())
+        views = [fxgrad.transform(one, quantity=fxgrad.ClippedGrad(0.1), backend="eager") for one in (layer, alone)]
+        for view in views:
+            view(x).square().sum().backward()
+        found: Any = layer._parameters["weight"]
+        torch.testing.assert_close(found.grad.full_tensor(), alone.weight.grad)

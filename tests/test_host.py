@@ -737,6 +737,44 @@ def _(host: Any) -> None:
     assert host.wrapped_by_ddp() is None
 
 
+@check("modules.own_parameter")
+def _(host: Any) -> None:
+    class Hidden(nn.Linear):
+        weight = property(lambda module: torch.zeros(2, 2))
+
+    layer = nn.Linear(2, 2)
+    own = layer.weight
+    layer.__class__ = Hidden
+    assert not layer.weight.any()
+    layer.__class__ = type("Shown", (Hidden,), {"weight": host.own_parameter("weight")})
+    assert layer.weight is own
+
+
+@check("dtensors.Chain", "dtensors.chain_of")
+def _(host: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        leaf: Any = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
+        values = [
+            leaf.redistribute(placements=[Replicate()], backward_dtype=dtype).to_local(grad_placements=[Partial("avg")])
+            for dtype in (None, None, torch.float64)
+        ]
+        chains = [host.chain_of(value) for value in values]
+        assert all(chain.source is leaf and chain.placements == (Replicate(),) for chain in chains)
+        assert all(chain.grad_placements == (Partial("avg"),) for chain in chains)
+        assert chains[0].settings == chains[1].settings != chains[2].settings
+        assert host.chain_of(leaf.redistribute(placements=[Replicate()]).to_local()).grad_placements == ()
+        for other in (2 * values[0], leaf.to_local(), torch.ones(3), (2 * leaf).full_tensor(), values[0].detach()):
+            assert host.chain_of(other) is None
+    finally:
+        dist.destroy_process_group()
+
+
 @check("modules.VERSIONS")
 def _(host: Any) -> None:
     assert getattr(nn.BatchNorm1d(2).state_dict(), host.VERSIONS) == {"": {"version": 2}}

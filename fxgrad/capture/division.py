@@ -3,8 +3,9 @@
     call        `free`, then `whole` around the model's call, then `outputs`
     backward    `gather` and `begin` before anything runs, `reduce` at its end
 
-`fxgrad.capture.sharded.Units` is FSDP2's, `fxgrad.capture.parallel.Layers` that of tensor parallelism, and
-`fxgrad.capture.sharded_layers.ShardedLayers` both. What is not overridden has nothing to do.
+`fxgrad.capture.sharded.Units` is FSDP2's, `fxgrad.capture.parallel.Layers` that of tensor parallelism,
+`fxgrad.capture.sharded_layers.ShardedLayers` both, and `fxgrad.capture.simple_fsdp.Properties` SimpleFSDP's. What is
+not overridden has nothing to do.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxgrad.capture.distributed import AROUND
 from fxgrad.capture.division import Division
+from fxgrad.capture.gathering_properties import is_gathering
 from fxgrad.capture.options import Options
 from fxgrad.capture.parallel_layers import Layer, layer_of
 from fxgrad.capture.sharded_hooks import is_cast
@@ -71,6 +72,11 @@ def has_layers(model: nn.Module) -> bool:
 
 def check_not_parallel(model: nn.Module, what: str) -> None:
     """Refuse what calls a model in other ways than a training step does."""
+    if is_gathering(model):
+        raise OptionError(
+            f"{what} does not know models whose parameters a property gathers (SimpleFSDP)",
+            advice="Use the model before it is divided, in one process or under DistributedDataParallel.",
+        )
     if is_parallel(model):
         raise OptionError(
             f"{what} does not know tensor-parallel models",

@@ -303,7 +303,7 @@ def check_around(parameters: Iterable[Tensor]) -> None:
 
 
 def check_alone(private: bool, first_batch: bool) -> None:
-    """Refuse what would run beside FSDP2 and does not know shards."""
+    """Refuse what would run beside a divided model and does not know parts of it."""
     if private:
         raise OptionError(
             "the model was divided by fully_shard or parallelize_module after make_private: noise would be drawn for "
@@ -312,7 +312,7 @@ def check_alone(private: bool, first_batch: bool) -> None:
         )
     if first_batch:
         raise OptionError(
-            "check_first_batch does not know models that FSDP2 has sharded",
+            "check_first_batch does not know models that are divided over processes",
             advice="Leave it out, and check the model in one process.",
         )
 

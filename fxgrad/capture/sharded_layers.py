@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxgrad.capture.division import Division
 from fxgrad.capture.options import Options
-from fxgrad.capture.parallel import Layers, has_layers, is_parallel, refuse_private
-from fxgrad.capture.sharded import Units, units_of
+from fxgrad.capture.parallel import Layers, refuse_private
+from fxgrad.capture.sharded import Units
 from fxgrad.capture.sharded_results import Results
 from fxgrad.errors import OptionError
 from fxgrad.host import fsdp
@@ -108,11 +107,3 @@ class ShardedLayers(Units):
     def _reduce(self, parameters: Mapping[str, Tensor], rows: int) -> None:
         super()._reduce(parameters, rows)
         self._layers().drop_grads()
-
-
-def division_of(model: nn.Module) -> Division | None:
-    """Return how the processes have divided a model; None where they have not."""
-    units = units_of(model)
-    if units is not None:
-        return ShardedLayers(model) if has_layers(model) else units
-    return Layers(model) if is_parallel(model) else None

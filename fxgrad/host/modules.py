@@ -33,6 +33,16 @@ dicts themselves, which is quick.
 Without: ``Linear '_modules'`` in errors, and each step would walk the model by its public methods.
 """
 
+
+def own_parameter(key: str) -> property:
+    """Return a property that is a module's own parameter, which Dynamo follows.
+
+    Why: a property of a class stands before the parameters of its objects.
+    Without: a class of the user's that gathers a DTensor, and does more, would have to be refused.
+    """
+    return property(lambda module: module._parameters[key])
+
+
 wrapped_by_ddp: Callable[[], Any] = partial(getattr, nn.parallel.DistributedDataParallel, "_active_ddp_module")
 """The DistributedDataParallel whose forward is running; None outside of one.
 
