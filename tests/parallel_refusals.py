@@ -222,6 +222,22 @@ def guarded(rank: int) -> None:
 
 
 @case
+def two_views(rank: int) -> None:
+    """A view that does not clip beside one that does, and two that clip in one backward."""
+    model = divided_mlp(made(Mlp))
+    clipping = [fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="eager") for _ in range(2)]
+    summing = fxgrad.transform(model, quantity=fxgrad.Grad(), backend="eager")
+    x = values(4, 6)
+    said = "another transformed view of the model clips"
+    refused(UnclippedGrad, said, lambda: loss(summing(x)).backward())
+    assert all(p.grad is None for p in model.parameters())
+    both = loss(clipping[0](x)) + loss(clipping[1](x))
+    refused(UnclippedGrad, "two transformed models deliver it", both.backward)
+    assert all(p.grad is None for p in model.parameters())
+    loss(clipping[0](x)).backward()
+
+
+@case
 def around(rank: int) -> None:
     """What goes around a model would wait for gradients that do not come by autograd."""
     private = fxgrad.transform(divided_mlp(made(Mlp)), quantity=fxgrad.ClippedGrad(C), backend="eager")

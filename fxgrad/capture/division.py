@@ -10,7 +10,8 @@ not overridden has nothing to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor, fx, nn
 
 from fxgrad.capture.options import Options
 from fxgrad.costs.machines import Machine
+from fxgrad.errors import UnclippedGrad
 from fxgrad.runtime.deliveries import Asked
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
+from fxgrad.runtime.slot import slot_of
 
 
 class Division:
@@ -28,6 +31,7 @@ class Division:
 
     machine: Machine | None = None  # whose speeds decide, where several processes have to decide alike
     one_program = False  # whether graphs of several processes meet in collectives, and have to be the same
+    adding = -1  # the last backward call that is to add to p.grad
     settled = True  # whether `settle` knew all that a graph has to know
 
     def settle(self, options: Options, policy: str) -> Options:
@@ -81,7 +85,29 @@ class Division:
         """Gather what was freed between a forward and its backward."""
 
     def begin(self, forward: Forward, guarded: bool) -> None:
-        """Note p.grad before a backward call."""
+        """Refuse what the guards of the user's parameters will not see arrive: others stand in their places."""
+        if forward.asked is None or forward.asked.adds_to_grad:
+            self._check_clipped(forward, guarded)
+            _EVERY.add(self)
+            self.adding = forward.task()
+
+    def _check_clipped(self, forward: Forward, guarded: bool) -> None:
+        """Raise where another view of the model clips, and this one does not, or both add in one backward."""
+        others = [one for one in _EVERY if one is not self and one.adding == forward.task()]
+        beside = {key for other in others for key in other.replaced()}
+        for name, parameter in self.shards(forward.parameters).items():
+            slot = slot_of(parameter) if id(parameter) in self.replaced() else None
+            strict = slot is not None and any(guard.outside != "unchecked" for guard in slot.guards)
+            if strict and (not guarded or id(parameter) in beside):
+                cause = (
+                    "two transformed models deliver it in one backward, and their sum is not bounded"
+                    if guarded
+                    else "another transformed view of the model clips, and this one does not"
+                )
+                raise UnclippedGrad(
+                    f"a gradient that is not clipped would arrive at parameter '{name}': {cause}",
+                    advice="Use one transformed view of the model in a backward. fxgrad.release(view) ends its guard.",
+                )
 
     def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
         """Put what a backward over this process's rows has left on the user's parameters."""
@@ -100,6 +126,10 @@ class Division:
         """Return the user's parameter in place of each that stands for it in a call."""
         raise NotImplementedError
 
+    def replaced(self) -> Collection[int]:
+        """Return the id() of each of the user's parameters that gets its gradient from another, without autograd."""
+        return ()
+
     def all_shards(self) -> list[Tensor]:
         """Return every divided parameter of the user's, in an order that all processes share."""
         raise NotImplementedError
@@ -107,3 +137,7 @@ class Division:
     def guard(self, guard: Guard, parameters: Mapping[str, Tensor]) -> None:
         """Guard the user's parameters, too."""
         raise NotImplementedError
+
+
+_EVERY: weakref.WeakSet[Division] = weakref.WeakSet()
+"""Those that have added to p.grad."""

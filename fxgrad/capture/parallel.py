@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -297,6 +297,9 @@ class Layers(Division):
         return frozenset(torch.distributed.get_process_group_ranks(self.mesh.get_group()))
 
     # At the end of a backward
+
+    def replaced(self) -> Collection[int]:
+        return self.locals.keys()
 
     def drop_grads(self) -> None:
         """Forget gradients of local parts whose DTensors have none: FSDP2 has reduced them."""

@@ -12,13 +12,14 @@ backward, and batches of different sizes, empty ones too, meet in the same colle
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from fxgrad.capture.division import Division
 from fxgrad.capture.options import Options
 from fxgrad.capture.parallel import Layers, refuse_private
 from fxgrad.capture.sharded import Units
@@ -26,6 +27,7 @@ from fxgrad.capture.sharded_results import Results
 from fxgrad.errors import OptionError
 from fxgrad.host import fsdp
 from fxgrad.quantities.regional import Region, regional
+from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
 
 _ONE_GRID = (
@@ -96,6 +98,13 @@ class ShardedLayers(Units):
     def guard(self, guard: Guard, parameters: Mapping[str, Tensor]) -> None:
         super().guard(guard, self._layers().shards(parameters))
         self._layers().guard(guard, parameters)
+
+    def replaced(self) -> Collection[int]:
+        return self._layers().replaced()
+
+    def begin(self, forward: Forward, guarded: bool) -> None:
+        Division.begin(self, forward, guarded)  # of DTensors, in whose places local parts stand
+        super().begin(forward, guarded)
 
     def check_averages(self) -> None:
         refuse_private()

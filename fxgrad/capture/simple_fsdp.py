@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from fxgrad.capture.gathering_properties import (
 )
 from fxgrad.capture.options import Options
 from fxgrad.capture.sharded_results import LOCAL, move_local
-from fxgrad.errors import OptionError, UnclippedGrad
+from fxgrad.errors import OptionError
 from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
 from fxgrad.host.fsdp import manages
 from fxgrad.host.modules import held_by, wrapped_by_ddp
@@ -43,7 +43,7 @@ from fxgrad.runtime.deliveries import Asked
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
 from fxgrad.runtime.processes import collective
-from fxgrad.runtime.slot import Slot, slot_of
+from fxgrad.runtime.slot import Slot
 
 
 class Lease:
@@ -68,9 +68,7 @@ class Properties(Division):
         self.running: tuple[int, list[Lease]] = (-1, [])  # a backward call, and the forwards that run in it
         self.reducing = -1  # the backward call at whose end the gradients are reduced
         self.adds = False  # whether that call adds to p.grad
-        self.adding = -1  # the last backward call that is to add to p.grad
         places_of(model)
-        _EVERY.add(self)
 
     def settle(self, options: Options, policy: str) -> Options:
         """Each process computes what it would alone."""
@@ -198,32 +196,15 @@ class Properties(Division):
             )
 
     def begin(self, forward: Forward, guarded: bool) -> None:
-        """Note the forwards of a backward call, and refuse what the guards of the DTensors will not see arrive."""
-        if forward.asked is None or forward.asked.adds_to_grad:
-            self._check_clipped(forward, guarded)
-            self.adding = forward.task()
+        """Note the forwards of a backward call, too."""
+        super().begin(forward, guarded)
         if self.running[0] != current_task():
             self.running = current_task(), []
         forward.weights.retained = retains_graph()
         self.running[1].append(forward.weights)
 
-    def _check_clipped(self, forward: Forward, guarded: bool) -> None:
-        """Raise where another view of the model clips, and this one does not, or both add in one backward."""
-        others = [one for one in _EVERY if one is not self and one.adding == forward.task()]
-        beside = {key for other in others for key in other.shards_by_id}
-        for name, shard in self.shards(forward.parameters).items():
-            slot = slot_of(shard) if id(shard) in self.shards_by_id else None
-            strict = slot is not None and any(guard.outside != "unchecked" for guard in slot.guards)
-            if strict and (not guarded or id(shard) in beside):
-                cause = (
-                    "two transformed models deliver it in one backward, and their sum is not bounded"
-                    if guarded
-                    else "another transformed view of the model clips, and this one does not"
-                )
-                raise UnclippedGrad(
-                    f"a gradient that is not clipped would arrive at parameter '{name}': {cause}",
-                    advice="Use one transformed view of the model in a backward. fxgrad.release(view) ends its guard.",
-                )
+    def replaced(self) -> Collection[int]:
+        return self.shards_by_id.keys()
 
     def reduce(self, task: int, adds: bool, parameters: Mapping[str, Tensor], rows: int) -> None:
         """Reduce p.grad behind the last callback of a backward call, once for all its forwards."""
@@ -295,9 +276,6 @@ class Properties(Division):
             "make_private does not know models whose parameters a property gathers",
             advice="Use DistributedDataParallel or FSDP2 with make_private.",
         )
-
-
-_EVERY: weakref.WeakSet[Properties] = weakref.WeakSet()
 
 
 @torch.no_grad()
