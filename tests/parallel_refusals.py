@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest import mock
 
@@ -277,32 +278,35 @@ def by_name(rank: int) -> None:
     refused(FxgradError, "tensor-parallel", lambda: fxgrad.verify(divided_mlp(made(Mlp)), values(4, 6)))
 
 
+def prepare(module: nn.Module, **options: Any) -> Any:
+    """Make a model private, as a user would."""
+    data = torch.utils.data.TensorDataset(values(8, 6), values(8, 6))
+    return fxgrad.opacus.make_private(
+        PrivacyEngine(),
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        one_backward=True,
+        check_first_batch=False,
+        backend="eager",
+        **options,
+    )
+
+
 @case
 def private_training(rank: int) -> None:
     """Noise of each process's own would let the replicas of a parameter differ."""
 
-    def prepare(module: nn.Module) -> Any:
-        data = torch.utils.data.TensorDataset(values(8, 6), values(8, 6))
-        return fxgrad.opacus.make_private(
-            PrivacyEngine(),
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-            data_loader=torch.utils.data.DataLoader(data, batch_size=4),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            one_backward=True,
-            check_first_batch=False,
-            independent=True,
-            backend="eager",
-        )
-
     said = "make_private does not know tensor-parallel models"
-    refused(OptionError, said, lambda: prepare(divided_mlp(made(Mlp))))
+    refused(OptionError, said, lambda: prepare(divided_mlp(made(Mlp)), independent=True))
     transformed = fxgrad.transform(divided_mlp(made(Mlp)), quantity=fxgrad.ClippedGrad(1.0), backend="eager")
-    refused(OptionError, said, lambda: prepare(transformed))
+    refused(OptionError, said, lambda: prepare(transformed, independent=True))
     model = made(Mlp)
-    private, _, _ = prepare(model)
+    private, *_kept = prepare(model, independent=True)  # without its optimizer a model is not private
     divided_mlp(model)
+    gc.collect()
     refused(
         OptionError, "divided by fully_shard or parallelize_module after make_private", lambda: private(values(4, 6))
     )

@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from opacus import PrivacyEngine
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -19,11 +18,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fxgrad
-import fxgrad.opacus
 from fxgrad.errors import FxgradError, OptionError, UnclippedGrad
 from fxgrad.host.fsdp import local_part
 from tests.parallel_processes import Mlp, made, values
-from tests.parallel_refusals import Styled
+from tests.parallel_refusals import Styled, prepare
 from tests.sharded_parallel import CASES, batches, case, divided_mlp, grid, pair, units
 from tests.sharded_processes import C, loss, refused
 
@@ -178,20 +176,6 @@ def around(rank: int) -> None:
 
 @case
 def private_training(rank: int) -> None:
-    def prepare(module: nn.Module) -> Any:
-        data = torch.utils.data.TensorDataset(values(8, 6), values(8, 6))
-        return fxgrad.opacus.make_private(
-            PrivacyEngine(),
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-            data_loader=torch.utils.data.DataLoader(data, batch_size=4),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            one_backward=True,
-            check_first_batch=False,
-            backend="eager",
-        )
-
     said = "make_private does not know tensor-parallel models"
     refused(OptionError, said, lambda: prepare(divided_mlp(grid(2, 2))(made(Mlp))))
     transformed, _ = pair(fxgrad.ClippedGrad(1.0))
