@@ -301,6 +301,26 @@ def llama(rank: int) -> None:
 
 
 @case
+def llama_tied(rank: int) -> None:
+    """The head is the table, both divided by rows; as many samples as positions; a batch of none."""
+
+    def divide(model: Any) -> nn.Module:
+        model = divided_llama(model)
+        model.head.weight = model.table.weight
+        return model
+
+    model: Any = made(Llama)
+    model.head.weight = model.table.weight
+    trains(model, divide, [ids(4, 4), ids(1, 6, seed=3), ids(2, 8, seed=5)])
+    private = fxgrad.transform(divide(model), quantity=fxgrad.ClippedGrad(C), backend="aot_eager")
+    loss(private(ids(4, 4))).backward()
+    before = {name: whole(p.grad).clone() for name, p in private.named_parameters()}
+    loss(private(ids(0, 4))).backward()
+    for name, p in private.named_parameters():
+        assert_close(p.grad, before[name], name)
+
+
+@case
 def prepared_values(rank: int) -> None:
     """PrepareModuleInput by position and by name, PrepareModuleOutput, and both in one."""
 
