@@ -587,6 +587,7 @@ def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]], wo
     for name, run in cases.items():
         if len(sys.argv) > 3 and name not in sys.argv[3:]:
             continue
+        print("case", name, flush=True)  # seen where a signal ends the process
         try:
             run(rank)
             found[name] = ""

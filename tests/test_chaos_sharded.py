@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fxgrad.errors import NonFinite, RefusedElsewhere
 from fxgrad.runtime import processes
+from tests.processes import findings
 from tests.sharded_processes import WORLD
-from tests.test_sharded import findings
 
 pytestmark = pytest.mark.timeout(1500)
 

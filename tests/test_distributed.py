@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxgrad
 from fxgrad.errors import OptionError
 from tests import ddp_options
+from tests.processes import findings
 from tests.two_processes import (
     BATCH,
     EXPECTED,
@@ -45,19 +44,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found: one pair of them for all tests."""
-    folder = tmp_path_factory.mktemp("processes")
-    commands = [[sys.executable, "-m", "tests.two_processes", str(rank), str(folder)] for rank in range(WORLD)]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        said = [process.communicate(timeout=800)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # if one of them still waits for the other
-    assert all(process.returncode == 0 for process in processes), "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return findings("tests.two_processes", tmp_path_factory.mktemp("processes"), timeout=800)
 
 
 @pytest.fixture(scope="module")

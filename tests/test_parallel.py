@@ -9,8 +9,8 @@ from torch import nn
 import fxgrad
 import tests.parallel_refusals  # noqa: F401 - registers cases
 from tests.parallel_processes import CASES
+from tests.processes import findings
 from tests.sharded_processes import WORLD
-from tests.test_sharded import findings
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -7,8 +7,8 @@ import torch
 
 import fxgrad.opacus.ledger as ledger
 from tests.private_sharded import CASES
+from tests.processes import findings
 from tests.sharded_processes import WORLD
-from tests.test_sharded import findings
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,9 @@ import tests.sharded_memory
 import tests.sharded_misuse
 import tests.sharded_more  # registers cases
 from fxgrad.kernels.gathering import layout_of
+from tests.processes import ROOT, findings
 from tests.sharded_processes import CASES, WORLD
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "devices").with_suffix(".md")  # its table is read here; its program needs several devices
 
 pytestmark = pytest.mark.timeout(1500)
@@ -30,27 +28,6 @@ pytestmark = pytest.mark.timeout(1500)
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two processes found: one pair of them for all cases."""
     return findings("tests.sharded_processes", tmp_path_factory.mktemp("processes"))
-
-
-def findings(program: str, folder: Path, *cases: str, world: int = WORLD) -> list[dict[str, str]]:
-    """Run a program in processes that meet in a folder; return what each found of its cases, or of some."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", program, str(rank), str(folder), *cases],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [process.communicate(timeout=1400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def test_every_method_has_a_row_and_a_case() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.processes import findings
 from tests.sharded_models import LAYOUTS, MODELS
-
-ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -34,19 +30,5 @@ def test_sharded_models(
     tmp_path: Path, world: int, layout: str, backend: str, dtype: str, names: tuple[str, ...]
 ) -> None:
     cases = [f"{name} {layout} {backend} {dtype}" for name in names]
-    commands = [
-        [sys.executable, "-m", "tests.sharded_models", str(rank), str(tmp_path), str(world), *cases]
-        for rank in range(world)
-    ]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        said = [process.communicate(timeout=1400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(said)
-    for rank in range(world):
-        assert torch.load(tmp_path / f"{rank}.pt") == dict.fromkeys(cases, "")
+    found = findings("tests.sharded_models", tmp_path, str(world), *cases, world=world)
+    assert found == [dict.fromkeys(cases, "")] * world

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import tests.sharded_parallel_refusals  # noqa: F401 - registers cases
+from tests.processes import findings
 from tests.sharded_parallel import CASES, LONG, WORLD
-from tests.test_sharded import findings
 
 pytestmark = pytest.mark.timeout(1500)
 

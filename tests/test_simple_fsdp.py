@@ -8,9 +8,9 @@ import pytest
 
 import tests.simple_more
 import tests.simple_refusals  # noqa: F401 - registers cases
+from tests.processes import findings
 from tests.sharded_processes import WORLD
 from tests.simple_processes import CASES, LONG
-from tests.test_sharded import findings
 
 pytestmark = pytest.mark.timeout(1500)
 
