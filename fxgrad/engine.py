@@ -69,7 +69,7 @@ class Engine:
     roles: Mapping[str, Roles]  # by the name of the called method
     store: Store
     first_batch: FirstBatch | None = None  # until it is checked
-    units: Division | None = None  # of a model that `fully_shard` or `parallelize_module` divided
+    units: Division | None = None  # of a model that is divided over processes
     compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -750,6 +750,13 @@ def _(host: Any) -> None:
     assert layer.weight is own
 
 
+@check("dtensors.dtensor_type")
+def _(host: Any) -> None:
+    import torch.distributed.tensor
+
+    assert host.dtensor_type() is torch.distributed.tensor.DTensor
+
+
 @check("dtensors.Chain", "dtensors.chain_of")
 def _(host: Any) -> None:
     import torch.distributed as dist

@@ -19,11 +19,12 @@ from torch import Tensor, fx, nn
 
 from fxgrad.capture.options import Options
 from fxgrad.costs.machines import Machine
-from fxgrad.errors import UnclippedGrad
+from fxgrad.errors import OptionError, UnclippedGrad
+from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
 from fxgrad.runtime.deliveries import Asked
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
-from fxgrad.runtime.slot import slot_of
+from fxgrad.runtime.slot import Slot, slot_of
 
 
 class Division:
@@ -137,6 +138,16 @@ class Division:
     def guard(self, guard: Guard, parameters: Mapping[str, Tensor]) -> None:
         """Guard the user's parameters, too."""
         raise NotImplementedError
+
+
+def check_unhooked(name: str, parameter: Tensor) -> None:
+    """Refuse a user's hook on a parameter that gets its gradient without autograd."""
+    hooks = [*(hooks_of(parameter) or {}).values(), *(post_accumulate_hooks(parameter) or {}).values()]
+    if any(type(hook) is not Slot for hook in hooks):
+        raise OptionError(
+            f"parameter '{name}' is a DTensor with a hook, which would see no gradient",
+            advice="Remove the hook, and read p.grad behind backward().",
+        )
 
 
 _EVERY: weakref.WeakSet[Division] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxgrad.capture.distributed import AROUND
 from fxgrad.errors import OptionError
-from fxgrad.host.dtensors import Chain, chain_of
+from fxgrad.host.dtensors import Chain, chain_of, dtensor_type
 from fxgrad.host.modules import held_by, own_parameter
 from fxgrad.host.tensor_parallel import is_distributed, style_hooks
 from fxgrad.host.tensors import hooks_of
@@ -45,7 +45,7 @@ class Whole(NamedTuple):
 
 def is_gathering(model: nn.Module) -> bool:
     """Return whether a module has a DTensor where its class has a property."""
-    kind = _dtensor()
+    kind = dtensor_type()
     return kind is not None and any(
         isinstance(parameter, kind) and _has_property(type(module), key)
         for module in model.modules()
@@ -87,10 +87,6 @@ def without(kind: type, keys: frozenset[str]) -> type:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__} | {key: own_parameter(key) for key in keys})
 
 
-def _dtensor() -> Any:
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-
-
 def _has_property(kind: type, key: str) -> bool:
     return isinstance(inspect.getattr_static(kind, key, None), property)
 
@@ -112,7 +108,7 @@ def refused(place: Place, why: str) -> OptionError:
 
 def places_of(model: nn.Module) -> list[tuple[Any, list[Place]]]:
     """Return every DTensor with its places; raise for one that no property gathers."""
-    kind = _dtensor()
+    kind = dtensor_type()
     found: dict[int, tuple[Any, list[Place]]] = {}
     for path, module in model.named_modules():
         before, after, _ = style_hooks(module)

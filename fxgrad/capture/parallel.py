@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxgrad.capture.distributed import AROUND
-from fxgrad.capture.division import Division
+from fxgrad.capture.division import Division, check_unhooked
 from fxgrad.capture.gathering_properties import is_gathering
 from fxgrad.capture.options import Options
 from fxgrad.capture.parallel_layers import Layer, layer_of
@@ -31,15 +31,14 @@ from fxgrad.capture.sharded_hooks import is_cast
 from fxgrad.capture.sharded_results import move_local
 from fxgrad.costs.machines import machine_of
 from fxgrad.errors import OptionError
+from fxgrad.host.dtensors import dtensor_type
 from fxgrad.host.fsdp import manages
 from fxgrad.host.modules import held_by, wrapped_by_ddp
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.host.tensor_parallel import is_distributed, style_hooks
-from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
 from fxgrad.kernels.collectives import name_group
 from fxgrad.quantities.regional import Region, regional
 from fxgrad.runtime.guard import Guard
-from fxgrad.runtime.slot import Slot
 
 _KINDS = ("sharded", "partial", "replicated")
 ADVICE = (
@@ -58,7 +57,7 @@ class Pair(NamedTuple):
 
 def is_parallel(model: nn.Module) -> bool:
     """Return whether a model has DTensors, or modules that ``parallelize_module`` divided."""
-    kind = _dtensor()
+    kind = dtensor_type()
     if kind is None:
         return False
     tensors = [one for part in model.modules() for one in [*held_by(part)[0].values(), *part.buffers(recurse=False)]]
@@ -91,10 +90,6 @@ def refuse_private() -> NoReturn:
         "replicated",
         advice="Use DistributedDataParallel or FSDP2 with make_private.",
     )
-
-
-def _dtensor() -> Any:
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 class Layers(Division):
@@ -192,7 +187,7 @@ class Layers(Division):
 
     def _pairs(self) -> list[Pair]:
         """Return every DTensor parameter and its local part, which is a leaf of its own on the same memory."""
-        kind, found = _dtensor(), {}
+        kind, found = dtensor_type(), {}
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, kind):
                 continue
@@ -208,12 +203,7 @@ class Layers(Division):
     def _enter(self, pair: Pair) -> None:
         """Give a local part what the user may have changed on its DTensor since the last call."""
         pair.local.requires_grad_(pair.whole.requires_grad)
-        hooks = [*(hooks_of(pair.whole) or {}).values(), *(post_accumulate_hooks(pair.whole) or {}).values()]
-        if any(type(hook) is not Slot for hook in hooks):
-            raise OptionError(
-                f"parameter '{pair.name}' is a DTensor with a hook, which would see no gradient",
-                advice="Remove the hook, and read p.grad behind backward().",
-            )
+        check_unhooked(pair.name, pair.whole)
         move_local(pair.whole, pair.local)
         grad, known = pair.whole.grad, self.grads.get(id(pair.whole))
         if grad is None:
@@ -243,7 +233,7 @@ class Layers(Division):
         varying = self.varying
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if not callable(leaf)]
         others = [p.detach() for name, p in self.model.named_parameters() if name not in varying]
-        others = [p.to_local() if isinstance(p, _dtensor()) else p for p in others]
+        others = [p.to_local() if isinstance(p, dtensor_type()) else p for p in others]
         digests = tuple(map(digest, (inputs, others, list(self.model.buffers()))))
         device = next(self.model.parameters()).device
         found: list[Any] = [None] * self.mesh.size()
@@ -286,6 +276,9 @@ class Layers(Division):
         for name, whole in self.shards(parameters).items():
             guard.join(name, whole)
 
+    def replaced(self) -> Collection[int]:
+        return self.locals.keys()
+
     def all_shards(self) -> list[Tensor]:
         return [pair.whole for pair in self.locals.values()]
 
@@ -297,9 +290,6 @@ class Layers(Division):
         return frozenset(torch.distributed.get_process_group_ranks(self.mesh.get_group()))
 
     # At the end of a backward
-
-    def replaced(self) -> Collection[int]:
-        return self.locals.keys()
 
     def drop_grads(self) -> None:
         """Forget gradients of local parts whose DTensors have none: FSDP2 has reduced them."""
@@ -348,7 +338,7 @@ def digest(values: Sequence[Any]) -> str:
 def _layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Return the parallel layers; raise for a DTensor in any other module."""
     layers: dict[nn.Module, Layer] = {}
-    kind = _dtensor()
+    kind = dtensor_type()
     for name, module in model.named_modules():
         before, after, others = style_hooks(module, is_cast)
         if before or after:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxgrad.capture.sharded_hooks import replace_hooks
 from fxgrad.errors import OptionError
 from fxgrad.host.fsdp import forward_hooks
 from fxgrad.host.modules import held_by
@@ -65,7 +66,7 @@ class Layer:
     def localise(self, group: str) -> Callable[[], None]:
         """Put local operators in the place of the hooks; returns what puts the hooks back."""
         undo = [
-            _replace(hooks, replacement)
+            replace_hooks(hooks, lambda hook: style_hook(hook) is not None, replacement)
             for hooks, replacement in zip(
                 forward_hooks(self.module), (self.before(group), self.after(group)), strict=True
             )
@@ -79,22 +80,6 @@ class Layer:
                 act()
 
         return put_back
-
-
-def _replace(hooks: dict[int, Any], replacement: Hook) -> Callable[[], None]:
-    kept = {key: hook for key, hook in hooks.items() if style_hook(hook) is not None}
-    for key in kept:
-        if replacement is None:
-            del hooks[key]
-        else:
-            hooks[key] = replacement
-
-    def put_back() -> None:
-        others = {key: hook for key, hook in hooks.items() if key not in kept}
-        hooks.clear()
-        hooks.update(dict(sorted((kept | others).items())))
-
-    return put_back
 
 
 def layer_of(
@@ -243,8 +228,7 @@ def _prepared(
     module: nn.Module, mesh: Any, before: Sequence[StyleHook], after: Sequence[StyleHook], refuse: Refuse
 ) -> Layer:
     """Return the layer of a module whose inputs or outputs are redistributed."""
-    entrance: Callable[[str], Hook] = lambda group: None  # noqa: E731
-    exit_: Callable[[str], Hook] = lambda group: None  # noqa: E731
+    layer = Layer(module, mesh)
     for hook in before:
         sources, targets, with_kwargs, named, wanted, local = hook.arguments
         names = tuple(named)
@@ -254,10 +238,11 @@ def _prepared(
             moves=None if sources is None else _moves(sources, targets, local, refuse),
             named=tuple(zip(names, by_name, strict=True)) if with_kwargs else None,
         )
+        layer = replace(layer, before=entrance)
     for hook in after:
         sources, targets, local = hook.arguments
-        exit_ = partial(_prepared_outputs, moves=_moves(sources, targets, local, refuse))
-    return Layer(module, mesh, before=entrance, after=exit_)
+        layer = replace(layer, after=partial(_prepared_outputs, moves=_moves(sources, targets, local, refuse)))
+    return layer
 
 
 def _moves(sources: Sequence[Any], targets: Sequence[Any], local: bool, refuse: Refuse) -> tuple[Move, ...]:

@@ -43,17 +43,19 @@ def ordinary(model: nn.Module) -> Iterator[None]:
                 for hooks, cast in zip(
                     fsdp.forward_hooks(module), (_before(dtypes[0]), _after(dtypes[1])), strict=True
                 ):
-                    undo.append(_replace(hooks, cast))
+                    undo.append(replace_hooks(hooks, lambda hook: fsdp.state_of(hook) is not None, cast))
         yield
     finally:
         for act in reversed(undo):
             act()
 
 
-def _replace(hooks: dict[int, Any], cast: Callable[..., Any] | None) -> Callable[[], None]:
-    """Put a cast in the place of FSDP2's hook, or nothing; returns what puts the hook back."""
+def replace_hooks(
+    hooks: dict[int, Any], are_theirs: Callable[[Any], bool], ours: Callable[..., Any] | None
+) -> Callable[[], None]:
+    """Put a hook, or nothing, in the place of each of some hooks; returns what puts these back."""
     before = dict(hooks)
-    replaced = {key: cast if fsdp.state_of(hook) is not None else hook for key, hook in before.items()}
+    replaced = {key: ours if are_theirs(hook) else hook for key, hook in before.items()}
     during = {key: hook for key, hook in replaced.items() if hook is not None}
     hooks.clear()
     hooks.update(during)

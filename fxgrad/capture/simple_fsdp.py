@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxgrad.capture.division import Division
+from fxgrad.capture.division import Division, check_unhooked
 from fxgrad.capture.gathering_properties import (
     ADVICE,
     Place,
@@ -38,12 +38,10 @@ from fxgrad.errors import OptionError
 from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
 from fxgrad.host.fsdp import manages
 from fxgrad.host.modules import held_by, wrapped_by_ddp
-from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
 from fxgrad.runtime.deliveries import Asked
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.guard import Guard
 from fxgrad.runtime.processes import collective
-from fxgrad.runtime.slot import Slot
 
 
 class Lease:
@@ -103,12 +101,7 @@ class Properties(Division):
                 advice="Use one of them alone.",
             )
         for shard, (place, *_) in places:
-            hooks = [*(hooks_of(shard) or {}).values(), *(post_accumulate_hooks(shard) or {}).values()]
-            if any(type(hook) is not Slot for hook in hooks):
-                raise OptionError(
-                    f"parameter '{place.name}' is a DTensor with a hook, which would see no gradient",
-                    advice="Remove the hook, and read p.grad behind backward().",
-                )
+            check_unhooked(place.name, shard)
 
     def _read(self, shard: Any, places: Sequence[Place]) -> Whole:
         """Read the property of a DTensor's first place; those of the others once, as they have to be the same."""

@@ -15,6 +15,15 @@ from torch.autograd.function import BackwardCFunction
 from fxgrad.host.autograd import function_of
 
 
+def dtensor_type() -> Any:
+    """Return PyTorch's class of DTensors; None where no program has imported it.
+
+    Why: a model without them imports nothing of PyTorch's for their sake.
+    Without: fxgrad would import them in every program.
+    """
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
 class Chain(NamedTuple):
     """``source.redistribute(..).to_local(..)``, as its backward knows it.
 
