@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -588,11 +589,13 @@ def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]], wo
         if len(sys.argv) > 3 and name not in sys.argv[3:]:
             continue
         print("case", name, flush=True)  # seen where a signal ends the process
+        began, computed = time.perf_counter(), time.process_time()
         try:
             run(rank)
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
+        print(f"  {time.perf_counter() - began:.1f} s, CPU {time.process_time() - computed:.1f} s", flush=True)
         torch.save(found, folder / f"{rank}.pt")
         failed = torch.tensor(bool(found[name]))
         dist.all_reduce(failed, dist.ReduceOp.MAX)  # the other may wait in a collective: nothing after it would meet
