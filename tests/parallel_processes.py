@@ -33,6 +33,8 @@ from tests.sharded_processes import WORLD, loss, main
 
 C = 0.5
 CASES: dict[str, Callable[[int], None]] = {}
+LONG = "inductor transformer_by_aot llama_by_aot llama_tied_by_aot".split()
+"""Cases of the long run: two layers, more batches, and another backend."""
 
 
 def case(run: Callable[[int], None]) -> Callable[[int], None]:
@@ -74,10 +76,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, words: int = 7, width: int = 8) -> None:
+    def __init__(self, words: int = 7, width: int = 8, blocks: int = 2) -> None:
         super().__init__()
         self.table = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words + 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,6 +208,11 @@ def inductor(rank: int) -> None:
 
 @case
 def transformer(rank: int) -> None:
+    trains(made(Transformer, blocks=1), divided_transformer, [ids(4, 6), ids(1, 6, seed=3)], backend="eager")
+
+
+@case
+def transformer_by_aot(rank: int) -> None:
     trains(made(Transformer), divided_transformer, [ids(4, 6), ids(3, 6, seed=2), ids(1, 6, seed=3), ids(4, 5, seed=4)])
 
 
@@ -260,10 +267,10 @@ class Llama(nn.Module):
             x = x + self.attention(self.first(x))
             return x + self.mlp(self.second(x))
 
-    def __init__(self, words: int = 8, width: int = 8) -> None:
+    def __init__(self, words: int = 8, width: int = 8, layers: int = 2) -> None:
         super().__init__()
         self.table = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(self.Layer(width) for _ in range(2))
+        self.layers = nn.ModuleList(self.Layer(width) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -297,22 +304,35 @@ def divided_llama(model: Any, over: Any = None) -> nn.Module:
 
 @case
 def llama(rank: int) -> None:
+    trains(made(Llama, layers=1), divided_llama, [ids(4, 6), ids(1, 6, seed=3), ids(4, 4, seed=4)], backend="eager")
+
+
+@case
+def llama_by_aot(rank: int) -> None:
     trains(made(Llama), divided_llama, [ids(4, 6), ids(3, 6, seed=2), ids(1, 6, seed=3), ids(4, 4, seed=4)])
 
 
 @case
 def llama_tied(rank: int) -> None:
-    """The head is the table, both divided by rows; as many samples as positions; a batch of none."""
+    _trains_tied(made(Llama, layers=1), [ids(4, 4), ids(1, 6, seed=3)], "eager")
+
+
+@case
+def llama_tied_by_aot(rank: int) -> None:
+    _trains_tied(made(Llama), [ids(4, 4), ids(1, 6, seed=3), ids(2, 8, seed=5)], "aot_eager")
+
+
+def _trains_tied(model: Any, batches: list[Tensor], backend: str) -> None:
+    """Train where the head is the table, divided by rows: as many samples as positions, and a batch of none."""
 
     def divide(model: Any) -> nn.Module:
         model = divided_llama(model)
         model.head.weight = model.table.weight
         return model
 
-    model: Any = made(Llama)
     model.head.weight = model.table.weight
-    trains(model, divide, [ids(4, 4), ids(1, 6, seed=3), ids(2, 8, seed=5)])
-    private = fxgrad.transform(divide(model), quantity=fxgrad.ClippedGrad(C), backend="aot_eager")
+    trains(model, divide, batches, backend)
+    private = fxgrad.transform(divide(model), quantity=fxgrad.ClippedGrad(C), backend=backend)
     loss(private(ids(4, 4))).backward()
     before = {name: whole(p.grad).clone() for name, p in private.named_parameters()}
     loss(private(ids(0, 4))).backward()

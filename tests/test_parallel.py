@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import fxgrad
 import tests.parallel_refusals  # noqa: F401 - registers cases
-from tests.parallel_processes import CASES
+from tests.parallel_processes import CASES, LONG
 from tests.processes import findings
 from tests.sharded_processes import WORLD
 
 pytestmark = pytest.mark.timeout(1500)
 
+QUICK = [name for name in CASES if name not in LONG]
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each of two processes found: one pair of them for all cases in tests/parallel_processes.py."""
-    return findings("tests.parallel_processes", tmp_path_factory.mktemp("processes"))
+    """What each of two processes found: one pair of them for all cases that are not long."""
+    return findings("tests.parallel_processes", tmp_path_factory.mktemp("processes"), *QUICK)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_parallel(found: list[dict[str, str]], case: str) -> None:
     for rank in range(WORLD):
         assert found[rank].get(case, "not run, as an earlier case failed") == "", found[rank].get(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG)
+def test_parallel_for_long(tmp_path: Path, case: str) -> None:
+    assert findings("tests.parallel_processes", tmp_path, case) == [{case: ""}] * WORLD
 
 
 def test_stages_of_a_pipeline_are_groups() -> None:
