@@ -11,13 +11,14 @@ from pathlib import Path
 from tests.private_sharded import by_graphs_that_gather
 from tests.sharded_collectives import one_sequence
 from tests.sharded_machines import RUNS
-from tests.sharded_processes import main
+from tests.sharded_processes import SIZES, main, sharded_after_transforming
 
 CASES: dict[str, Callable[[int], None]] = {
     "machines that differ, through Inductor": RUNS["inductor"],
     "one sequence of collectives, eager": partial(one_sequence, backend="eager"),
     "one sequence of collectives, aot_eager": partial(one_sequence, backend="aot_eager"),
     "private steps, aot_eager": by_graphs_that_gather,
+    "sharded after transforming, every size": partial(sharded_after_transforming, sizes_of_batches=SIZES),
 }
 
 if __name__ == "__main__":

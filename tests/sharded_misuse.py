@@ -197,7 +197,7 @@ def a_dataclass_in_mixed_precision(rank: int) -> None:
 def a_call_that_raises_in_one_process(rank: int) -> None:
     """The other ends its call: the program may agree to make the call again."""
     for backend in ("eager", "aot_eager"):
-        model = tied()
+        model = tied(blocks=1)
         alone = copy.deepcopy(model)
         private = fxgrad.transform(units(model), quantity=fxgrad.ClippedGrad(C), backend=backend)
         batch = ids((2, 3))

@@ -72,7 +72,7 @@ MOMENTS = [fxgrad.SquaredGrad(), fxgrad.GradVariance()]
 
 @case
 def moments_of_all_processes(rank: int) -> None:
-    model = tied()
+    model = tied(blocks=1)
     alone = copy.deepcopy(model)
     private = fxgrad.transform(units(model), quantity=[fxgrad.Grad(), *MOMENTS], backend="eager")
     for i, sizes in enumerate(SIZES):
@@ -91,13 +91,13 @@ def moments_on_other_meshes_and_policies(rank: int) -> None:
     one = init_device_mesh("cpu", (WORLD,))
     by_columns = {"shard_placement_fn": lambda p: Shard(p.ndim - 1 if p.shape[-1] % WORLD == 0 else 0)}
     for options in ({"mesh": meshes[0]}, {"mesh": meshes[1]}, {"mesh": one, **by_columns}):
-        model = tied(width=4)
+        model = tied(width=4, blocks=1)
         alone = copy.deepcopy(model)
         private = units(fxgrad.transform(model, quantity=MOMENTS, backend="eager"), **options)
         batch = ids((0, 3))
         loss(private(batch[rank])).backward()
         assert_moments(private, alone, torch.cat(batch))
-    model = tied().float()
+    model = tied(blocks=1).float()
     alone = copy.deepcopy(model).double()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     private = fxgrad.transform(units(model, mp_policy=policy), quantity=MOMENTS, backend="eager")
@@ -187,7 +187,7 @@ def _private(model: Any) -> tuple[Any, Any]:
 @case
 def checkpoints(rank: int) -> None:
     """Saved by two processes, loaded by two, and by one with and without FSDP2: training goes on as it did."""
-    private, optimizer = _private(units(tied()))
+    private, optimizer = _private(units(tied(blocks=1)))
     for seed in range(2):
         _step(private, optimizer, ids((2, 3), seed)[rank])
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
@@ -206,7 +206,7 @@ def checkpoints(rank: int) -> None:
         "one process": lambda model: model,
     }
     for name, build in builds.items():
-        other = tied(seed=1)
+        other = tied(seed=1, blocks=1)
         again, its = _private(build(other))
         model_state, optimizer_state = get_state_dict(again, its)
         load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder[0])
@@ -294,7 +294,7 @@ class Reentrant(Tied):
 @case
 def checkpoints_of_activations_that_reenter(rank: int) -> None:
     """Around the call, on both processes and on one without samples; and in the model."""
-    model: Any = tied()
+    model: Any = tied(blocks=1)
     alone = copy.deepcopy(model)
     private = fxgrad.transform(units(model), quantity=fxgrad.ClippedGrad(C), backend="eager")
 
@@ -307,7 +307,7 @@ def checkpoints_of_activations_that_reenter(rank: int) -> None:
         loss(checkpoint(run, batch[rank].double().requires_grad_(), use_reentrant=True)).backward()
         assert_grads(private, clipped_sum(alone, torch.cat(batch)))
     torch.manual_seed(0)
-    inner = fxgrad.transform(units(Reentrant().double()), quantity=fxgrad.ClippedGrad(C), backend="aot_eager")
+    inner = fxgrad.transform(units(Reentrant(blocks=1).double()), quantity=fxgrad.ClippedGrad(C), backend="aot_eager")
     loss(inner(batch[rank])).backward()
     assert_grads(inner, clipped_sum(alone, torch.cat(batch)))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,10 @@ from fxgrad.testing import per_sample_grads
 
 WORLD, C = 2, 0.5
 CASES: dict[str, Callable[[int], None]] = {}
+Run = TypeVar("Run", bound=Callable[..., None])
 
 
-def case(run: Callable[[int], None]) -> Callable[[int], None]:
+def case(run: Run) -> Run:
     CASES[run.__name__] = run
     return run
 
@@ -51,10 +52,10 @@ class Block(nn.Module):
 class Tied(nn.Module):
     """Token ids to logits; the head is the table. Seven is odd, so shards are uneven."""
 
-    def __init__(self, width: int = 5, words: int = 7, recompute: bool = False) -> None:
+    def __init__(self, width: int = 5, words: int = 7, blocks: int = 3, recompute: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.table.weight
         self.recompute = recompute
@@ -172,11 +173,13 @@ def transformed_after_sharding(rank: int) -> None:
 
 
 @case
-def sharded_after_transforming(rank: int) -> None:
+def sharded_after_transforming(rank: int, sizes_of_batches: Sequence[tuple[int, int]] = SIZES[1:4]) -> None:
+    """With three of the sizes; the long run has all of them, see tests/sharded_long.py."""
+
     def sharded(model: Any) -> Any:
         return units(fxgrad.transform(model, quantity=fxgrad.ClippedGrad(C), backend="aot_eager"))
 
-    _trains(rank, tied(), sharded, [ids(sizes, i) for i, sizes in enumerate(SIZES)])
+    _trains(rank, tied(), sharded, [ids(sizes, i) for i, sizes in enumerate(sizes_of_batches)])
 
 
 @case
@@ -193,7 +196,7 @@ def recomputed_in_backward(rank: int) -> None:
     def sharded(model: Any) -> Any:
         return fxgrad.transform(units(model), quantity=fxgrad.ClippedGrad(C), backend="aot_eager")
 
-    _trains(rank, tied(recompute=True), sharded, [ids(sizes) for sizes in SIZES[1:4]])
+    _trains(rank, tied(blocks=1, recompute=True), sharded, [ids(sizes) for sizes in SIZES[1:4]])
 
 
 @case
@@ -482,13 +485,13 @@ def results_of_the_local_samples(rank: int) -> None:
 
 @case
 def other_ways_to_clip(rank: int) -> None:
-    names = [name for name, _ in tied().named_parameters()]
+    names = [name for name, _ in tied(blocks=1).named_parameters()]
     for quantity in (
         fxgrad.ClippedGrad(C, groups="per_parameter"),
         fxgrad.ClippedGrad(C, weights="automatic"),
         fxgrad.ClippedGrad([C, 2 * C], groups=[names[:2], names[2:]]),
     ):
-        model = tied()
+        model = tied(blocks=1)
         alone = copy.deepcopy(model)
         private = fxgrad.transform(units(model), quantity=quantity, backend="eager")
         beside = fxgrad.transform(alone, quantity=quantity, backend="eager")
