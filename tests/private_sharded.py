@@ -40,6 +40,11 @@ def case(run: Run) -> Run:
     return run
 
 
+def small() -> nn.Module:
+    """Return a model of two units."""
+    return tied(blocks=1)
+
+
 def prepared(model: Any, engine: Any = None, size: int = BATCH, **options: Any) -> tuple[Any, Any, Any]:
     """Return model, optimizer and loader of make_private."""
     chosen: dict[str, Any] = dict(
@@ -89,8 +94,8 @@ def trains(rank: int, model: Any, sharded: Callable[[Any], Any], mean: bool = Fa
 
 @case
 def without_noise(rank: int) -> None:
-    for mean in (False, True):
-        trains(rank, tied(), units, mean)
+    trains(rank, tied(), units)
+    trains(rank, small(), units, mean=True)
 
 
 @case
@@ -99,20 +104,20 @@ def sharded_after_transforming(rank: int) -> None:
         quantity = fxgrad.ClippedGrad(torch.tensor(C, dtype=torch.float64))
         return units(fxgrad.transform(model, quantity=quantity, loss_reduction="sum", backend="eager"))
 
-    trains(rank, tied(), sharded)
+    trains(rank, small(), sharded)
 
 
 @case
 def replicated_meshes(rank: int) -> None:
     for shape in ((1, WORLD), (WORLD, 1)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        trains(rank, tied(), partial(units, mesh=mesh), mean=True)
+        trains(rank, small(), partial(units, mesh=mesh), mean=True)
 
 
 @case
 def frozen_parameters(rank: int) -> None:
-    model = tied()
-    model.blocks[1].up.weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    model = small()
+    model.blocks[0].up.weight.requires_grad_(False)  # type: ignore[index, union-attr]
     trains(rank, model, units)
 
 
@@ -132,7 +137,7 @@ def poisson_batches(rank: int, backend: str = "eager") -> None:
     """All take the same number of steps, empty ones too, of different parts; each step counts once."""
     torch.manual_seed(0)  # in both, as training scripts do
     engines = [PrivacyEngine(accountant="rdp") for _ in range(2)]
-    alone = tied()
+    alone = small()
     options: dict[str, Any] = dict(noise_multiplier=1.0, size=2, backend=backend)
     private, optimizer, loader = prepared(units(copy.deepcopy(alone)), engine=engines[0], **options)
     reference, other, single = prepared(alone, engine=engines[1], noise_multiplier=1.0, size=2)
@@ -158,18 +163,19 @@ def poisson_batches(rank: int, backend: str = "eager") -> None:
 
 
 def noises(model: Any, steps: int, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return each step's noise: of this process's elements, and of all of them."""
+    """Return each step's noise: of this process's elements, and of those of all processes."""
     private, optimizer, _ = prepared(model, noise_multiplier=2.0, **options)
-    here, everywhere = [], []
+    here = []
     for seed in range(steps):
         optimizer.zero_grad()
         loss(private(ids((1, 1), seed)[dist.get_rank()])).backward()
-        before = [p.grad * WORLD for p in private.parameters()]
+        before = [p.grad.to_local() * WORLD for p in private.parameters()]
         optimizer.step()
-        after = [p.grad - g for p, g in zip(private.parameters(), before, strict=True)]
-        here.append(torch.cat([g.to_local().flatten() for g in after]))
-        everywhere.append(torch.cat([g.full_tensor().flatten() for g in after]))
-    return here, everywhere
+        after = [p.grad.to_local() - g for p, g in zip(private.parameters(), before, strict=True)]
+        here.append(torch.cat([g.flatten() for g in after]))
+    parts: list[Any] = [None] * WORLD
+    dist.all_gather_object(parts, here)
+    return here, [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 STEPS = 200
@@ -184,7 +190,7 @@ def noise_of_shards(rank: int) -> None:
     are 1 / sqrt(n) = 0.07 at random; each of 180,000 pairs is below 6.5 of that.
     """
     torch.manual_seed(0)
-    _, all_steps = noises(units(tied()), STEPS, loss_reduction="sum")
+    _, all_steps = noises(units(tied(width=11, blocks=1)), STEPS, loss_reduction="sum")
     noise = torch.stack(all_steps) / (2.0 * C)  # [steps, elements]
     assert (noise.square().mean(0).sqrt() - 1).abs().max() < 0.3
     assert abs(float(noise.square().mean().sqrt()) - 1) < 0.01
@@ -215,7 +221,7 @@ def replicas_are_equal(rank: int) -> None:
     """Also where the user's generators differ."""
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
     for generator in (None, torch.Generator().manual_seed(rank)):
-        here, _ = noises(units(tied(), mesh=mesh), 3, noise_generator=generator)
+        here, _ = noises(units(small(), mesh=mesh), 3, noise_generator=generator)
         replicas: list[Any] = [None] * WORLD
         dist.all_gather_object(replicas, here)
         assert all(torch.equal(one, other) for one, other in zip(*replicas, strict=True))
@@ -226,11 +232,11 @@ def replicas_are_equal(rank: int) -> None:
 def seeds_are_secret(rank: int) -> None:
     """A new seed each time, and none for a checkpoint; the user's generator repeats the noise."""
     torch.manual_seed(0)
-    first, again = (noises(units(tied()), 1)[1][0] for _ in range(2))
+    first, again = (noises(units(small()), 1)[1][0] for _ in range(2))
     assert not torch.equal(first, again)
-    seeded = [noises(units(tied()), 1, noise_generator=torch.Generator().manual_seed(7))[1][0] for _ in range(2)]
+    seeded = [noises(units(small()), 1, noise_generator=torch.Generator().manual_seed(7))[1][0] for _ in range(2)]
     assert torch.equal(*seeded)
-    _, optimizer, _ = prepared(units(tied()))
+    _, optimizer, _ = prepared(units(small()))
     assert optimizer.state_dict().keys() == {"state", "param_groups"}
     assert "seed" not in repr(optimizer)
 
@@ -242,7 +248,7 @@ def seeds_are_secret(rank: int) -> None:
 def what_is_not_supported(rank: int) -> None:
     cases: dict[str, dict[str, Any]] = {
         "one_backward=False": {"one_backward": False},
-        "clipping='per_layer'": {"clipping": "per_layer", "max_grad_norm": [C] * len([*tied().parameters()])},
+        "clipping='per_layer'": {"clipping": "per_layer", "max_grad_norm": [C] * len([*small().parameters()])},
         "clipping='automatic'": {"clipping": "automatic"},
         "poisson_sampling=False": {"poisson_sampling": False},
         "independent=True": {"independent": True},
@@ -250,23 +256,23 @@ def what_is_not_supported(rank: int) -> None:
         "check_first_batch=True": {"check_first_batch": True},
     }
     for what, options in cases.items():
-        model = units(tied())
+        model = units(small())
         before = {name: id(part) for name, part in model.named_modules()}, model.state_dict().keys()
         refused(OptionError, what, partial(prepared, model, **options))
         assert before == ({name: id(part) for name, part in model.named_modules()}, model.state_dict().keys())
         assert engine_of(model) is None
     mesh = init_device_mesh("cpu", (WORLD,))
-    blocks: Any = tied()
+    blocks: Any = small()
     for block in blocks.blocks:
         fully_shard(block, mesh=mesh)
     refused(OptionError, "in no unit", partial(prepared, blocks))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    refused(OptionError, "MixedPrecisionPolicy", partial(prepared, units(tied(), mp_policy=policy)))
-    several: Any = tied()
+    refused(OptionError, "MixedPrecisionPolicy", partial(prepared, units(small(), mp_policy=policy)))
+    several: Any = small()
     fully_shard(several.blocks[0], mesh=init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("a", "b")))
     refused(OptionError, "different meshes", partial(prepared, fully_shard(several, mesh=mesh)))
     part = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("a", "b"))["b"]
-    refused(OptionError, "of 2 processes", partial(prepared, units(tied(), mesh=part)))
+    refused(OptionError, "of 2 processes", partial(prepared, units(small(), mesh=part)))
 
 
 @case
@@ -280,13 +286,13 @@ def settings_of_fsdp2(rank: int) -> None:
         ("set_is_last_backward", False, "set_is_last_backward(False)"),
         ("set_all_reduce_hook", lambda grad: None, "set_all_reduce_hook"),
     ):
-        model = units(tied())
+        model = units(small())
         getattr(model, name)(value)
         refused(OptionError, what, partial(prepared, model))
-        private, optimizer, _ = prepared(units(tied()))
+        private, optimizer, _ = prepared(units(small()))
         getattr(private, name)(value)
         refused(OptionError, what, partial(private, x))
-        private, optimizer, _ = prepared(units(tied()))
+        private, optimizer, _ = prepared(units(small()))
         outputs = private(x)
         getattr(private, name)(value)
         loss(outputs).backward()
@@ -297,6 +303,7 @@ def settings_of_fsdp2(rank: int) -> None:
 def gradients_changed_before_the_step(rank: int) -> None:
     x = ids((2, 3))[rank]
     grad_of = lambda model: model.head.weight.grad  # noqa: E731
+    private, optimizer, _ = prepared(units(small()))
     for change in (
         lambda model: grad_of(model).mul_(2),
         lambda model: grad_of(model).to_local().mul_(2),
@@ -305,7 +312,7 @@ def gradients_changed_before_the_step(rank: int) -> None:
         lambda model: torch._foreach_mul_([grad_of(model)], 2.0),
         lambda model: setattr(model.head.weight, "grad", None),
     ):
-        private, optimizer, _ = prepared(units(tied()))
+        optimizer.zero_grad()
         loss(private(x)).backward()
         with torch.no_grad():
             change(private)
@@ -316,7 +323,7 @@ def gradients_changed_before_the_step(rank: int) -> None:
 @case
 def two_backwards_in_a_step(rank: int) -> None:
     x = ids((2, 3))[rank]
-    private, optimizer, _ = prepared(units(tied()))
+    private, optimizer, _ = prepared(units(small()))
     for _ in range(2):
         loss(private(x)).backward()
     refused(FxgradError, "2 backwards", optimizer.step)
@@ -327,7 +334,7 @@ def two_backwards_in_a_step(rank: int) -> None:
 
 @case
 def hooks_on_shards(rank: int) -> None:
-    private, optimizer, _ = prepared(units(tied()))
+    private, optimizer, _ = prepared(units(small()))
     shard = next(private.parameters())
     shard.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
     refused(UnaccountedGrad, "hook", lambda: loss(private(ids((2, 3))[rank])).backward())
@@ -337,7 +344,7 @@ def hooks_on_shards(rank: int) -> None:
 @case
 def an_optimizer_hook_and_the_original_step(rank: int) -> None:
     x = ids((2, 3))[rank]
-    private, optimizer, _ = prepared(units(tied()))
+    private, optimizer, _ = prepared(units(small()))
     loss(private(x)).backward()
     refused(UnaccountedGrad, "steps by itself", optimizer.original_optimizer.step)
     changes: list[Callable[[Any], Any]] = [
@@ -345,7 +352,7 @@ def an_optimizer_hook_and_the_original_step(rank: int) -> None:
         lambda grad: torch._foreach_mul_([grad], 2.0),
     ]
     for change in changes:
-        private, optimizer, _ = prepared(units(tied()))
+        private, optimizer, _ = prepared(units(small()))
 
         def hook(*_: Any, change: Any = change, model: Any = private) -> None:
             change(model.blocks[0].up.weight.grad)
@@ -358,14 +365,14 @@ def an_optimizer_hook_and_the_original_step(rank: int) -> None:
 
 @case
 def memory_manager(rank: int) -> None:
-    _, optimizer, loader = prepared(units(tied()))
+    _, optimizer, loader = prepared(units(small()))
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as parts:
         refused(OptionError, "BatchMemoryManager", lambda: list(parts))
 
 
 @case
 def the_engine_of_opacus_scripts(rank: int) -> None:
-    model = units(tied())
+    model = units(small())
     private, optimizer, criterion, _ = fxgrad.opacus.PrivacyEngine(accountant="rdp").make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

@@ -117,6 +117,8 @@ class Llama(nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        import tests.import_torchvision  # noqa: F401  before transformers
+
         config = LlamaConfig(
             vocab_size=WORDS,
             hidden_size=16,
@@ -312,7 +314,5 @@ def main(rank: int, folder: Path, world: int, cases: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    import tests.import_torchvision  # noqa: F401  before transformers
-
     warnings.simplefilter("ignore")
     main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

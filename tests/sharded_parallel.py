@@ -211,7 +211,7 @@ def llama(rank: int) -> None:
     def divide(model: Any) -> Any:
         return units(divided_llama(model, mesh["tp"]), mesh, *model.layers)
 
-    trains(mesh, made(Llama), divide, ids, 4, steps=3, backend="eager")
+    trains(mesh, made(Llama, layers=1), divide, ids, 4, steps=3, backend="eager")
 
 
 @case
