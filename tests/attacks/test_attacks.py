@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from fxgrad.compile import pipeline
+from fxgrad.errors import FxgradError
 from fxgrad.graph.context import Context
 from fxgrad.passes.prove_independence import prove_independence
+from fxgrad.passes.split_lookups import split_lookups
 from tests.attacks import (
     aliases,
     attention,
@@ -88,19 +90,58 @@ def test_attack(attack: Attack, device: torch.device) -> None:
     assert found == (RIGHT if attack.right else REFUSED), said
 
 
-@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if not attack.right], ids=str)
-def test_by_the_proof_alone(attack: Attack, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """infer_samples lets all pass (`mixing="allow"`); what gets as far as the proof is refused by it."""
+SHARED = pipeline.PASSES.index(split_lookups)
+"""The passes before it do the same whether mixing is allowed or not."""
+
+
+def silent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+    """Stand in the proof's place and refuse nothing."""
+    return gm
+
+
+# Only values show that these indices do not undo an order: the call refuses them, and the proof accepts the graph.
+AT_THE_CALL = {f"lookups: the order not undone{which}" for which in ("", ", to the longest", ", of lengths")}
+BEFORE_THE_CALL = [attack for attack in ATTACKS if not attack.right and str(attack) not in AT_THE_CALL]
+
+
+@pytest.mark.parametrize("attack", BEFORE_THE_CALL, ids=str)
+def test_each_refuses_alone(attack: Attack, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one capture: the proof refuses what reaches it, and the passes before it refuse all of BY_BOTH."""
+    refused: dict[str, bool] = {}
     reached = []
 
     def strict(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         reached.append(attack)
         return prove_independence(gm, replace(ctx, mixing="error"))
 
+    def refuses(gm: fx.GraphModule, ctx: Context, proof: pipeline.Pass) -> bool:
+        rest = [proof if one is prove_independence else one for one in later]
+        try:
+            pipeline.run_passes(gm, ctx, rest)
+        except FxgradError:
+            return True
+        return False
+
+    def both(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        if attack in BY_BOTH:
+            refused["without the proof"] = refuses(gm, ctx, silent)
+        proved = refuses(gm, replace(ctx, mixing="allow"), strict)
+        refused["by the proof"] = proved or not reached
+        raise FxgradError("both are asked")
+
+    later = pipeline.PASSES[SHARED:]
     torch._dynamo.reset()
-    monkeypatch.setattr(pipeline, "PASSES", tuple(strict if p is prove_independence else p for p in pipeline.PASSES))
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:SHARED], both))
+    found, said = outcome(attack, device)
+    assert found == REFUSED and all(refused.values()), (said, refused)
+
+
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if str(attack) in AT_THE_CALL], ids=str)
+def test_indices_that_do_not_undo_an_order(attack: Attack, device: torch.device) -> None:
+    """The check of their values does not depend on `mixing`."""
+    torch._dynamo.reset()
     found, said = outcome(attack, device, mixing="allow")
-    assert found == REFUSED or not reached, said
+    assert found == REFUSED and "do not undo" in said, said
 
 
 REWRITTEN = [*pieces.ATTACKS, *put_back.ATTACKS, *masks.ATTACKS, *(one for one in aliases.ATTACKS if one.right)]
@@ -133,19 +174,6 @@ COMPILED = {
 def test_compiled(attack: Attack, backend: str, device: torch.device) -> None:
     torch._dynamo.reset()
     assert outcome(attack, device, backend=backend) == (RIGHT, "")
-
-
-@pytest.mark.parametrize("attack", BY_BOTH, ids=str)
-def test_without_the_proof(attack: Attack, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof says nothing; the passes before it refuse by themselves."""
-
-    def silent(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-        return gm
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(pipeline, "PASSES", tuple(silent if p is prove_independence else p for p in pipeline.PASSES))
-    found, said = outcome(attack, device)
-    assert found == REFUSED, said
 
 
 def test_names_are_unique() -> None:
