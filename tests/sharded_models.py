@@ -115,9 +115,8 @@ class Adapted(nn.Module):
 class Llama(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        import tests.import_torchvision  # noqa: F401, I001 - before transformers
         from transformers import LlamaConfig, LlamaForCausalLM
-
-        import tests.import_torchvision  # noqa: F401  before transformers
 
         config = LlamaConfig(
             vocab_size=WORDS,

@@ -17,7 +17,7 @@ LONG = [
     (2, "root", "inductor", "float32", ("mlp", "moe")),
     (2, "blocks", "inductor", "float32", ("cnn", "gpt", "lstm")),
     (2, "hybrid", "inductor", "float32", ("llama",)),
-    (2, "blocks", "aot_eager", "bfloat16", ("mlp", "cnn", "gpt", "llama")),
+    (2, "blocks", "aot_eager", "bfloat16", ALL),
 ]
 TABLE = [
     (2, "blocks", "aot_eager", "float64", ("mlp", "moe")),
