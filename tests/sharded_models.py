@@ -31,8 +31,8 @@ from tests.sharded_processes import loss
 
 STEPS, WORDS, LENGTH = 10, 11, 6
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-# Larger ones than usual: where a gradient is next to nothing, Adam's first steps are as large as elsewhere. The gradient
-# of an attention's key bias is 0; float32 leaves 2e-6 beside gradients of 300, in plain PyTorch, too.
+# Larger ones than usual: where a gradient is next to nothing, Adam's first steps are as large as elsewhere. The
+# gradient of a key bias of attention is 0; float32 leaves 2e-6 beside gradients of 300, in plain PyTorch, too.
 EPS = {"float64": 1e-4, "float32": 0.1}
 LAYOUTS = ("root", "blocks", "hybrid")
 MODELS: dict[str, Callable[[], tuple[nn.Module, Sequence[nn.Module], Callable[[int], Tensor]]]] = {}
