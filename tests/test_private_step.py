@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +22,12 @@ import fxgrad
 import fxgrad.opacus
 from fxgrad.errors import AlreadySet, FxgradError, OptionError, UnaccountedGrad, UnclippedGrad
 from tests.private_machine import DRAWN, MODES, OPERATIONS, Pair, Shared, recovered
+from tests.processes import run_together
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
-ROOT = Path(__file__).parents[1]
 LENGTH = 12
 
 
@@ -96,20 +94,8 @@ def test_what_the_operations_do_to_a_right_step(mode: str) -> None:
 @pytest.mark.parametrize("sequences", [10, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.timeout(7200)
 def test_two_processes_step_as_the_reference_or_raise_alike(sequences: int, tmp_path: Path) -> None:
-    commands = [
-        [sys.executable, "-m", "tests.two_private_processes", str(rank), str(tmp_path), str(sequences)]
-        for rank in range(2)
-    ]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        said = [process.communicate(timeout=900 if sequences < 100 else 7000)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(said)
+    each = [(rank, tmp_path, sequences) for rank in range(2)]
+    said = run_together("tests.two_private_processes", each, timeout=900 if sequences < 100 else 7000)
     print(said[0])
 
 
