@@ -1,8 +1,8 @@
 """Each way to contract a weight's gradients, timed: ``python -m benchmarks.ways [linear] [conv] [table]``.
 
 What `ClippedGrad` does with one weight: norms with their bounds, and the weighted sum. The last columns are the ways
-that the cost model chooses on this machine as measured, and on the reference machine; and how much slower each is than
-the fastest.
+that the cost model chooses on this machine as measured and kept, and on the reference machine; and how much slower each
+is than the fastest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fxgrad.costs.choices import Planner
 from fxgrad.costs.contractions import costs
-from fxgrad.costs.machines import REFERENCE, Machine, measure
+from fxgrad.costs.machines import REFERENCE, Machine, machine_of
 from fxgrad.gradients.sample_grads import SampleGrads, deferred
 from fxgrad.kernels.settings import Settings
 from fxgrad.terms import OneHot, Patches, Term
@@ -70,9 +70,9 @@ def table(n: int, k: int, rows: int, d: int) -> tuple[Sequence[Tensor], Make, tu
     return operands, lambda ids, g: Term("n...v,n...d->nvd", OneHot(ids, rows), g), (rows, d)
 
 
-def step(way: Way, make: Make, shape: tuple[int, ...]) -> Callable[..., Any]:
-    """One weight's part of a backward that clips, compiled."""
-    ways = Only(way=way)
+def step(way: Way, make: Make, shape: tuple[int, ...], machine: Machine) -> Callable[..., Any]:
+    """One weight's part of a backward that clips, compiled; the machine says which library multiplies."""
+    ways = Only(machine, way=way)
 
     def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         part = deferred(make(a, b).in_full_precision(), "w", ways)
@@ -101,7 +101,7 @@ def line(kind: str, sizes: tuple[int, ...], machine: Machine) -> str:
     operands, make, shape = {"linear": linear, "conv": conv, "table": table}[kind](*sizes)
     term, n = make(*operands), sizes[0]
     prices = costs(term.contraction(), REFERENCE, n)
-    steps = {way: step(way, make, shape) for way, price in prices.items() if price.seconds < SLOW}
+    steps = {way: step(way, make, shape, machine) for way, price in prices.items() if price.seconds < SLOW}
     times = least_seconds(steps, operands)
     best = min(times.values())
     cells = [f"{1e3 * times[way]:.3g}" if way in times else "" for way in Way]
@@ -113,7 +113,7 @@ def line(kind: str, sizes: tuple[int, ...], machine: Machine) -> str:
 
 def main(kinds: Sequence[str]) -> None:
     torch._dynamo.config.recompile_limit = 10_000
-    machine = measure(torch.device("cpu"), "measured")
+    machine = machine_of(torch.device("cpu"))  # as kept: what a user's process goes by
     print(f"{machine}\n{os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print(f"| use | {' | '.join(way.value for way in Way)} | chosen here | on the reference machine |")
     print("|---" * (len(Way) + 3) + "|")

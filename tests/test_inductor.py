@@ -198,8 +198,11 @@ class Pooled(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", long_but(lambda how: how == "recompute", ["recompute", "gram", "materialise"]))
-def test_what_reads_a_buffer_runs_after_what_adds_into_it(strategy: str, device: torch.device) -> None:
-    """Up to torch 2.13 Inductor forgets that the backward of overlapping windows writes: inductor.py."""
+def test_what_reads_a_buffer_runs_after_what_adds_into_it(
+    strategy: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to torch 2.13 Inductor forgets that its backward of overlapping windows writes: inductor.py."""
+    monkeypatch.setattr("fxgrad.compile.inductor.on_cpu_decompositions", lambda table: table)  # as elsewhere
     torch.manual_seed(0)
     model, x, y = Pooled().to(device), torch.randn(16, 1, 28, 28, device=device), torch.arange(16, device=device) % 10
     fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1e6), strategy=strategy)(x, y).backward()
@@ -238,6 +241,7 @@ sys.path.insert(0, {root!r})
 import torch, fxgrad, fxgrad.compile.inductor, fxgrad.compile.warm_start
 from torch._dynamo.utils import counters
 from tests.test_inductor import Pooled
+fxgrad.compile.inductor.on_cpu_decompositions = lambda table: table
 keeps = fxgrad.compile.inductor.prepare
 device = torch.device(sys.argv[1])
 for prepare in (fxgrad.host.inductor.import_compiler, keeps, keeps):

@@ -28,25 +28,32 @@ from torch import Tensor, fx
 
 from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
+from fxgrad.compile.channels_last import keep_layout
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.dynamo import written_now
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors
 from fxgrad.kernels.fusible import opened
+from fxgrad.kernels.on_cpu import decompositions as on_cpu_decompositions
 
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor's own entry point; on CPU another thread asks about vectors while the model is traced."""
+    """Inductor's own entry point; on CPU with other forms of some ops, and a thread that asks about vectors."""
     prepare()
     on_cpu = any(isinstance(example, Tensor) and example.device.type == "cpu" for example in examples)
     vectors = ask_about_vectors() if on_cpu else None
+    if on_cpu:
+        kwargs["decompositions"] = on_cpu_decompositions(kwargs.get("decompositions") or inductor.decompositions())
 
     def compile_traced(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         with progress.inductor(kwargs.get("is_backward", False)):
             if vectors is not None:
                 vectors.result()
-            return inductor.compile_traced(opened(gm), *args, **kwargs)
+            gm = opened(gm)
+            if on_cpu and not kwargs.get("is_backward") and not kwargs.get("is_inference"):
+                keep_layout(gm)
+            return inductor.compile_traced(gm, *args, **kwargs)
 
     return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
 

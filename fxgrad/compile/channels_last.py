@@ -1,0 +1,66 @@
+"""Values behind the last convolution keep its layout when they are saved for the backward.
+
+Inductor computes convolutions on CPU with channels last, and what comes before the last one, too. Behind it, it saves
+each value as the traced graph has it, which is contiguous: a copy from one layout to the other in the forward, and one
+back in the backward. A small network for images has its largest values there. Copies that Inductor does not carry out
+tell it where the layout changes:
+
+    h = conv(x)                 h = clone(conv(x), channels_last)
+    y = relu(h)        ->       y = relu(h)
+    z = y.mean((2, 3))          z = clone(y, contiguous).mean((2, 3))
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from fxgrad.host.ops import OpOverload
+
+aten = torch.ops.aten
+
+
+def keep_layout(gm: fx.GraphModule) -> None:
+    """Change a forward's traced graph on CPU."""
+    convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    if not convolutions or not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
+        return
+    last = convolutions[-1]
+    value = last.meta["val"]
+    if value.dim() != 4 or any(one.args[0].meta["val"].device.type != "cpu" for one in convolutions):
+        return
+    region = _region(last)
+    for node in region:
+        outside = [user for user in node.users if user not in region and user.op != "output"]
+        if outside and isinstance(node.meta["val"], Tensor):
+            copy = _copy_behind(node, torch.contiguous_format)
+            node.replace_all_uses_with(copy, delete_user_cb=outside.__contains__)
+    copy = _copy_behind(last, torch.channels_last)
+    last.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    gm.recompile()
+
+
+def _region(last: fx.Node) -> set[fx.Node]:
+    """Return a convolution, and what is computed of it alone, element by element or by max pooling."""
+    region = {last}
+    for node in last.graph.nodes:
+        operands = node.all_input_nodes
+        if node.op == "call_function" and operands and region.issuperset(operands) and _keeps(node):
+            region.add(node)
+    return region
+
+
+def _keeps(node: fx.Node) -> bool:
+    """Return whether an op lays out its result as its operand is."""
+    if node.target in (torch.ops.fxgrad.max_pool.default, operator.getitem):
+        return True
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _copy_behind(node: fx.Node, layout: torch.memory_format) -> fx.Node:
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(aten.clone.default, (node,), {"memory_format": layout})
+    copy.meta = {**node.meta, "val": node.meta["val"].clone(memory_format=layout)}
+    return copy

@@ -1,0 +1,163 @@
+"""Ops that take another form on CPU, and the layout behind the last convolution, against the loop over samples."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import fxgrad
+from fxgrad.testing import assert_per_sample_grads, default_loss
+from tests.quick import long_but
+
+pytestmark = pytest.mark.inductor
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "apart": {"kernel_size": 2},
+    "overlapping": {"kernel_size": 3, "stride": 1},
+    "padded": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "dilated": {"kernel_size": (2, 3), "dilation": (2, 1)},
+    "with a rest": {"kernel_size": 2, "stride": (2, 3), "ceil_mode": True},
+    "of one": {"kernel_size": 1, "stride": 2},
+    "of all": {"kernel_size": 7},
+}
+
+
+class Network(nn.Module):
+    """A small network for images; what is behind its last convolution differs."""
+
+    def __init__(self, behind: Callable[[Tensor], Tensor], channels: int = 4) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, channels, 3, padding=1)
+        self.behind = behind
+        self.scale = nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.last(self.first(x).relu()) * self.scale)
+
+
+def images(n: int = 4, **like: Any) -> Tensor:
+    return torch.randn(n, 2, 7, 7, **like)
+
+
+def agrees(model: nn.Module, *inputs: Tensor) -> None:
+    assert_per_sample_grads(model, *inputs, backend="inductor", tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("window", "channels"),
+    long_but(lambda window, channels: (channels == 1) == (window == "apart"), itertools.product(WINDOWS, (4, 1))),
+)
+def test_max_pool(window: str, channels: int, device: torch.device) -> None:
+    model = Network(lambda h: F.max_pool2d(h.relu(), **WINDOWS[window]).flatten(1), channels).to(device)
+    agrees(model, images(device=device).requires_grad_())
+
+
+def placed_again(h: Tensor) -> Tensor:
+    return F.max_unpool2d(*F.max_pool2d(h.sigmoid(), 2, return_indices=True), (2, 2), output_size=[7, 7])
+
+
+ENDS: dict[str, Callable[[Tensor], Any]] = {
+    "kept and returned": lambda h: h.relu(),
+    "a pool returned": lambda h: F.max_pool2d(h, 2),
+    "a mean": lambda h: h.relu().mean((2, 3)),
+    "an average pool": lambda h: F.avg_pool2d(h.relu(), 2).flatten(1),
+    "a view, as tokens": lambda h: F.silu(h).flatten(2).transpose(1, 2),
+    "a pool of a pool": lambda h: F.max_pool2d(F.max_pool2d(h, 2), 2).flatten(1).tanh(),
+    "read twice": lambda h: F.max_pool2d(h, 2).sum((2, 3)) + h.relu().cumsum(3).amax((2, 3)),
+    "placed again": placed_again,
+    "in one dimension": lambda h: F.max_pool1d(h.flatten(2), 3, 2),
+    "a threshold": lambda h: F.threshold(h, 0.3, 2.0).flatten(1),
+    "broadcast": lambda h: (h.relu() + h.relu()[:, :1] * h.mean((2, 3), keepdim=True)).flatten(1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_behind_the_last_convolution(end: str, device: torch.device) -> None:
+    agrees(Network(ENDS[end]).to(device), images(device=device))
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_channels_last_comes_in(n: int, device: torch.device) -> None:
+    model = Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)).to(device)
+    agrees(model, images(n, device=device).contiguous(memory_format=torch.channels_last))
+
+
+def test_no_convolution(device: torch.device) -> None:
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(2, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.max_pool2d((x * self.scale).relu(), 3, 2)
+
+    agrees(Pool().to(device), images(device=device))
+    agrees(Pool().to(device), images(device=device).contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("end", ["kept and returned", "a pool returned"])
+def test_outputs_have_the_plain_models_strides(end: str, device: torch.device) -> None:
+    model, x = Network(ENDS[end]).to(device), images(device=device)
+    assert fxgrad.transform(copy.deepcopy(model))(x).stride() == torch.compile(model)(x).stride()
+
+
+def of_parameters(model: nn.Module) -> list[Any]:
+    return list(model.parameters())
+
+
+def test_nan_stays(device: torch.device) -> None:
+    """Where a ReLU's output is NaN its gradient passes, as in PyTorch: a sample is seen to be nonfinite."""
+
+    def behind(h: Tensor) -> Tensor:
+        return F.max_pool2d(h.relu(), 2).flatten(1)
+
+    model, x = Network(behind).to(device), images(device=device)
+    x[1, 0, 3, 3] = torch.nan
+    norms: list[Tensor] = []
+    for backend in ("inductor", "aot_eager"):
+        norm = fxgrad.NormSample()
+        transformed = fxgrad.transform(copy.deepcopy(model), quantity=norm, backend=backend)
+        default_loss(transformed(x)).backward()
+        norms.append(torch.stack([one.norm_sample for one in of_parameters(transformed)]))
+    assert norms[0][:, 1].isnan().all()
+    torch.testing.assert_close(norms[0], norms[1], equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_other_batch_sizes_use_the_same_code(device: torch.device) -> None:
+    clipped = fxgrad.ClippedGrad(1.0)
+    model = Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)).to(device)
+    transformed = fxgrad.transform(copy.deepcopy(model), quantity=clipped)
+    for n in (3, 7, 4, 1, 2):
+        x = images(n, device=device)
+        fxgrad.zero_grad(transformed)
+        default_loss(transformed(x)).backward()
+        loop = fxgrad.transform(copy.deepcopy(model), quantity=clipped, backend="eager")
+        default_loss(loop(x)).backward()
+        for p, q in zip(transformed.parameters(), loop.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_masks_are_not_saved_and_nothing_is_transposed() -> None:
+    """On CPU: a ReLU's output is saved with channels last, and no loop scatters into zeros."""
+    model = fxgrad.transform(Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)), quantity=fxgrad.ClippedGrad(1.0))
+    _, (forward, backward, *_) = run_and_get_code(lambda: default_loss(model(images())).backward())
+    assert "torch.bool" not in forward
+    assert "max_pool.default(" in forward and "max_pool_backward.default(" in backward
+    assert "scatter_reduce" not in backward and "atomic_add" not in backward
+    saved = forward[forward.index("def call") :]
+    assert "4, 7, 7), (196, 1, 28, 4), torch.float32" in saved or "(196, 1, 28, 4), 'torch.ops" in saved
+
+
+def test_an_evaluation_has_no_copies() -> None:
+    model = fxgrad.transform(Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1))).eval()
+    x = images()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
