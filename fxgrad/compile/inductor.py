@@ -51,6 +51,8 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             if vectors is not None:
                 vectors.result()
             gm = opened(gm)
+            if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
+                kwargs["get_decomp_fn"] = inductor.decompositions
             if on_cpu and not kwargs.get("is_backward") and not kwargs.get("is_inference"):
                 keep_layout(gm)
             return inductor.compile_traced(gm, *args, **kwargs)
