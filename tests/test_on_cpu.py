@@ -37,10 +37,10 @@ class Network(nn.Module):
         super().__init__()
         self.first, self.last = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, channels, 3, padding=1)
         self.behind = behind
-        self.scale = nn.Parameter(torch.randn(channels, 1, 1))
+        self.scale = nn.Parameter(torch.randn(3, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.behind(self.last(self.first(x).relu()) * self.scale)
+        return self.behind(self.last((self.first(x) * self.scale).relu()))
 
 
 def images(n: int = 4, **like: Any) -> Tensor:
@@ -152,12 +152,11 @@ def test_masks_are_not_saved_and_nothing_is_transposed() -> None:
     assert "torch.bool" not in forward
     assert "max_pool.default(" in forward and "max_pool_backward.default(" in backward
     assert "scatter_reduce" not in backward and "atomic_add" not in backward
-    saved = forward[forward.index("def call") :]
-    assert "4, 7, 7), (196, 1, 28, 4), torch.float32" in saved or "(196, 1, 28, 4), 'torch.ops" in saved
+    assert "(196, 1, 28, 4), 'input')" in backward  # saved as the convolution left it
+    assert "(196, 49, 7, 1)" not in forward and "(196, 49, 7, 1)" not in backward
 
 
-def test_an_evaluation_has_no_copies() -> None:
-    model = fxgrad.transform(Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1))).eval()
-    x = images()
+def test_an_evaluation_gives_the_plain_outputs(device: torch.device) -> None:
+    plain, x = Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)).to(device).eval(), images(device=device)
     with torch.no_grad():
-        torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
+        torch.testing.assert_close(fxgrad.transform(copy.deepcopy(plain))(x), plain(x), rtol=1e-5, atol=1e-6)

@@ -8,6 +8,8 @@ tell it where the layout changes:
     h = conv(x)                 h = clone(conv(x), channels_last)
     y = relu(h)        ->       y = relu(h)
     z = y.mean((2, 3))          z = clone(y, contiguous).mean((2, 3))
+
+What the user sees keeps its layout.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from fxgrad.compile.interface import outputs_of
 from fxgrad.host.ops import OpOverload
 
 aten = torch.ops.aten
@@ -31,7 +34,16 @@ def keep_layout(gm: fx.GraphModule) -> None:
     value = last.meta["val"]
     if value.dim() != 4 or any(one.args[0].meta["val"].device.type != "cpu" for one in convolutions):
         return
+    output = gm.graph.output_node()
+    visible = output.meta.get("user_visible_output_idxs")  # Inductor's own note of what the user sees
+    if visible is None:
+        return
     region = _region(last)
+    results = list(outputs_of(gm))
+    for i in visible:
+        if results[i] in region:
+            results[i] = _copy_behind(results[i], torch.contiguous_format)
+    output.args = (tuple(results),)
     for node in region:
         outside = [user for user in node.users if user not in region and user.op != "output"]
         if outside and isinstance(node.meta["val"], Tensor):
@@ -42,13 +54,13 @@ def keep_layout(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _region(last: fx.Node) -> set[fx.Node]:
-    """Return a convolution, and what is computed of it alone, element by element or by max pooling."""
-    region = {last}
+def _region(last: fx.Node) -> dict[fx.Node, None]:
+    """Return a convolution, and what is computed of it alone, element by element or by max pooling, in order."""
+    region = {last: None}
     for node in last.graph.nodes:
         operands = node.all_input_nodes
-        if node.op == "call_function" and operands and region.issuperset(operands) and _keeps(node):
-            region.add(node)
+        if node.op == "call_function" and operands and all(one in region for one in operands) and _keeps(node):
+            region[node] = None
     return region
 
 
