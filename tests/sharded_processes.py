@@ -323,6 +323,22 @@ def accumulated_over_steps(rank: int) -> None:
 
 
 @case
+def accumulated_through_inductor(rank: int) -> None:
+    """Equal layers: Inductor gives one layer's sums the memory of those that it has handed over."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(8, 8), nn.Tanh())]).double()
+    alone = copy.deepcopy(model)
+    private: Any = fxgrad.transform(units(model, list(model)[::2]), quantity=fxgrad.ClippedGrad(C))
+    expected = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
+    for synchronous in (False, False, True):
+        batch = list(torch.randn(5, 8, dtype=torch.float64).split([3, 2]))
+        private.set_requires_gradient_sync(synchronous)
+        loss(private(batch[rank])).backward()
+        expected = {name: g + expected[name] for name, g in clipped_sum(alone, torch.cat(batch)).items()}
+    assert_grads(private, expected)
+
+
+@case
 def divided_by_a_factor_of_the_user(rank: int) -> None:
     model = tied()
     alone = copy.deepcopy(model)

@@ -127,7 +127,8 @@ class Sums:
         wholes = fsdp.wholes_of(self.groups[unit])
         given = {id(wholes[place]): one for place, one in zip(places, sums, strict=True)}
         if self.task is None or self.task != current_task():
-            self.left |= given
+            # They stay until the backward ends, and a compiler reuses their memory behind the operator.
+            self.left |= {key: one.clone() for key, one in given.items()}
             return
         self.gathers.end()
         self._reduce_before(unit)
