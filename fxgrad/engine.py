@@ -74,6 +74,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.named = NamedParameters(self.model)
+        self.options.quantities = self.store.computed
         # Those of the class: an instance attribute, as Accelerate sets, wraps the view's method, and would call itself.
         kind = type(self.model)
         self.originals = {n: inspect.getattr_static(kind, n).__get__(self.model, kind) for n in self.roles}
@@ -188,7 +189,7 @@ class Engine:
 
     def _settle(self, units: Division) -> None:
         """Let graphs compute what the processes can put together, from here on."""
-        asked = dataclasses.replace(self.options, quantities=self.store.quantities)
+        asked = dataclasses.replace(self.options, quantities=self.store.computed)
         self.options = units.settle(asked, self.store.policy)
         self.store.deliver_instead(self.options.quantities)
         self.compiled.clear()

@@ -255,6 +255,7 @@ def by_name(rank: int) -> None:
         refused(OptionError, part, lambda: fxgrad.transform(model, **known))
 
     refuse("GradSample", divided_mlp(made(Mlp)), quantity=fxgrad.GradSample())
+    refuse("GradGram(all_processes=True)", divided_mlp(made(Mlp)), quantity=fxgrad.GradGram(all_processes=True))
     refuse("SquaredGrad", divided_mlp(made(Mlp)), quantity=fxgrad.SquaredGrad())
     refuse("check_first_batch", divided_mlp(made(Mlp)), check_first_batch=True)
     refuse("mixing", divided_mlp(made(Mlp)), quantity=fxgrad.Grad(), mixing="allow")

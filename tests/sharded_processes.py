@@ -623,6 +623,7 @@ def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]], wo
 
 
 if __name__ == "__main__":
+    import tests.sharded_gram
     import tests.sharded_machines
     import tests.sharded_memory
     import tests.sharded_misuse

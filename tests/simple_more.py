@@ -119,6 +119,12 @@ def other_results(rank: int) -> None:
         loss(one(batch[rank])).backward()
     for quantity in quantities:
         torch.testing.assert_close(fxgrad.result(ours, quantity), fxgrad.result(alone, quantity))
+    whole, gram = fxgrad.transform(copy.deepcopy(model), quantity=fxgrad.GradGram(), backend="eager"), fxgrad.GradGram()
+    loss(whole(torch.cat(batch))).backward()
+    of_all = fxgrad.GradGram(all_processes=True)
+    ours = fxgrad.transform(divided(copy.deepcopy(model), mesh()), quantity=of_all, backend="eager")
+    loss(ours(batch[rank])).backward()
+    torch.testing.assert_close(fxgrad.result(ours, of_all), fxgrad.result(whole, gram).split([2, 3])[rank])
     clipped = fxgrad.ClippedGrad(C, groups="per_parameter", sample_weight=True)
     ours = fxgrad.transform(divided(copy.deepcopy(model), mesh()), quantity=clipped, backend="eager")
     alone = fxgrad.transform(copy.deepcopy(model), quantity=clipped, backend="eager")

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 import fxgrad
 import fxgrad.gradients.columns
+import fxgrad.gradients.others
 import fxgrad.kernels.sample_grams
-from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns
+from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns, by_lines
+from fxgrad.gradients.others import inner_products
 from fxgrad.gradients.parts import summed
 from fxgrad.kernels.sample_grams import product_gram, table_gram
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.signs import signs
-from fxgrad.terms import Materialised, OneHot, Part, Patches, Term
+from fxgrad.terms import Materialised, OneHot, Part, Patches, Term, part_of
+from fxgrad.terms.part import Packed
+from fxgrad.terms.product import Product
 from fxgrad.testing import default_loss, relative_error
 from tests.allocations import peak
 from tests.programs import quick_dynamo
@@ -99,6 +103,51 @@ def test_gram_matrices_of_positions(block: int, monkeypatch: pytest.MonkeyPatch)
     assert relative_error({"": product_gram(g, x)}, {"": rows @ rows.t()}) <= 1e-10
     rows = Term("n...v,n...d->nvd", OneHot(ids, 4, 2), g).dense().flatten(1)
     assert relative_error({"": table_gram(ids, g, 2)}, {"": rows @ rows.t()}) <= 1e-10
+
+
+SAME = [name for name in PARTS if "windows" not in name and not name.endswith("rows")]
+"""Parts of a parameter of 42 elements."""
+
+
+@pytest.mark.parametrize("block", [32, 1 << 20])
+@pytest.mark.parametrize("mine", SAME)
+@pytest.mark.parametrize("others", SAME)
+def test_products_with_other_samples(mine: str, others: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one parameter, whose gradients two processes may have in two forms."""
+    monkeypatch.setattr(fxgrad.gradients.others, "ELEMENTS", block)
+    monkeypatch.setattr(fxgrad.kernels.sample_grams, "ELEMENTS", block)
+    torch.manual_seed(0)
+    assert_products(PARTS[mine](), PARTS[others]())
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in SAME])
+def test_products_with_other_samples_of_large_parameters(name: str) -> None:
+    torch.manual_seed(0)
+    assert_products(PARTS[name](), PARTS[name]())
+    one = summed(PARTS[name]())
+    assert_products([one], PARTS[name]())
+
+
+def assert_products(mine: list[Part | Tensor], others: list[Part | Tensor]) -> None:
+    rows, columns = (torch.stack([part_of(one).dense().flatten(1) for one in parts]).sum(0) for parts in (mine, others))
+    (own, lines), (theirs, lines_of_others) = map(packed, (mine, others))
+    assert relative_error({"": inner_products(own, lines, theirs, lines_of_others)}, {"": rows @ columns.t()}) <= 1e-10
+
+
+def packed(parts: list[Part | Tensor]) -> tuple[Packed, list[int]]:
+    readable, lines = by_lines([part_of(part) for part in parts])
+    return Packed.of(readable, torch.float64), lines
+
+
+@pytest.mark.parametrize("k", [1, 2, 40])
+def test_products_of_other_numbers_of_samples_and_positions(k: int) -> None:
+    """Few positions are multiplied with each other, many are multiplied out."""
+    g, x, h, y = (torch.randn(size, dtype=torch.float64) for size in ((4, k, 7), (4, k, 6), (9, 2, 7), (9, 2, 6)))
+    others = Product.of(h, y)
+    assert (Product.of(g, x).with_others(others) is None) == (k == 40)
+    found = inner_products(Packed("Product 2 0", [g, x], []), [7, 6], Packed("Product 2 0", [h, y], []), [7, 6])
+    rows = (g.mT @ x).flatten(1) @ (h.mT @ y).flatten(1).t()
+    assert relative_error({"": found}, {"": rows}) <= 1e-10
 
 
 def test_one_sample() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+import tests.sharded_gram
 import tests.sharded_long
 import tests.sharded_machines
 import tests.sharded_memory

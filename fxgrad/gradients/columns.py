@@ -108,19 +108,27 @@ def by_columns(parts: Sequence[Part | Tensor], statistic: Statistic, dtype: torc
     from_factors = statistic.of_factors(whole[0], dtype) if len(whole) == 1 else None
     if from_factors is not None:
         return from_factors
-    readable = [part.by_lines() for part in whole]
-    widths = {part.width for part in readable if part.width is not None}
-    if len(widths) != 1:  # none, or lines of several widths
-        rows = reduce(torch.add, [as_vectors(part.dense()) for part in readable])
+    readable, lines = by_lines(whole)
+    (first, *_) = readable
+    if isinstance(first, Materialised) and len(readable) == 1:
+        rows = as_vectors(first.rows)
         if math.prod(hint(size) for size in rows.shape[1:]) <= SMALL and not isinstance(statistic, Projection):
             return statistic.of_rows(rows.to(dtype))
-        readable, widths = [Materialised(rows)], {1}
-    (width,) = widths
     packed = Packed.of(readable, dtype)
-    lines = [math.prod(readable[0].own_shape()) // max(width, 1), width]
     name, settings = type(statistic).__name__, astuple(statistic)
     result: Tensor = columns(packed.tensors, packed.numbers, packed.layout, lines, name, list(settings))
     return result
+
+
+def by_lines(parts: Sequence[Part]) -> tuple[list[Readable], list[int]]:
+    """Return a sum of parts as parts of lines of one width, how many lines there are, and their width."""
+    readable = [part.by_lines() for part in parts]
+    widths = {part.width for part in readable if part.width is not None}
+    if len(widths) != 1:  # none, or lines of several widths
+        rows = reduce(torch.add, [as_vectors(part.dense()) for part in readable])
+        readable, widths = [Materialised(rows)], {1}
+    (width,) = widths
+    return readable, [math.prod(readable[0].own_shape()) // max(width, 1), width]
 
 
 @torch.library.custom_op("fxgrad::columns", mutates_args=())

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fxgrad.costs.choices import Planner
-from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns
+from fxgrad.gradients.columns import Gram, Projection, Squares, Statistic, Variance, by_columns, by_lines
 from fxgrad.gradients.parts import merged, summed
 from fxgrad.kernels.norms import bounded
 from fxgrad.kernels.precision import WIDE, accumulating, at_most
 from fxgrad.terms import Materialised, Part, Term
+from fxgrad.terms.part import Packed
 from fxgrad.terms.tied import norms_of_tied
 from fxgrad.terms.work import Way
 
@@ -113,6 +114,12 @@ class SampleGrads:
     def gram(self) -> Tensor:
         """``<D_n, D_m>``, ``[n, n]``."""
         return self._scaled(self._by_columns(Gram()), 2)
+
+    def packed(self) -> tuple[Packed, list[int], Tensor]:
+        """Return the gradients without their scale, as lines: packed, how many and of what width; and the scale."""
+        readable, lines = by_lines(merged(self.parts) or [Materialised(self.dense())])
+        scale = torch.ones((), dtype=self.accumulating, device=self.like.device) * self.scale
+        return Packed.of(readable, self.accumulating), lines, scale
 
     def projected(self, dim: int, seed: int, key: int) -> Tensor:
         """Return the product with a matrix of signs that (seed, key) names, ``[n, dim]``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -120,10 +120,18 @@ class GradGram(Quantity):
 
     Delivers:
         ``<g_i, g_j>`` in ``fxgrad.result(model, quantity)``, ``[B, B]``, in the first parameter's dtype, float32 for
-        half types.
+        half types. With ``all_processes`` ``[B, ΣB]``: the columns are the samples of process 0, then those of
+        process 1, and so on.
 
     Args:
+        all_processes: whether the samples of all processes of torch.distributed are meant. They have to hold the same
+            parameters. Each backward then exchanges the factors of the per-sample gradients over the default group. So
+            every process takes part in each; its batch may be empty.
         group_size: how many consecutive rows of a batch are one sample.
+
+    Raises:
+        OptionError: in the first call, if torch.distributed is not initialised; in the backward of every process, if
+            they train different parameters.
 
     Source: the empirical neural tangent kernel of Jacot et al. 2018, for a scalar loss.
 
@@ -135,6 +143,22 @@ class GradGram(Quantity):
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
 
+    all_processes: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.all_processes, bool):
+            raise OptionError(
+                f"all_processes has to be True or False, not {self.all_processes!r}",
+                advice="Pass all_processes=True for products with the samples of other processes.",
+            )
+
+    def check(self, options: Any) -> None:
+        if self.all_processes and not options.named:
+            raise OptionError(
+                'GradGram(all_processes=True) does not work with torch.compile(model, backend="fxgrad")',
+                advice="Use fxgrad.transform(model, quantity=..).",
+            )
+
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         return [of_model((n, n), parameters)]
 
@@ -143,6 +167,11 @@ class GradGram(Quantity):
         for g in grads[1:]:
             total = total + g.gram().to(total.dtype)
         return [total]
+
+
+def of_one_process(quantity: Quantity) -> Quantity:
+    """Return the same of this process's samples alone, where one process computes it while the others do not."""
+    return replace(quantity, all_processes=False) if isinstance(quantity, GradGram) else quantity
 
 
 @names_checked

@@ -36,6 +36,7 @@ from fxgrad.quantities import Quantity
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
 from fxgrad.runtime.deliveries import Asked, ask, for_grad, zeros
+from fxgrad.runtime.exchange import exchanges_of
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
@@ -78,7 +79,8 @@ class Store:
     ) -> None:
         check_policy(policy, quantities)
         self.policy, self.quantities, self.guard = policy, tuple(quantities), guard
-        self.delivered = self.quantities  # what a backward computes for them: other ones on a sharded model
+        self.exchanges, self.computed = exchanges_of(self.quantities)  # with other processes, by place; their own parts
+        self.delivered = self.computed  # what a backward computes: other ones on a sharded model
         self.alone = next((q for q in self.quantities if not q.adds or q.guards_grad), None)  # of one forward each
         self.only_norms = all(q.alone for q in self.quantities)
         self.reports = None if on_result is None else Reports(on_result, self.quantities)
@@ -208,7 +210,7 @@ class Store:
             check_undivided(roots)
             if guarded:
                 check_unscaled(roots)
-        if forward.at_backward or forward.units is not None:
+        if forward.at_backward or forward.units is not None or self.exchanges:
             self._act(forward)
         forward.checked = task
         forward.sent.clear()
@@ -228,6 +230,8 @@ class Store:
             act()
         if forward.units is not None:
             forward.units.begin(forward, self.guard is not None and bool(self.guard.watched))
+        for exchange in self.exchanges.values():
+            exchange.begin(forward)
 
     def _check_alone(self, forward: Forward) -> None:
         """Norms of two forwards are not the norms of their sum."""
@@ -291,6 +295,9 @@ class Store:
                 parameter = forward.parameters[delivery.parameter or ""]
                 if _task_of(getattr(parameter, delivery.place, None)) != task:
                     self.put(parameter, delivery.place, zeros(delivery), forward)
+        for place, exchange in self.exchanges.items():
+            (own,) = self.results.pop(place)  # an exchange that raises leaves none
+            self._report(place, [exchange.end(own, forward)], task)
         if forward.units is not None:  # queued first: observers look at p.grad of the shards
             forward.units.reduce(task, self.adds_to_grad(forward), forward.parameters, forward.size)
         if self.observers:
@@ -312,7 +319,8 @@ class Store:
         for name in missed:
             parameter = forward.parameters[name]
             if accumulates(parameter) or name in unused:
-                parameter.grad = _as_kept(parameter, torch.zeros_like(parameter))
+                kept = getattr(parameter, "grad_dtype", None)  # of p.grad; None: any, and that of the parameter will do
+                parameter.grad = torch.zeros_like(parameter, dtype=kept)
 
     @undone
     def deliver(
@@ -371,12 +379,6 @@ class Store:
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
-
-
-def _as_kept(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient in the dtype of p.grad; the engine would convert it on its way past the guard."""
-    dtype = getattr(parameter, "grad_dtype", grad.dtype)
-    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
 
 
 def _task_of(result: Any) -> int | None:

@@ -141,6 +141,10 @@ class Readable(Part):
     def unpack(cls, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Readable:
         """Return the part that these tensors and numbers were packed from."""
 
+    def with_others(self, others: Readable) -> Tensor | None:
+        """``<D_n, E_m>`` with gradients E of other samples, ``[n, m]``; None where lines of both have to be read."""
+        return None
+
     def touched(self) -> Tensor | None:
         """Return the lines that may be other than zero; None where all may be."""
         return None

@@ -15,7 +15,7 @@ from fxgrad.kernels.dense import products
 from fxgrad.kernels.factors import Factor
 from fxgrad.kernels.precision import WIDE, at_most, unit
 from fxgrad.kernels.products import product_norms, product_rounding, product_rows, rank_one_norms
-from fxgrad.kernels.sample_grams import product_gram
+from fxgrad.kernels.sample_grams import of_products, product_gram
 from fxgrad.kernels.sizes import hint
 from fxgrad.kernels.sums import FEW_FACTORS, FEW_PRODUCTS, positions, product_sum, small_product_sum
 from fxgrad.ops.equation import Equation
@@ -164,6 +164,15 @@ class Product(Einsum, Readable):
             return None
         gram: Tensor = product_gram(g, x)
         return gram
+
+    def with_others(self, others: Readable) -> Tensor | None:
+        if not isinstance(others, Product) or self.is_complex or others.is_complex:
+            return None
+        (g, x), (h, y) = self.sides, others.sides
+        (n, k, fan_out), (m, of_others, _), fan_in = g.shape, h.shape, x.shape[2]
+        if n * k * m * of_others * (fan_out + fan_in) >= (n * k + m * of_others + n * m) * fan_out * fan_in:
+            return None
+        return of_products(g, x, h, y)
 
     def grouped(self, size: int) -> Term:
         return self.with_factors(*(in_groups(side, size) for side in self.sides))

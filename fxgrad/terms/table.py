@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxgrad.kernels.dense import scattered, scattered_onto
 from fxgrad.kernels.factors import Factor, OneHot
-from fxgrad.kernels.sample_grams import table_gram
+from fxgrad.kernels.sample_grams import of_tables, table_gram
 from fxgrad.kernels.sizes import hint
 from fxgrad.kernels.sums import small_table_sum
 from fxgrad.kernels.tables import kernels_pay, lines_of_table, rounding_of_rows, row_norms, table_rows, table_sum
@@ -113,6 +113,11 @@ class Table(Term, Readable):
             return None
         gram: Tensor = table_gram(ids, g.to(dtype), padding)
         return gram
+
+    def with_others(self, others: Readable) -> Tensor | None:
+        if not isinstance(others, Table) or self.rows.ids.shape[1] * others.rows.ids.shape[1] >= self.rows.classes:
+            return None
+        return of_tables(self.rows.ids, self.g, others.rows.ids, others.g, self.rows.padding)
 
     def grouped(self, size: int) -> Term:
         return self.with_factors(replace(self.rows, ids=in_groups(self.rows.ids, size)), in_groups(self.g, size))

@@ -18,6 +18,7 @@ from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.precision import TOLERANCE, wide
 from fxgrad.quantities import GradSample
+from fxgrad.quantities.products import of_one_process
 from fxgrad.samples.batch import map_tensors, tensors_in
 from fxgrad.tracing import settled_batch
 from fxgrad.untouched import random_numbers_kept
@@ -70,9 +71,12 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
     options["check_first_batch"] = False  # every sample is changed here
     options["on_result"] = None  # the user's steps are reported, and none is made here
-    if engine is not None and not any(isinstance(one, GradSample) for one in engine.options.quantities):
-        # grad_sample is compared; what the model's own quantities refuse is refused here, too
-        options["quantity"], options["strategy"] = [GradSample(), *engine.options.quantities], None
+    if engine is not None:
+        own = [of_one_process(one) for one in engine.store.quantities]
+        options["quantity"] = own
+        if not any(isinstance(one, GradSample) for one in own):
+            # grad_sample is compared; what the model's own quantities refuse is refused here, too
+            options["quantity"], options["strategy"] = [GradSample(), *own], None
     original = model if engine is None else engine.model
     if engine is not None:
         engine.pop_sample_weight("forward", kwargs)  # it weighs clipped sums, and no grad_sample
