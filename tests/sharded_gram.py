@@ -161,6 +161,18 @@ def products_are_refused_in_all_processes(rank: int) -> None:
 
 
 @case
+def products_of_two_models(rank: int) -> None:
+    """The processes meet in one model after the other, and not in two at a time."""
+    gram = fxgrad.GradGram(all_processes=True)
+    pair = [fxgrad.transform(tied(), quantity=gram, backend="eager") for _ in range(2)]
+    batches = ids((2, 3))
+    for private in pair:
+        loss(private(batches[rank])).backward()
+        assert_products(fxgrad.result(private, gram), products(tied(), batches, rank))
+    refused(OptionError, "of different models", lambda: loss(pair[rank](batches[rank])).backward())
+
+
+@case
 def products_need_the_models_own_call(rank: int) -> None:
     gram = fxgrad.GradGram(all_processes=True)
     options: Any = {"quantity": gram}

@@ -91,7 +91,11 @@ class _Gradients:
 class Exchange:
     """The exchange of one quantity of one model."""
 
+    count = 0  # how many there have been in this process
+
     def __init__(self) -> None:
+        Exchange.count += 1
+        self.place = Exchange.count  # the same in each process, which has made the same models
         self.number = number_of(self)
         self.own: dict[str, list[_Gradients]] = {}  # of the running backward, by parameter; a graph adds an entry
 
@@ -115,7 +119,7 @@ class Exchange:
     def end(self, own: Tensor, forward: Forward) -> Tensor:
         """Return the products ``[n, m]`` of the n own samples with the m of all processes, from ``[n, n]``."""
         gradients, self.own = self.own, {}
-        forms = _gathered(_Form.of(gradients, own, forward))
+        forms = _gathered(_Form.of(self.place, gradients, own, forward))
         blocks = []
         for rank, form in enumerate(forms):
             if rank == dist.get_rank():
@@ -135,14 +139,15 @@ class Exchange:
 class _Form:
     """What a process says of its gradients before it sends them."""
 
+    place: int
     samples: int
     parameters: dict[str, tuple[int, ...]]  # the shapes of all that it trains
     gradients: list[tuple[str, Any]]  # of each parameter, in the order in which they are sent
 
     @classmethod
-    def of(cls, gradients: Mapping[str, Sequence[_Gradients]], own: Tensor, forward: Forward) -> _Form:
+    def of(cls, place: int, gradients: Mapping[str, Sequence[_Gradients]], own: Tensor, forward: Forward) -> _Form:
         shapes = {name: tuple(p.shape) for name, p in forward.parameters.items()}
-        return cls(len(own), shapes, [(name, one.form()) for name, ones in gradients.items() for one in ones])
+        return cls(place, len(own), shapes, [(name, one.form()) for name, ones in gradients.items() for one in ones])
 
 
 def _gathered(own: _Form) -> list[_Form]:
@@ -150,6 +155,11 @@ def _gathered(own: _Form) -> list[_Form]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     for rank, one in enumerate(every):
+        if one.place != every[0].place:
+            raise OptionError(
+                f"processes 0 and {rank} exchange gradients of different models",
+                advice="Transform the models in one order in every process, and call backward() once for each.",
+            )
         if one.parameters != every[0].parameters:
             odd = sorted(one.parameters.items() ^ every[0].parameters.items(), key=lambda item: item[0])
             raise OptionError(
