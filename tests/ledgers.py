@@ -5,8 +5,8 @@
 
 Write a row anew after a change that refuses less, and read the difference before it is committed: a sample that was
 right and is refused now is a mistake as much as a wrong number. `make long` compares every row, `make test` one
-sample of each op and module, and of those that let samples meet, one with `mixing="allow"`, too; the variants in place
-are the long run's.
+sample of each module and of a third of the ops, and of those that let samples meet, one with `mixing="allow"`, too;
+the variants in place are the long run's.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("layers", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_the_page_is_well_formed_and_needs_nothing_else(layers: int, tmp_path: Path) -> None:
     found = fxgrad.explain(language_model(layers), torch.randint(11, (4, 5)))
     text = found.to_html(tmp_path / "page.html")

@@ -23,7 +23,7 @@ from fxgrad.proof.trials import Trial
 from tests.databases import CRASHES, op_db
 
 SAMPLES = 3  # of each op in the database
-CASES_OF_AN_OP = 6
+CASES_OF_AN_OP, QUICK_CASES = 6, 2  # of each sample, in `make long` and in `make test`
 AT_RANDOM = {"empty_like", "new_empty", "empty", "new_empty_strided", "empty_strided", "empty_permuted"}
 
 
@@ -118,7 +118,7 @@ def samples_of(info: Any) -> Iterator[Any]:
     yield from islice(info.sample_inputs("cpu", torch.float64, requires_grad=False), SAMPLES)
 
 
-def cases_of(inputs: Any) -> list[tuple[int, int]]:
+def cases_of(inputs: Any, most: int) -> list[tuple[int, int]]:
     """Which tensor holds the samples, and along which dimension."""
     held = tensors_in(inputs)
     found = [
@@ -128,8 +128,8 @@ def cases_of(inputs: Any) -> list[tuple[int, int]]:
         for dim in range(tensor.dim())
         if 1 < tensor.shape[dim] < 12
     ]
-    step = max(1, len(found) // CASES_OF_AN_OP)
-    return found[::step][:CASES_OF_AN_OP]
+    step = max(1, len(found) // most)
+    return found[::step][:most]
 
 
 OPS = [
@@ -143,8 +143,9 @@ OPS = [
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("most", [QUICK_CASES, pytest.param(CASES_OF_AN_OP, marks=pytest.mark.long)])
 @pytest.mark.parametrize("info", OPS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name))))
-def test_a_rule_by_changing_one_sample(info: Any) -> None:
+def test_a_rule_by_changing_one_sample(info: Any, most: int) -> None:
     for sample in samples_of(info):
         inputs = (sample.input, sample.args, sample.kwargs)
 
@@ -152,7 +153,7 @@ def test_a_rule_by_changing_one_sample(info: Any) -> None:
             first, args, kwargs = given
             return info.op(first, *args, **kwargs)
 
-        for place, dim in cases_of(inputs):
+        for place, dim in cases_of(inputs, most):
             check(call, inputs, place, dim)
 
 

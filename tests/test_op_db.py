@@ -89,7 +89,7 @@ def layouts(info: Any, few: int) -> list[Case]:
 OVER_SAMPLES = ("unbind", "split", "chunk")
 """Parts of names of ops that cut the samples apart: Dynamo unrolls them for many samples before they are refused."""
 
-SOME = [info for info in LAYOUTS if not any(part in info.name for part in OVER_SAMPLES)][::6]
+SOME = [info for info in LAYOUTS if not any(part in info.name for part in OVER_SAMPLES)][::12]
 
 
 @pytest.mark.parametrize("info", SOME, ids=by_name)

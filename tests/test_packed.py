@@ -145,7 +145,7 @@ def test_a_packed_input(kind: Any, order: str, options: str, by_input: bool) -> 
         torch.testing.assert_close(packed.data.grad, again.data.grad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(lambda kind: kind is nn.LSTM, KINDS))
 def test_given_states_are_in_the_users_order(kind: Any) -> None:
     model = OnPacked(kind, bidirectional=True).double()
     sequences = sample(LENGTHS["unsorted"])
@@ -241,7 +241,7 @@ class Reader(nn.Module):
         return pad_packed_sequence(values, batch_first=True)[0]
 
 
-@pytest.mark.parametrize("backend", [*TRACED, pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("backend", [*TRACED, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.long])])
 def test_layers_on_packed_rows(backend: str) -> None:
     model = Reader().double()
     lengths = LENGTHS["unsorted"]
@@ -333,7 +333,7 @@ def test_rows_that_hold_parts_of_samples() -> None:
     assert relative_error(grads, grads_alone(model, calls)) < 1e-10
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(lambda kind: kind is nn.LSTM, KINDS))
 def test_dropout_draws_what_pytorch_draws(kind: Any) -> None:
     model = OnPacked(kind, num_layers=2, bidirectional=True, dropout=0.5).double()
     packed = pack_sequence(sample(LENGTHS["unsorted"]), enforce_sorted=False)

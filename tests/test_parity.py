@@ -152,7 +152,7 @@ class SamplesFirst(nn.Module):
         return out if self.rnn.batch_first else out.transpose(0, 1), *(h.transpose(0, 1) for h in last)
 
 
-@pytest.mark.parametrize("one_in", [5, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("one_in", [10, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("info", RECURRENT, ids=lambda info: info.name)
 def test_recurrent_modules(info: Any, one_in: int) -> None:
     """Every input of `module_db`: refused as it is (unbatched), right as a batch, right when packed."""

@@ -14,6 +14,7 @@ import fxgrad
 from fxgrad.testing import default_loss, per_sample_grads, relative_error
 from tests.cases import CONVOLUTIONS, EINSUMS, LOOKUPS, NORMS, PRODUCTS, Case
 from tests.programs import quick_dynamo
+from tests.quick import long_but
 from tests.test_rules import CASES, FIRST, by_name, every_case
 
 pytestmark = [
@@ -213,7 +214,7 @@ def test_families(name: str, batch: int, backend: str, device: torch.device) -> 
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["conv", pytest.param("tied", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", long_but(lambda name: name == "mlp", ["mlp", "conv", "tied"]))
 def test_families_through_inductor(name: str, device: torch.device) -> None:
     model, x = family(name, device, torch.float32)
     check(model, x, backend="inductor", tolerance=2e-4)

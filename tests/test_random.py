@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,17 @@ class Random(nn.Module):
         return out
 
 
+class Dropped(nn.Module):
+    """One layer, and a draw before and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x + torch.randn_like(x)), 0.5, self.training)
+
+
 def run(call: object, x: Tensor) -> tuple[Tensor, Tensor]:
     torch.manual_seed(3)
     out = call(x)  # type: ignore[operator]
@@ -50,8 +63,9 @@ def test_same_draws_as_eager(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.inductor
-def test_same_draws_as_the_plain_compiled_model(device: torch.device) -> None:
-    model, x = Random().to(device), torch.randn(5, 3, 4, device=device)
+@pytest.mark.parametrize("make", [Dropped, pytest.param(Random, marks=pytest.mark.long)])
+def test_same_draws_as_the_plain_compiled_model(make: Callable[[], nn.Module], device: torch.device) -> None:
+    model, x = make().to(device), torch.randn(5, 3, 4, device=device)
     compiled = torch.compile(model, dynamic=True)
     plain, state = run(compiled, x)
     model.zero_grad()

@@ -105,8 +105,14 @@ def test_every_option(count: int) -> None:
 
 
 @pytest.mark.parametrize("by_input", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    long_but(
+        lambda kind, dtype: kind is nn.LSTM or dtype is torch.float64,
+        itertools.product(KINDS, (torch.float32, torch.float64, torch.bfloat16)),
+    ),
+    ids=str,
+)
 def test_every_dtype(kind: Any, dtype: torch.dtype, by_input: bool, device: torch.device) -> None:
     model = Recurrent(kind, num_layers=2, bidirectional=True).to(device, dtype)
     x = sequence(dtype=dtype).to(device).requires_grad_(by_input)
@@ -332,7 +338,7 @@ class Broken(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, at a break
 @pytest.mark.parametrize("backend", TRACED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(lambda kind: kind is nn.LSTM, KINDS))
 def test_a_graph_without_parameters(kind: Any, backend: str) -> None:
     model, x = Broken(kind).double(), sequence(True)
     assert_per_sample_grads(model, x, backend=backend, options={"fullgraph": False})
@@ -405,7 +411,7 @@ def unsaid(model: Any, x: Tensor, *states: Tensor, view: Any = None, **how: Any)
 @pytest.mark.parametrize(
     ("kind", "options"),
     long_but(
-        lambda kind, options: kind is nn.LSTM or not options,
+        lambda kind, options: kind is nn.LSTM,
         itertools.product(KINDS, [dict(), dict(num_layers=2), dict(bidirectional=True)]),
     ),
     ids=str,

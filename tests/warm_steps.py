@@ -1,7 +1,7 @@
 """Steps of a few models in a process of its own: prints a hash of their results, and what AOTAutograd's cache did.
 
 ``python -m tests.warm_steps`` with TORCHINDUCTOR_CACHE_DIR set. ``--save FILE`` writes the cache's artifacts to a file
-after the steps, and ``--load FILE`` reads them before.
+after the steps, and ``--load FILE`` reads them before; ``--first N`` takes the first steps alone.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def main() -> None:
     if option == "--load":
         with open(file[0], "rb") as stream:
             torch.compiler.load_cache_artifacts(stream.read())
+    steps = STEPS[: int(file[0])] if option == "--first" else STEPS
     with config.patch(compile_threads=1):
-        results = [step(make, shape, quantity()) for make, shape, quantity in STEPS]
+        results = [step(make, shape, quantity()) for make, shape, quantity in steps]
     if option == "--save":
         saved = torch.compiler.save_cache_artifacts()
         assert saved is not None
