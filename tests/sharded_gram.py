@@ -58,25 +58,24 @@ BATCHES = [((3, 4), (7, 7)), ((1, 5), (7, 4)), ((0, 2), (3, 3)), ((0, 0), (3, 3)
 
 
 @case
-def products_with_the_samples_of_all(rank: int) -> None:
-    """Batches and sequences of any sizes; the second time in float32 through Inductor, under a mean."""
-    for backend, dtype, tolerance in (("eager", torch.float64, 1e-10), ("inductor", torch.float32, 1e-5)):
-        torch.manual_seed(0)
-        model = Mixed().to(dtype)
-        gram = fxgrad.GradGram(all_processes=True)
-        reports: list[Tensor] = []
-
-        def report(_: Any, result: Tensor, to: list[Tensor] = reports) -> None:
-            to.append(result)
-
-        private = fxgrad.transform(model, quantity=gram, backend=backend, on_result=report)
-        assert str(gram) == "GradGram(all_processes=True)"
-        for seed, (sizes, lengths) in enumerate(BATCHES):
-            batches = mixed(rank, sizes, lengths, seed)
-            loss(private(batches[rank])).backward()
-            expected = products(copy.deepcopy(model).double(), batches, rank)
-            assert_products(fxgrad.result(private, gram).double(), expected, tolerance)
-            assert reports[-1] is fxgrad.result(private, gram)
+def products_with_the_samples_of_all(
+    rank: int, backend: str = "eager", dtype: torch.dtype = torch.float64, tolerance: float = 1e-10
+) -> None:
+    """Batches and sequences of any sizes; in float32 through Inductor in tests/sharded_long.py."""
+    torch.manual_seed(0)
+    model = Mixed().to(dtype)
+    gram = fxgrad.GradGram(all_processes=True)
+    reports: list[Tensor] = []
+    private = fxgrad.transform(
+        model, quantity=gram, backend=backend, on_result=lambda _, result: reports.append(result)
+    )
+    assert str(gram) == "GradGram(all_processes=True)"
+    for seed, (sizes, lengths) in enumerate(BATCHES):
+        batches = mixed(rank, sizes, lengths, seed)
+        loss(private(batches[rank])).backward()
+        expected = products(copy.deepcopy(model).double(), batches, rank)
+        assert_products(fxgrad.result(private, gram).double(), expected, tolerance)
+        assert reports[-1] is fxgrad.result(private, gram)
 
 
 @case
@@ -94,7 +93,7 @@ def products_of_means_and_groups(rank: int) -> None:
 @case
 def products_of_forms_that_differ(rank: int) -> None:
     """One process has multiplied out what the other keeps as factors."""
-    model = tied()
+    model = tied(blocks=1)
     gram = fxgrad.GradGram(all_processes=True)
     for ways in (("materialise", "gram"), (None, {"blocks.*": "materialise"})):
         private = fxgrad.transform(
@@ -117,10 +116,10 @@ def products_beside_a_clipped_sum(rank: int) -> None:
 
     around: Callable[[Any], Any]
     for around in (sharded, copied):
-        model = tied()
+        model = tied(blocks=1)
         alone = copy.deepcopy(model)
         gram = fxgrad.GradGram(all_processes=True)
-        private = fxgrad.transform(model, quantity=[fxgrad.ClippedGrad(C), gram], backend="aot_eager")
+        private = fxgrad.transform(model, quantity=[fxgrad.ClippedGrad(C), gram], backend="eager")
         wrapped = around(private)
         for sizes in ((3, 2), (0, 4), (1, 2)):
             batches = ids(sizes)
@@ -164,11 +163,11 @@ def products_are_refused_in_all_processes(rank: int) -> None:
 def products_of_two_models(rank: int) -> None:
     """The processes meet in one model after the other, and not in two at a time."""
     gram = fxgrad.GradGram(all_processes=True)
-    pair = [fxgrad.transform(tied(), quantity=gram, backend="eager") for _ in range(2)]
+    pair = [fxgrad.transform(tied(blocks=1), quantity=gram, backend="eager") for _ in range(2)]
     batches = ids((2, 3))
     for private in pair:
         loss(private(batches[rank])).backward()
-        assert_products(fxgrad.result(private, gram), products(tied(), batches, rank))
+        assert_products(fxgrad.result(private, gram), products(tied(blocks=1), batches, rank))
     refused(OptionError, "of different models", lambda: loss(pair[rank](batches[rank])).backward())
 
 
