@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fxgrad
 from fxgrad.errors import UnsupportedOp
 from fxgrad.testing import assert_per_sample_grads, default_loss, per_sample_grads
+from tests.quick import long_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of Dynamo itself
 needs_hooks = pytest.mark.skipif(torch.__version__ < "2.13", reason="before 2.13 such a hook breaks the graph")
@@ -297,9 +299,15 @@ def test_memory(body: Body, size: int) -> None:
     check(body, 4, size=size)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    "body", [views_before_no_grad, detached_before_a_write, power_by_name, weight_written_through_detach]
+    ("body", "backend"),
+    long_but(
+        lambda body, backend: backend == "aot_eager" or body is views_before_no_grad,
+        itertools.product(
+            (views_before_no_grad, detached_before_a_write, power_by_name, weight_written_through_detach),
+            ("aot_eager", "inductor"),
+        ),
+    ),
 )
 def test_compiled(body: Body, backend: str) -> None:
     check(body, 4, size=5, backend=backend)
