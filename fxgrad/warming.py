@@ -130,13 +130,16 @@ class _Warming(FirstBatch):
 def _as_before(engine: Engine) -> Iterator[None]:
     """Let calls end where they are compiled, whatever results are set; restore the engine behind them."""
     store, guard = engine.store, engine.store.guard
+    exchanges, store.exchanges = store.exchanges, {}  # other processes may warm up elsewhere, or not at all
     policy, first_batch, released = store.policy, engine.first_batch, guard is not None and not guard.ids
     store.policy, engine.first_batch = "overwrite", _Warming(engine.options.quantities)
     try:
         with random_numbers_kept(engine.model), torch.enable_grad():
             yield
     finally:
-        store.policy, engine.first_batch = policy, first_batch
+        store.policy, engine.first_batch, store.exchanges = policy, first_batch, exchanges
+        for exchange in exchanges.values():
+            exchange.own.clear()
         if guard is not None and released:
             guard.release()
 

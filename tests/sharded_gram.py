@@ -143,7 +143,7 @@ def products_are_refused_in_all_processes(rank: int) -> None:
     batches = ids((2, 3))
     model.head.weight.requires_grad_(rank == 0)
     output = private(batches[rank])
-    refused(OptionError, "'table.weight' is not the same in both", lambda: loss(output).backward())
+    refused(OptionError, "'table.weight' is trained in one of them alone", lambda: loss(output).backward())
     refused(OptionError, "no backward", lambda: fxgrad.result(private, gram))
     model.head.weight.requires_grad_()
     output = private(batches[rank])
@@ -169,6 +169,53 @@ def products_of_two_models(rank: int) -> None:
         loss(private(batches[rank])).backward()
         assert_products(fxgrad.result(private, gram), products(tied(blocks=1), batches, rank))
     refused(OptionError, "of different models", lambda: loss(pair[rank](batches[rank])).backward())
+
+
+@case
+def products_of_steps_that_differ(rank: int) -> None:
+    """A process whose backward raised, and that goes on alone, meets no earlier step of the other."""
+    gram = fxgrad.GradGram(all_processes=True)
+    private = fxgrad.transform(tied(blocks=1), quantity=gram, backend="eager")
+    batches = ids((2, 3))
+    output = private(batches[rank])
+    if rank == 0:
+        output.register_hook(lambda _: 1 / 0)
+        try:
+            loss(output).backward()
+        except ZeroDivisionError:
+            output = private(batches[rank])
+    refused(OptionError, "are in different steps: calls 2 and 1", lambda: loss(output).backward())
+
+
+@case
+def products_of_models_that_differ(rank: int) -> None:
+    """One process has other shapes, dtypes or groups, or has made models that the other does not know."""
+    gram = fxgrad.GradGram(all_processes=True)
+    if rank == 0:  # none of these has a call
+        refused(OptionError, "in_dims", lambda: fxgrad.transform(tied(), quantity=gram, in_dims="zz"))
+        copy.deepcopy(fxgrad.transform(tied(), quantity=gram, backend="eager"))
+        fxgrad.warm_up(fxgrad.transform(tied(), quantity=gram, backend="eager"), ids((2, 3))[0])
+    for made, part in (
+        (nn.Linear(4, 4 + rank), "have different models: 'bias' is"),
+        (nn.Linear(4, 4, dtype=(torch.float32, torch.float64)[rank]), "torch.float32 [4] and torch.float64 [4]"),
+        (nn.Linear(4, 4, bias=rank == 0), "'bias' is trained in one of them alone"),
+    ):
+        private = fxgrad.transform(made, quantity=gram, backend="eager")
+        output = private(torch.ones(3, 4, dtype=made.weight.dtype))
+        refused(OptionError, part, loss(output).backward)
+    groups = fxgrad.GradGram(all_processes=True, group_size=1 + rank)
+    output = fxgrad.transform(nn.Linear(4, 4), quantity=groups, backend="eager")(torch.ones(2, 4))
+    refused(OptionError, "groups of 1 and 2 rows", lambda: loss(output).backward())
+
+    class Kernel(fxgrad.GradGram):
+        pass
+
+    kernel = Kernel(all_processes=True)
+    refused(OptionError, "Kernel derives from it", lambda: fxgrad.transform(nn.Linear(2, 2), quantity=kernel))
+    right = fxgrad.transform(tied(blocks=1), quantity=gram, backend="eager")
+    batches = ids((2, 3))
+    loss(right(batches[rank])).backward()
+    assert_products(fxgrad.result(right, gram), products(tied(blocks=1), batches, rank))
 
 
 @case

@@ -23,6 +23,7 @@ from fxgrad.errors import OptionError
 from fxgrad.gradients.others import inner_products
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.handing import hand_gradients, number_of
+from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities import Delivery, GradGram, Quantity
 from fxgrad.quantities.base import values_of
 from fxgrad.runtime.forward import Forward
@@ -91,13 +92,21 @@ class _Gradients:
 class Exchange:
     """The exchange of one quantity of one model."""
 
-    count = 0  # how many there have been in this process
+    count = 0  # how many have had a call in this process
 
     def __init__(self) -> None:
-        Exchange.count += 1
-        self.place = Exchange.count  # the same in each process, which has made the same models
+        self.place = 0  # among those that have had a call, by the first: the same in each process
+        self.calls = 0
         self.number = number_of(self)
         self.own: dict[str, list[_Gradients]] = {}  # of the running backward, by parameter; a graph adds an entry
+
+    def entered(self, forward: Forward) -> None:
+        """Count a call of the model: processes meet only in the same one."""
+        if not self.place:
+            Exchange.count += 1
+            self.place = Exchange.count
+        self.calls += 1
+        forward.call = self.calls
 
     def begin(self, forward: Forward) -> None:
         """Forget what a backward that raised has left, before one begins."""
@@ -116,10 +125,11 @@ class Exchange:
         self.own.setdefault(name, []).append(_Gradients(Packed(layout, own, list(numbers)), list(lines), scale))
 
     @torch.no_grad()
-    def end(self, own: Tensor, forward: Forward) -> Tensor:
+    def end(self, own: Tensor, forward: Forward, group_size: int) -> Tensor:
         """Return the products ``[n, m]`` of the n own samples with the m of all processes, from ``[n, n]``."""
         gradients, self.own = self.own, {}
-        forms = _gathered(_Form.of(self.place, gradients, own, forward))
+        sent = [(name, one.form()) for name, ones in gradients.items() for one in ones]
+        forms = _gathered(_Form(self.place, forward.call, group_size, len(own), _parameters(forward), sent))
         blocks = []
         for rank, form in enumerate(forms):
             if rank == dist.get_rank():
@@ -139,34 +149,58 @@ class Exchange:
 class _Form:
     """What a process says of its gradients before it sends them."""
 
-    place: int
+    place: int  # of the model
+    call: int  # of the model
+    group_size: int
     samples: int
-    parameters: dict[str, tuple[int, ...]]  # the shapes of all that it trains
+    parameters: dict[str, str]  # the shapes of all that it trains, and the dtypes of their products
     gradients: list[tuple[str, Any]]  # of each parameter, in the order in which they are sent
 
-    @classmethod
-    def of(cls, place: int, gradients: Mapping[str, Sequence[_Gradients]], own: Tensor, forward: Forward) -> _Form:
-        shapes = {name: tuple(p.shape) for name, p in forward.parameters.items()}
-        return cls(place, len(own), shapes, [(name, one.form()) for name, ones in gradients.items() for one in ones])
+
+def _parameters(forward: Forward) -> dict[str, str]:
+    return {name: f"{accumulating(p.dtype)} {list(p.shape)}" for name, p in forward.parameters.items()}
 
 
 def _gathered(own: _Form) -> list[_Form]:
-    """Return what all processes say, in order; raise in all of them unless they train the same."""
+    """Return what all processes say, in order; raise in all of them unless they are in one step of one model."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     for rank, one in enumerate(every):
-        if one.place != every[0].place:
-            raise OptionError(
-                f"processes 0 and {rank} exchange gradients of different models",
-                advice="Transform the models in one order in every process, and call backward() once for each.",
-            )
-        if one.parameters != every[0].parameters:
-            odd = sorted(one.parameters.items() ^ every[0].parameters.items(), key=lambda item: item[0])
-            raise OptionError(
-                f"processes 0 and {rank} train different parameters: '{odd[0][0]}' is not the same in both",
-                advice="Freeze the same parameters in every process.",
-            )
+        _check_equal(every[0], one, rank)
     return every
+
+
+def _check_equal(first: _Form, one: _Form, rank: int) -> None:
+    """Raise, in every process, where the first and another one do not mean the same."""
+    both = f"processes 0 and {rank}"
+    if one.place != first.place:
+        raise OptionError(
+            f"{both} exchange gradients of different models",
+            advice="Call the models in one order in every process, and backward() once for each.",
+        )
+    if one.call != first.call:
+        raise OptionError(
+            f"{both} are in different steps: calls {first.call} and {one.call} of the model with gradients",
+            advice="If one process leaves a step out, as after an error, let all leave it out. Evaluate under "
+            "torch.no_grad(). Transform the model anew in every process to count from 0.",
+        )
+    if one.group_size != first.group_size:
+        raise OptionError(
+            f"{both} have groups of {first.group_size} and {one.group_size} rows",
+            advice="Pass the same group_size in every process.",
+        )
+    alone = sorted(one.parameters.keys() ^ first.parameters.keys())
+    if alone:
+        raise OptionError(
+            f"{both} train different parameters: '{alone[0]}' is trained in one of them alone",
+            advice="Make the same model in every process, and freeze the same parameters.",
+        )
+    odd = sorted(name for name, kind in one.parameters.items() if kind != first.parameters[name])
+    if odd:
+        raise OptionError(
+            f"{both} have different models: '{odd[0]}' is {first.parameters[odd[0]]} and {one.parameters[odd[0]]}",
+            advice="Give the model the same shapes and dtypes in every process.",
+        )
 
 
 def _send(gradients: Mapping[str, Sequence[_Gradients]], device: torch.device) -> None:
@@ -201,6 +235,12 @@ def _padded(size: int) -> int:
 
 def exchanges_of(quantities: Sequence[Quantity]) -> tuple[dict[int, Exchange], tuple[Quantity, ...]]:
     """Return the exchanges by the places of their quantities, and what each process computes."""
+    for quantity in quantities:
+        if isinstance(quantity, GradGram) and type(quantity) is not GradGram and quantity.all_processes:
+            raise OptionError(
+                f"all_processes=True is for GradGram alone, and {type(quantity).__name__} derives from it",
+                advice="Use fxgrad.GradGram(all_processes=True), or a quantity of the process's own samples.",
+            )
     exchanges = {i: Exchange() for i, q in enumerate(quantities) if type(q) is GradGram and q.all_processes}
     own = [
         GramOfAll(**values_of(q), receiver=exchanges[i].number) if i in exchanges else q

@@ -38,6 +38,7 @@ class Forward:
         self.size, self.parameters, self.sample_weight, self.method = size, parameters, sample_weight, method
         self.names = tuple(parameters)
         self.number = next(_NUMBERS)
+        self.call = 0  # its place among the model's calls, where several processes have to agree on it
         self.placeholders: list[Any] = []  # autograd nodes
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
         self.asked: Asked | None = None  # of all parameters

@@ -102,6 +102,8 @@ class Store:
         before = self.current.forward
         self.current.forward = forward
         forward.watched = set()
+        for exchange in self.exchanges.values():
+            exchange.entered(forward)
         if self.reports is not None and forward.enclosing != -1:  # its own backward ends before the one around it
             self.reports.begin(forward.enclosing)
         return before
@@ -297,7 +299,7 @@ class Store:
                     self.put(parameter, delivery.place, zeros(delivery), forward)
         for place, exchange in self.exchanges.items():
             (own,) = self.results.pop(place)  # an exchange that raises leaves none
-            self._report(place, [exchange.end(own, forward)], task)
+            self._report(place, [exchange.end(own, forward, self.quantities[place].group_size)], task)
         if forward.units is not None:  # queued first: observers look at p.grad of the shards
             forward.units.reduce(task, self.adds_to_grad(forward), forward.parameters, forward.size)
         if self.observers:
