@@ -49,7 +49,7 @@ def assert_products(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> 
         assert float((got - expected).abs().max() / expected.abs().max()) <= tolerance
 
 
-def mixed(rank: int, sizes: Sequence[int], lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
+def mixed(sizes: Sequence[int], lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(40, shape, generator=generator) for shape in zip(sizes, lengths, strict=True)]
 
@@ -71,7 +71,7 @@ def products_with_the_samples_of_all(
     )
     assert str(gram) == "GradGram(all_processes=True)"
     for seed, (sizes, lengths) in enumerate(BATCHES):
-        batches = mixed(rank, sizes, lengths, seed)
+        batches = mixed(sizes, lengths, seed)
         loss(private(batches[rank])).backward()
         expected = products(copy.deepcopy(model).double(), batches, rank)
         assert_products(fxgrad.result(private, gram).double(), expected, tolerance)
@@ -107,15 +107,8 @@ def products_of_forms_that_differ(rank: int) -> None:
 @case
 def products_beside_a_clipped_sum(rank: int) -> None:
     """On units of FSDP2 and under DistributedDataParallel, with an empty batch among them."""
-
-    def sharded(private: Any) -> Any:
-        return units(private)
-
-    def copied(private: Any) -> Any:
-        return DistributedDataParallel(private)
-
-    around: Callable[[Any], Any]
-    for around in (sharded, copied):
+    arounds: tuple[Callable[[Any], Any], ...] = (units, DistributedDataParallel)
+    for around in arounds:
         model = tied(blocks=1)
         alone = copy.deepcopy(model)
         gram = fxgrad.GradGram(all_processes=True)
@@ -127,7 +120,7 @@ def products_beside_a_clipped_sum(rank: int) -> None:
             loss(wrapped(batches[rank])).backward()
             assert_products(fxgrad.result(private, gram), products(alone, batches, rank))
             expected = clipped_sum(alone, torch.cat(batches))
-            if around is sharded:
+            if around is units:
                 assert_grads(private, expected)
             else:
                 grads = {name: p.grad for name, p in private.named_parameters() if p.grad is not None}

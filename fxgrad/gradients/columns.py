@@ -111,9 +111,9 @@ def by_columns(parts: Sequence[Part | Tensor], statistic: Statistic, dtype: torc
     readable, lines = by_lines(whole)
     (first, *_) = readable
     if isinstance(first, Materialised) and len(readable) == 1:
-        rows = as_vectors(first.rows)
-        if math.prod(hint(size) for size in rows.shape[1:]) <= SMALL and not isinstance(statistic, Projection):
-            return statistic.of_rows(rows.to(dtype))
+        elements = math.prod(hint(size) for size in first.own_shape())
+        if elements <= SMALL and not isinstance(statistic, Projection):
+            return statistic.of_rows(first.rows.to(dtype))
     packed = Packed.of(readable, dtype)
     name, settings = type(statistic).__name__, astuple(statistic)
     result: Tensor = columns(packed.tensors, packed.numbers, packed.layout, lines, name, list(settings))
@@ -125,10 +125,14 @@ def by_lines(parts: Sequence[Part]) -> tuple[list[Readable], list[int]]:
     readable = [part.by_lines() for part in parts]
     widths = {part.width for part in readable if part.width is not None}
     if len(widths) != 1:  # none, or lines of several widths
-        rows = reduce(torch.add, [as_vectors(part.dense()) for part in readable])
-        readable, widths = [Materialised(rows)], {1}
+        readable, widths = [multiplied_out(readable)], {1}
     (width,) = widths
     return readable, [math.prod(readable[0].own_shape()) // max(width, 1), width]
+
+
+def multiplied_out(parts: Sequence[Part]) -> Materialised:
+    """Return a sum of parts as vectors, lines of one element."""
+    return Materialised(reduce(torch.add, [as_vectors(part.dense()) for part in parts]))
 
 
 @torch.library.custom_op("fxgrad::columns", mutates_args=())

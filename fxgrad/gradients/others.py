@@ -8,9 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fxgrad.gradients.columns import ELEMENTS
-from fxgrad.kernels.norms import as_vectors
-from fxgrad.terms.part import Materialised, Packed, Readable
+from fxgrad.gradients.columns import ELEMENTS, multiplied_out
+from fxgrad.terms.part import Packed, Readable
 
 
 def inner_products(own: Packed, lines: Sequence[int], others: Packed, lines_of_others: Sequence[int]) -> Tensor:
@@ -23,18 +22,13 @@ def inner_products(own: Packed, lines: Sequence[int], others: Packed, lines_of_o
             return from_factors
     count, width = lines
     if width != lines_of_others[1]:  # one of both is multiplied out, with lines of one element
-        mine, theirs = ([_whole(parts)] for parts in (mine, theirs))
+        mine, theirs = [multiplied_out(mine)], [multiplied_out(theirs)]
         count, width = count * width, 1
-    samples = len(own.tensors[0]) + len(others.tensors[0])
-    step = max(1, ELEMENTS // max(samples * width, 1))
-    total: Tensor | int = 0
+    n, m = len(own.tensors[0]), len(others.tensors[0])
+    like = next(tensor for tensor in own.tensors if tensor.is_floating_point())
+    total, step = like.new_zeros(n, m), max(1, ELEMENTS // max((n + m) * width, 1))
     for start in range(0, count, step):
         chosen = slice(start, min(start + step, count))
         rows, columns = (reduce(torch.add, [part.read(chosen, width) for part in parts]) for parts in (mine, theirs))
-        total = total + rows @ columns.t()
-    return total if isinstance(total, Tensor) else own.tensors[0].new_zeros(len(own.tensors[0]), len(others.tensors[0]))
-
-
-def _whole(parts: Sequence[Readable]) -> Materialised:
-    """Return parts multiplied out and added up, as vectors."""
-    return Materialised(reduce(torch.add, [as_vectors(part.dense()) for part in parts]))
+        total += rows @ columns.t()
+    return total

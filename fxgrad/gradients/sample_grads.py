@@ -116,8 +116,8 @@ class SampleGrads:
         return self._scaled(self._by_columns(Gram()), 2)
 
     def packed(self) -> tuple[Packed, list[int], Tensor]:
-        """Return the gradients without their scale, as lines: packed, how many and of what width; and the scale."""
-        readable, lines = by_lines(merged(self.parts) or [Materialised(self.dense())])
+        """Return the parts, of which there are some, as lines: packed, how many and of what width; and the scale."""
+        readable, lines = by_lines(merged(self.parts))
         scale = torch.ones((), dtype=self.accumulating, device=self.like.device) * self.scale
         return Packed.of(readable, self.accumulating), lines, scale
 

@@ -9,7 +9,6 @@ no arguments: they are empty there, and a compiler may copy what an operator tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,5 +37,5 @@ def _fake(after: Tensor, layouts: Sequence[int], receiver: int, unit: int, place
 @operator(_fake, tags=UNRECORDED)
 def gather_unit(after: Tensor, layouts: Sequence[int], receiver: int, unit: int, places: Sequence[int]) -> list[Tensor]:
     """See the head of this file; returns new tensors, of these layouts one after the other."""
-    made: list[Tensor] = cast("Any", RECEIVERS[receiver]).gathers.gather(unit, places)
+    made: list[Tensor] = RECEIVERS[receiver].gathers.gather(unit, places)
     return made

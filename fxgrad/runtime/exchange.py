@@ -82,9 +82,8 @@ class _Gradients:
         layout, numbers, lines, kinds = form
         tensors = []
         for name, shape in kinds:
-            dtype = getattr(torch, name)
-            size = torch.Size(shape).numel() * dtype.itemsize
-            tensors.append(buffer[start : start + size].view(dtype).view(shape))
+            size = _bytes(name, shape)
+            tensors.append(buffer[start : start + size].view(getattr(torch, name)).view(shape))
             start += _padded(size)
         return cls(Packed(layout, tensors[1:], numbers), lines, tensors[0]), start
 
@@ -219,14 +218,17 @@ def _received(form: _Form, rank: int, device: torch.device) -> Iterator[tuple[st
     """Yield the gradients that one process sends, by parameter."""
     if not form.gradients:
         return
-    kinds = [kind for _, (*_, kinds) in form.gradients for kind in kinds]
-    sizes = [torch.Size(shape).numel() * getattr(torch, name).itemsize for name, shape in kinds]
-    buffer = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
+    sizes = [_padded(_bytes(*kind)) for _, (*_, kinds) in form.gradients for kind in kinds]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, src=rank)
     start = 0
     for name, one in form.gradients:
         gradients, start = _Gradients.of(one, buffer, start)
         yield name, gradients
+
+
+def _bytes(dtype: str, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * int(getattr(torch, dtype).itemsize)
 
 
 def _padded(size: int) -> int:

@@ -12,7 +12,7 @@ A forward goes through these states (forward.py has the fields of each):
 | open | `leave` | makes the forward around it current again | waiting |
 | waiting | `begin_backward`, if the call reaches parameters | refuses wrong calls; queues a callback | running |
 | running | `deliver`, once for each graph | sets results; returns p.grad's to autograd | delivered |
-| running, delivered | `_end_backward`, the last callback | fills in zeros; ends the guard's notes | ended |
+| running, delivered | `_end_backward`, the last callback | fills in zeros; exchanges; ends the guard's notes | ended |
 | ended | `begin_backward`, of a retained graph | as for a waiting one | running |
 
 A refusal raises in the state where it is; `undone` then puts every p.grad back.

@@ -71,14 +71,12 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
     options = {"backend": "aot_eager"} if engine is None else dict(vars(type(model))["_fxgrad_arguments"])
     options["check_first_batch"] = False  # every sample is changed here
     options["on_result"] = None  # the user's steps are reported, and none is made here
-    if engine is not None:
-        own = [of_one_process(one) for one in engine.store.quantities]
-        options["quantity"] = own
-        if not any(isinstance(one, GradSample) for one in own):
-            # grad_sample is compared; what the model's own quantities refuse is refused here, too
-            options["quantity"], options["strategy"] = [GradSample(), *own], None
     original = model if engine is None else engine.model
     if engine is not None:
+        options["quantity"] = [of_one_process(one) for one in engine.store.quantities]
+        if not any(isinstance(one, GradSample) for one in options["quantity"]):
+            # grad_sample is compared; what the model's own quantities refuse is refused here, too
+            options["quantity"], options["strategy"] = [GradSample(), *options["quantity"]], None
         engine.pop_sample_weight("forward", kwargs)  # it weighs clipped sums, and no grad_sample
     if any(map(_is_packed, tree_leaves((args, kwargs), is_leaf=_is_packed))):
         raise OptionError(
