@@ -34,7 +34,7 @@ exclude_patterns = ["_build", "**/GALLERY_HEADER.rst"]
 nitpicky = True
 nitpick_ignore_regex = [  # names of other libraries, and fxgrad's own that are not public
     (r"py:.*", r"(?!fxgrad\.).*"),
-    (r"py:class", r"fxgrad\.(\w+\.)+(Call|Context|F|M|R|Use)"),
+    (r"py:class", r"fxgrad\.(\w+\.)+(Call|Context|F|M|Packed|R|Use)"),
 ]
 
 # -- pages ----------------------------------------------------------------------------------------------------------

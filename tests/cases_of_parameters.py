@@ -78,7 +78,7 @@ MOVED = [
     of("to", lambda w: w.to(torch.float32).to(torch.float64), w(3), tolerance=1e-6),
     of("float", lambda w: w.float().double(), w(3), tolerance=1e-6),
     of("double", lambda w: w.double().exp(), w(3)),
-    of("type_as", lambda w: w.type_as(torch.empty(1, dtype=torch.float32)), w(3), tolerance=1e-6),
+    of("type_as", lambda w: w.type_as(torch.empty(1, dtype=torch.float32, device=w.device)), w(3), tolerance=1e-6),
     of("half", lambda w: w.half() * 2, w(3), tolerance=1e-2),
     of("bfloat16", lambda w: w.bfloat16() * 2, w(3), tolerance=5e-2),
     of("roll", lambda w: w.roll(1, 0), w(4, 3)),

@@ -65,6 +65,21 @@ class Recurrent(nn.Module):
         return out.square().sum((0, 2))
 
 
+class Cells(nn.Module):
+    """Cells in a loop: on a GPU, PyTorch has fused operators for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(D, D), nn.GRUCell(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, h = self.lstm(x), x
+        for _ in range(2):
+            state = self.lstm(h, state)
+            h = self.gru(state[0], h)
+        return h.square().sum(1)
+
+
 def images() -> nn.Module:
     body = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.MaxPool2d(2)
@@ -81,6 +96,7 @@ MODELS: dict[str, Any] = {
     "images": (images, lambda: torch.randn(B, 3, 16, 16)),
     "reader": (Reader, words),
     "recurrent": (Recurrent, words),
+    "cells": (Cells, lambda: torch.randn(B, D)),
 }
 QUANTITIES: dict[str, Any] = {
     "clipped": lambda: fxgrad.ClippedGrad(max_grad_norm=1.0),

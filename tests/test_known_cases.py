@@ -227,7 +227,7 @@ def time_major(m: Any, x: Tensor) -> Tensor:
 
 
 PLACES: list[Case] = [
-    layer("position ids", lambda: Model(lambda m, ids: m.a(ids) + m.b(torch.arange(ids.shape[1])[None]),
+    layer("position ids", lambda: Model(lambda m, ids: m.a(ids) + m.b(torch.arange(ids.shape[1]).to(ids.device)[None]),
           a=nn.Embedding(7, 3),
           b=nn.Embedding(9, 3)), lambda: tokens(5)),
     layer("relative positions", lambda: Model(relative_positions, a=nn.Linear(3, 2), table=value(9)),

@@ -43,7 +43,7 @@ class Padded(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         out, n = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-        return self.read(self, out, n)
+        return self.read(self, out, n.to(out.device))
 
 
 def mask_of(out: Tensor, n: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_does_not_see_the_longest_sample(name: str, device: torch.device) -> None:
     torch._dynamo.reset()
-    model, lengths = Padded(RIGHT[name]).double().to(device), LENGTHS.to(device)
+    model, lengths = Padded(RIGHT[name]).double().to(device), LENGTHS
     x = torch.randn(4, 5, IN, dtype=torch.float64, device=device)
     g = torch.randn(4, H, dtype=torch.float64, device=device)
     with torch.device(device):
@@ -363,7 +363,7 @@ def test_what_sees_the_longest_sample_is_refused(name: str, device: torch.device
     gs = fxgrad.transform(Padded(REFUSED[name]).double().to(device), backend="eager")
     x = torch.randn(4, 5, IN, dtype=torch.float64, device=device)
     with pytest.raises(FxgradError, match=SEEN), torch.device(device):
-        gs(x, LENGTHS.to(device))
+        gs(x, LENGTHS)
 
 
 class FromLengths(Padded):

@@ -529,7 +529,7 @@ def embedding_with_sparse_gradients(ids: Tensor, w: Tensor) -> Tensor:
 
 @accepted(ids(7, 4), w(3))
 def max_norm_of_a_table_without_gradient(ids: Tensor, w: Tensor) -> Tensor:
-    table = torch.arange(21.0, dtype=w.dtype).view(7, 3)
+    table = torch.arange(21.0, dtype=w.dtype, device=w.device).view(7, 3)
     return F.embedding(ids, table, max_norm=1.0) * w
 
 

@@ -336,7 +336,7 @@ def test_such_parameters_through_the_backend(net: Net, x: Tensor, kind: str) -> 
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.extra = net, nn.Parameter(PARAMETERS[kind]())
+            self.net, self.extra = net, nn.Parameter(PARAMETERS[kind]().to(x.device))
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = (self.net(x) * self.extra).abs()

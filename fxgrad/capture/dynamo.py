@@ -9,7 +9,7 @@ A call that finds its graph needs none of it, so a call configures Dynamo only w
     call            catches the error, configures Dynamo, and calls the compiled function again
     call            leaves all settings
 
-The settings are, in their order: the lock, `marked`, `sizes_unseen`, `symbolic_shape_rules`, `recurrent_modules` and
+The settings are, in their order: the lock, `marked`, `sizes_unseen`, `traceable_definitions`, `recurrent_modules` and
 `messages_ignored`. The lock comes first and goes last, because all threads share what the others change.
 """
 
@@ -31,8 +31,8 @@ from torch.backends import opt_einsum
 
 from fxgrad.capture import progress
 from fxgrad.capture.captured import SAMPLE_DIM
+from fxgrad.capture.definitions import traceable_definitions
 from fxgrad.capture.recurrent_modules import recurrent_modules
-from fxgrad.capture.shape_rules import symbolic_shape_rules
 from fxgrad.host.dynamo import MARKS as PYTORCH_MARKS
 from fxgrad.host.dynamo import (
     MARKS_OF_SAVED,
@@ -121,7 +121,7 @@ class CapturedCall:
         find_main(globals())
         self.settings = contextlib.ExitStack()
         marks = marked(self.batch, self.every_size)
-        patches = (sizes_unseen(), symbolic_shape_rules(), recurrent_modules(self.model), messages_ignored())
+        patches = (sizes_unseen(), traceable_definitions(), recurrent_modules(self.model), messages_ignored())
         for setting in (compile_lock, marks, *patches):
             self.settings.enter_context(setting)
         self.settings.callback(progress.end)

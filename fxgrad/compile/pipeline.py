@@ -165,7 +165,8 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     Its Python code is written when it first runs; graphs between passes never run.
     """
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    inputs = gm.graph.find_nodes(op="placeholder")  # torch 2.11 leaves those of sizes behind other nodes
+    copies: dict[fx.Node, fx.Node] = {node: graph.node_copy(node) for node in inputs}
     result = graph.graph_copy(gm.graph, copies)
     output = gm.graph.output_node()
     graph.output(result).meta = dict(output.meta)

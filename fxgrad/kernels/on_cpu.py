@@ -92,7 +92,12 @@ def decompositions(others: Mapping[Any, Callable[..., Any]]) -> Table:
         aten.max_pool2d_with_indices_backward.default: pooled_back,
         aten.threshold_backward.default: relu_backward,
     }
-    return {**others, **{op: _on_cpu(function, others[op]) for op, function in own.items()}}
+    return {**others, **{op: _on_cpu(function, others.get(op, _kept)) for op, function in own.items()}}
+
+
+def _kept(*args: Any, **kwargs: Any) -> Any:
+    """Leave the op as it is: the table says nothing about it."""
+    return NotImplemented
 
 
 def _on_cpu(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

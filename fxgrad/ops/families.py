@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fxgrad.host.ops import schema
+from fxgrad.host.ops import OpOverloadPacket, schema
 from fxgrad.ops.calls import Call, op_name
 from fxgrad.ops.user_functions import AUTOGRAD_FUNCTION
 from fxgrad.ops.worked_dims import OVER_LAST, OVER_NAMED
@@ -178,7 +178,7 @@ def registered() -> dict[str, Family]:
 def _tagged_pointwise(op: str) -> bool:
     """Return whether ATen itself tags every overload of the op on tensors as pointwise."""
     packet = getattr(torch.ops.aten, op, None)
-    if packet is None or "::" in op:
+    if not isinstance(packet, OpOverloadPacket) or "::" in op:
         return False
     overloads = [
         overload

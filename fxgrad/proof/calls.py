@@ -70,6 +70,8 @@ class Known:
 
     def value(self, trial: Trial) -> Tensor:
         def concrete(arg: Any) -> Any:
+            if isinstance(arg, Tensor):  # a constant of the graph, on whichever device
+                return arg.cpu()
             return arg.value(trial) if isinstance(arg, Known) else trial.number(arg)
 
         if trial.batch not in self.values:

@@ -34,7 +34,8 @@ def outcome(attack: Attack, device: torch.device, size: int = SIZE, **options: A
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return _outcome(attack, device, size, options)
+        with device:  # where programs make tensors of their own
+            return _outcome(attack, device, size, options)
     finally:
         torch.set_default_dtype(default)
 
@@ -46,7 +47,7 @@ def _outcome(attack: Attack, device: torch.device, size: int, options: dict[str,
     try:
         view = fxgrad.transform(net, **{"backend": "eager", **options})
         y = view(x.clone())
-        g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)).to(device)
+        g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1), device="cpu").to(device)
         (y * g).sum().backward()
     except FxgradError as error:
         return REFUSED, str(error)

@@ -14,7 +14,7 @@ from tests.attacks.model import attacks, lengths, steps
 
 def packed(x: Tensor) -> PackedSequence:
     """Pack the steps that each sample has."""
-    return pack_padded_sequence(steps(x), lengths(x), batch_first=True, enforce_sorted=False)
+    return pack_padded_sequence(steps(x), lengths(x).cpu(), batch_first=True, enforce_sorted=False)
 
 
 def padded(x: Tensor, value: float = 0.0) -> Tensor:
@@ -24,7 +24,7 @@ def padded(x: Tensor, value: float = 0.0) -> Tensor:
 
 def sorted_by_length(x: Tensor) -> PackedSequence:
     """Pack samples that are sorted already: all have four steps."""
-    return pack_padded_sequence(steps(x), torch.full_like(x[:, 0], 4).long(), batch_first=True)
+    return pack_padded_sequence(steps(x), torch.full_like(x[:, 0], 4).long().cpu(), batch_first=True)
 
 
 def with_indices(p: PackedSequence, order: Tensor | None, unsorted: Tensor | None) -> PackedSequence:
@@ -100,7 +100,7 @@ def added_in_place(m: Any, x: Tensor) -> Tensor:
 def lengths_rewritten(m: Any, x: Tensor) -> Tensor:
     many = lengths(x)
     y = pad_packed_sequence(
-        pack_padded_sequence(steps(x), many, batch_first=True, enforce_sorted=False), batch_first=True
+        pack_padded_sequence(steps(x), many.cpu(), batch_first=True, enforce_sorted=False), batch_first=True
     )[0]
     many.mul_(0)
     return m(y[every(x), many - 1])
@@ -108,7 +108,7 @@ def lengths_rewritten(m: Any, x: Tensor) -> Tensor:
 
 def last_step(m: Any, x: Tensor) -> Tensor:
     many = lengths(x)
-    p = pack_padded_sequence(steps(x), many, batch_first=True, enforce_sorted=False)
+    p = pack_padded_sequence(steps(x), many.cpu(), batch_first=True, enforce_sorted=False)
     return m(pad_packed_sequence(p, batch_first=True)[0][every(x), many - 1])
 
 

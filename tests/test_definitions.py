@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 
 import fxgrad
-from fxgrad.capture.shape_rules import symbolic_shape_rules, take_along_dim
+from fxgrad.capture.definitions import gru_cell, lstm_cell, take_along_dim, traceable_definitions
 from fxgrad.testing import assert_per_sample_grads
 
 OP = torch.ops.aten.take_along_dim.default
@@ -24,6 +25,20 @@ def test_numbers(shape: tuple[int, ...], indices: tuple[int, ...], dim: int | No
     source = torch.randn(shape)
     places = torch.randint(0, 6 if dim is None else shape[dim], indices)
     assert torch.equal(take_along_dim(source, places, dim), torch.take_along_dim(source, places, dim))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
+def test_cells_compute_what_pytorchs_do(kind: str, bias: bool) -> None:
+    cell = getattr(nn, kind)(3, 4, bias=bias)
+    x, h, c = torch.randn(5, 3), torch.randn(5, 4), torch.randn(5, 4)
+    ours: Any = lstm_cell if kind == "LSTMCell" else gru_cell
+    state: Any = (h, c) if kind == "LSTMCell" else h
+
+    found = ours(x, state, cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+
+    for own, native in zip(*map(torch.utils._pytree.tree_leaves, (found, cell(x, state))), strict=True):
+        torch.testing.assert_close(own, native, rtol=1e-6, atol=1e-6)
 
 
 def test_ranks_differ() -> None:
@@ -89,9 +104,9 @@ def test_through_the_checker() -> None:
 
 
 def test_pytorchs_own_rule_is_back_after_the_call() -> None:
-    with symbolic_shape_rules():
+    with traceable_definitions():
         assert OP.py_kernels[DispatchKey.CompositeImplicitAutograd] is take_along_dim
-        with symbolic_shape_rules():
+        with traceable_definitions():
             pass
         assert DispatchKey.CompositeImplicitAutograd in OP.py_kernels
     assert DispatchKey.CompositeImplicitAutograd not in OP.py_kernels
