@@ -151,6 +151,9 @@ _SPELLINGS = {
     "T": "numpy_T",
 }
 _ALIASES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+# x.__iand__(y), which is how Dynamo writes x &= y where a function mode is on, such as a default device
+_ALIASES |= {f"__{name.rstrip('_')}__": op for name, op in _ALIASES.items() if f"__{name.rstrip('_')}__" in dir(Tensor)}
+_ALIASES |= {f"__{name}__": name for name in ("abs", "eq", "ge", "gt", "le", "lt", "ne", "neg")}
 
 # Functions whose own name means another op, or no op in place.
 _FUNCTIONS: dict[Callable[..., Any], str] = {F.unfold: "im2col", F.fold: "col2im", operator.setitem: "setitem_"}

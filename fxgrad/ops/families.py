@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fxgrad.host.ops import OpOverloadPacket, schema
+from fxgrad.host.ops import OpOverload, OpOverloadPacket, schema
 from fxgrad.ops.calls import Call, op_name
 from fxgrad.ops.user_functions import AUTOGRAD_FUNCTION
 from fxgrad.ops.worked_dims import OVER_LAST, OVER_NAMED
@@ -185,7 +185,15 @@ def _tagged_pointwise(op: str) -> bool:
         for overload in (getattr(packet, name) for name in packet.overloads() if "out" not in name)
         if any(isinstance(argument.type, torch.TensorType) for argument in schema(overload).arguments)
     ]
-    return bool(overloads) and all(torch.Tag.pointwise in overload.tags for overload in overloads)
+    pointwise = all(torch.Tag.pointwise in overload.tags for overload in overloads)
+    return bool(overloads) and pointwise and not any(map(_writes_in_place, overloads))
+
+
+def _writes_in_place(overload: OpOverload) -> bool:
+    """Return whether an overload writes to what it takes: ``__ilshift__`` does."""
+    return any(
+        arg.alias_info is not None and arg.alias_info.is_write and not arg.is_out for arg in schema(overload).arguments
+    )
 
 
 def believed(op: str) -> bool:

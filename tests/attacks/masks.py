@@ -94,6 +94,8 @@ ATTACKS = attacks(
         "a true quotient": divided(lambda c: (c / (c - 1)).long()),
         "a power": divided(lambda c: 2 ** (c - 1)),
         "shifted in place": divided(shifted_in_place),
+        "shifted by the method's name": divided(lambda c: c.__ilshift__(c - 1)),
+        "or else, by the method's name": divided(lambda c: c.__ixor__(c - 1)),
         "a remainder of a float": of_a_float,
         "rows by softmax": rows(lambda m, h, x: h.softmax(-1)),
         "rows that are not finite elsewhere": rows(lambda m, h, x: (h / (x - 1)).log_softmax(-1)),

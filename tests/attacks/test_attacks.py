@@ -90,6 +90,17 @@ def test_attack(attack: Attack, device: torch.device) -> None:
     assert found == (RIGHT if attack.right else REFUSED), said
 
 
+BY_METHOD = {"views: written as integers", "writes: shifted in place", "writes: shifted samples"}
+
+
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if str(attack) in BY_METHOD], ids=str)
+def test_under_a_default_device(attack: Attack) -> None:
+    """Under any function mode Dynamo writes ``x <<= y`` as ``x.__ilshift__(y)``."""
+    torch._dynamo.reset()
+    with torch.device("cpu"):
+        assert outcome(attack, torch.device("cpu")) == (RIGHT, "")
+
+
 SHARED = pipeline.PASSES.index(split_lookups)
 """The passes before it do the same whether mixing is allowed or not."""
 
