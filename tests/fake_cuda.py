@@ -32,6 +32,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fxgrad
+from fxgrad.kernels.fusible import opened
+from fxgrad.kernels.on_gpu import form_of
 from fxgrad.quantities.clipping import _constants
 
 B, T, D = 4, 12, 16
@@ -168,16 +170,25 @@ def on_cpu(node: fx.Node) -> bool:
 
 def report(name: str, kind: str) -> dict[str, Any]:
     build, draw = MODELS[name]
-    with fakes_allowed(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes_allowed(), fakes, torch.device("cuda"):
         joint = joint_graph(build(), draw(), QUANTITIES[kind]())
-        calls = [node for node in joint.graph.nodes if node.op == "call_function"]
-        return {
-            "model": name,
-            "quantity": kind,
-            "operators": sorted({str(node.target) for node in calls if str(node.target).startswith("fxgrad.")}),
-            "waits": [found for node in calls if (found := waits(node))],
-            "cpu": [node.name for node in joint.graph.nodes if node.op != "output" and on_cpu(node)],
-        }
+        before, found = described(joint), {"model": name, "quantity": kind}
+    joint = opened(joint, form_of)  # as Inductor gets it
+    with fakes:
+        after = described(joint)
+    waits, cpu = before["waits"] + after["waits"], before["cpu"] + after["cpu"]
+    return {**found, "operators": before["operators"], "left": after["operators"], "waits": waits, "cpu": cpu}
+
+
+def described(gm: fx.GraphModule) -> dict[str, list[str]]:
+    """A graph's operators of fxgrad, what makes the host wait, and values on the CPU."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    return {
+        "operators": sorted({str(node.target) for node in calls if str(node.target).startswith("fxgrad.")}),
+        "waits": [found for node in calls if (found := waits(node))],
+        "cpu": [node.name for node in gm.graph.nodes if node.op != "output" and on_cpu(node)],
+    }
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ def test_the_graphs_have_the_operators_that_are_asked_about(
     assert operators >= {"product_rows", "product_norms", "window_rows", "window_norms", "row_norms", "recurrence"}
 
 
+@needs_compiler
+@on_cpu_build
+def test_products_and_convolutions_are_left_to_inductor(reports: Reports) -> None:
+    left = {name.split(".")[1] for report in reports.values() for name in report["left"]}
+
+    assert not left & {"product_norms", "product_rows", "product_sum", "window_norms", "window_rows", "window_sum"}
+    assert "recurrence" in left
+
+
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the ways that values on a GPU take."""

@@ -17,6 +17,7 @@ import fxgrad
 from benchmarks.models import MODELS
 from fxgrad.kernels.fusible import FUNCTIONS, opened
 from fxgrad.kernels.norms import FEW, bounded, root_of_few, root_of_many, root_sum_squares
+from fxgrad.kernels.on_gpu import form_of
 
 
 def joint_graph(model: nn.Module, x: Tensor, y: Tensor, losses: Any, quantity: fxgrad.Quantity | None) -> fx.Graph:
@@ -58,7 +59,7 @@ def test_what_inductor_gets_is_expanded() -> None:
     gm = make_fx(total, tracing_mode="fake")(*values)
     assert sum(node.target in FUNCTIONS for node in gm.graph.nodes) == 3
     expected = total(*values)
-    gm = opened(gm)
+    gm = opened(gm, form_of)
     targets = {node.target for node in gm.graph.nodes}
     assert not targets & FUNCTIONS.keys() and torch.ops.aten.cat.default not in targets
     torch.testing.assert_close(gm(*values), expected, rtol=0, atol=0)
@@ -71,7 +72,7 @@ def test_equal_values_stay_apart() -> None:
         return root_sum_squares([bounded(a, off), bounded(b, off)], False)
 
     values = torch.randn(3, 4), torch.randn(3, 4), torch.rand(3, dtype=torch.float64)
-    gm = opened(make_fx(total, tracing_mode="fake")(*values))
+    gm = opened(make_fx(total, tracing_mode="fake")(*values), form_of)
     torch.testing.assert_close(gm(*values), total(*values), rtol=0, atol=0)
 
 

@@ -36,6 +36,7 @@ from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors
 from fxgrad.kernels.fusible import opened
 from fxgrad.kernels.on_cpu import decompositions as on_cpu_decompositions
+from fxgrad.kernels.on_gpu import form_of
 
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
@@ -50,7 +51,7 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
         with progress.inductor(kwargs.get("is_backward", False)):
             if vectors is not None:
                 vectors.result()
-            gm = opened(gm)
+            gm = opened(gm, form_of)
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
             if on_cpu and not kwargs.get("is_backward") and not kwargs.get("is_inference"):

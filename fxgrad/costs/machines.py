@@ -221,6 +221,8 @@ def _probes(device: torch.device) -> dict[str, Probe]:
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=torch.float32, device=device)
 
+    if device.type == "cuda":
+        return _probes_of_gpu(ones)
     long, g, wide = ones(1024, 512), ones(16, 64, 256), ones(8, 256, 256)
     column, row, vector, number = ones(24, 512, 1), ones(24, 1, 512), ones(1 << 15), ones(1)
     held = torch.empty((24, 512, 512), device=device)
@@ -237,6 +239,24 @@ def _probes(device: torch.device) -> dict[str, Probe]:
         "kernel": (lambda: product_norms(wide, wide, False), 1, 2 * 8 * 256 * 256 * 256),
         "memory": (gradients, 1, 2 * 4 * 24 * 512 * 512),
         "cache": (lambda: torch.mul(vector, 2, out=doubled), 50, 2 * 4 * (1 << 15)),
+        "call": (lambda: torch.mul(number, 2, out=same), 100, 1),
+    }
+
+
+def _probes_of_gpu(ones: Callable[..., Tensor]) -> dict[str, Probe]:
+    """Return the same for a GPU: larger, as a launch takes longer than such shapes, and without kernels of our own."""
+    long, g, wide = ones(8192, 2048), ones(64, 256, 1024), ones(64, 1, 1024)
+    vector, number, held = ones(1 << 22), ones(1), ones(64, 1024, 1024)
+    doubled, same = torch.empty_like(vector), torch.empty_like(number)
+    product: Probe = (lambda: long.mT @ long, 1, 2 * 2048 * 2048 * 8192)
+    batched: Probe = (lambda: g.mT @ g, 1, 2 * 64 * 256 * 1024 * 1024)
+    return {
+        "mkl": product,
+        "onednn": product,
+        "batched": batched,
+        "kernel": batched,
+        "memory": (lambda: torch.mul(wide.mT, wide, out=held).sum(), 1, 2 * 4 * 64 * 1024 * 1024),
+        "cache": (lambda: torch.mul(vector, 2, out=doubled), 10, 2 * 4 * (1 << 22)),
         "call": (lambda: torch.mul(number, 2, out=same), 100, 1),
     }
 

@@ -4,7 +4,8 @@
     groups     one native call in which a few samples stand side by side as groups: right for every argument a
                convolution takes, on CPU fast while a weight is small beside its positions
     windows    a few samples' windows are copied out and multiplied: on CPU for large weights at few positions, and
-               for few input channels, for which oneDNN's grouped kernels are slow
+               for few input channels, for which oneDNN's grouped kernels are slow; on a GPU always, as cuDNN computes
+               one group after the other
 
 docs/performance.md has what was measured.
 """
@@ -19,21 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.kernels import window_kernel
+from fxgrad.kernels.norms import BLOCK_ON_GPU
 from fxgrad.kernels.settings import Settings
 
 CACHED = 4 << 20  # bytes that a block of samples reads and writes on CPU: they stay in the cache
 MOST = 64  # samples in a block
 FEW_POSITIONS = 64  # up to which multiplying windows beats the native kernel
 FEW_COLUMNS = 64  # of a window, likewise
+FEW_OUTPUTS = 2  # of a group of channels, up to which multiplying entry by entry beats a product of matrices
 
 
 def blocks(g: Tensor, input: Tensor, kernel: Sequence[int]) -> list[slice]:
-    """Return the samples, a few at a time on CPU and all at once elsewhere."""
+    """Return the samples, a few at a time: as many as stay in the CPU's cache, and more on a GPU."""
     n = len(g)
-    if g.device.type != "cpu" or n == 0:
-        return [slice(0, n)] if n else []
-    floats = g[0].numel() + input[0].numel() + math.prod(kernel)
-    most = min(MOST, max(2, CACHED // max(1, floats * g.element_size())))
+    if n == 0:
+        return []
+    if g.device.type == "cpu":
+        floats = g[0].numel() + input[0].numel() + math.prod(kernel)
+        most = min(MOST, max(2, CACHED // max(1, floats * g.element_size())))
+    else:
+        most = max(1, BLOCK_ON_GPU // max(1, max(g[0].numel(), input[0].numel()) * math.prod(kernel[2:]) * 4))
     size = 1 << (most.bit_length() - 1)
     return [slice(start, start + size) for start in range(0, n, size)]
 
@@ -56,7 +62,10 @@ def lines_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: 
 
 def conv_rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor) -> None:
     """The same of a few samples, by PyTorch's kernels."""
-    if g.device.type == "cpu" and settings.groups == 1 and not settings.transposed:
+    if g.device.type != "cpu":
+        out.copy_(grads_of_windows(g, input, kernel, settings))
+        return
+    if settings.groups == 1 and not settings.transposed:
         positions, columns = g.shape[1] * math.prod(g.shape[3:]), math.prod(kernel[1:])
         if positions <= FEW_POSITIONS or columns <= FEW_COLUMNS:
             _by_windows(g, input, kernel, settings, out)
@@ -93,6 +102,47 @@ def _by_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Setti
         torch.bmm(rows, columns.mT, out=out.view(n, kernel[0], -1))
     else:
         out.copy_((rows @ columns.mT).view(out.shape))
+
+
+def is_thin(kernel: Sequence[int], settings: Settings) -> bool:
+    """Return whether a group of channels has hardly any outputs: a depthwise convolution."""
+    return kernel[0] // settings.groups <= FEW_OUTPUTS and kernel[1] == 1
+
+
+def grads_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> Tensor:
+    """``[n, *kernel]`` from g ``[n, k, out, *space]`` and input ``[n, k, in, *space]``: D_n = Σ_k g_nk ⊗ window_nk."""
+    rows, read = _roles(g, input, settings)
+    n, k, outputs, *space = rows.shape
+    windows = _windows(read, space, kernel[2:], settings)  # [n, k, channels, *space, *kernel]
+    last = 3 + len(space)
+    columns = windows.permute(0, 2, *range(last, windows.dim()), 1, *range(3, last))
+    columns = columns.reshape(n, settings.groups, math.prod(kernel[1:]), k * math.prod(space))
+    rows = rows.transpose(1, 2).reshape(n, settings.groups, outputs // settings.groups, k * math.prod(space))
+    if is_thin(kernel, settings):
+        return (rows.unsqueeze(3) * columns.unsqueeze(2)).sum(4).reshape(n, *kernel)
+    return (rows @ columns.mT).reshape(n, *kernel)
+
+
+def _windows(read: Tensor, out: Sequence[int], kernel: Sequence[int], settings: Settings) -> Tensor:
+    """``[n, k, channels, *space]`` as ``[n, k, channels, *out, *kernel]``: nothing is copied but for padding."""
+    if any(settings.padding):
+        read = F.pad(read, [side for p in reversed(settings.padding) for side in (p, p)])
+    sizes = zip(out, kernel, settings.stride, settings.dilation, strict=True)
+    for dim, (windows, size, stride, dilation) in enumerate(sizes, 3):
+        read = read.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation].narrow(dim, 0, windows)
+    return read
+
+
+def bytes_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> int:
+    """Return how much a sample's windows take."""
+    rows, read = _roles(g, input, settings)
+    size: int = rows.shape[1] * math.prod(rows.shape[3:]) * read.shape[2] * math.prod(kernel[2:]) * g.element_size()
+    return size
+
+
+def _roles(g: Tensor, input: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return whose entries meet windows, and whose windows these are."""
+    return (input, g) if settings.transposed else (g, input)
 
 
 def _side_by_side(rows: Tensor) -> Tensor:

@@ -50,16 +50,21 @@ def fusible(fake: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, 
     return make
 
 
-def opened(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace each fusible operator of a traced graph by the ops inside."""
+def opened(gm: fx.GraphModule, form_of: Callable[[fx.Node], Callable[..., Any] | None]) -> fx.GraphModule:
+    """Replace each fusible operator of a traced graph by its ops, and others by those of what ``form_of`` returns."""
     traced: dict[Any, fx.Graph] = {}
-    while nodes := [node for node in gm.graph.nodes if node.target in FUNCTIONS]:
-        for node in nodes:
+
+    def functions() -> list[tuple[fx.Node, Callable[..., Any]]]:
+        found = ((node, FUNCTIONS.get(node.target) or form_of(node)) for node in gm.graph.nodes)
+        return [(node, function) for node, function in found if function is not None]
+
+    while nodes := functions():
+        for node, function in nodes:
             operands = node.all_input_nodes
             values = [one.meta["val"] for one in operands]
             key = node.target, str(_arguments(node, range(len(operands)))), *map(_described, values)
             if key not in traced:
-                traced[key] = _traced(node, values)
+                traced[key] = _traced(function, node, values)
             _replace(node, traced[key])
     _take_apart(gm.graph)
     gm.graph.eliminate_dead_code()
@@ -95,9 +100,8 @@ def _described(value: Any) -> str:
     return f"{value.dtype} {value.device} {[*value.shape]} {value.stride()}"
 
 
-def _traced(node: fx.Node, values: Sequence[Any]) -> fx.Graph:
+def _traced(function: Callable[..., Any], node: fx.Node, values: Sequence[Any]) -> fx.Graph:
     """Trace the ops of an operator at these values, as Inductor wants them."""
-    function = FUNCTIONS[node.target]
 
     def run(*values: Any) -> Any:
         args, kwargs = _arguments(node, values)

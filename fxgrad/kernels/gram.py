@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxgrad.host.dispatch import tracer
 from fxgrad.kernels.norms import gamma
 from fxgrad.kernels.settings import Settings
 
@@ -40,11 +41,16 @@ def met(
     products = by_g * by_x
     square = products.sum((1, 2), dtype=torch.float64)
     slack = (
-        gamma(o, by_g.dtype) * _quadratic(of_g[0], by_x.abs_(), of_g[1])
-        + gamma(i, by_x.dtype) * _quadratic(of_x[0], by_g.abs_(), of_x[1])
-        + gamma(1, by_g.dtype) * products.abs_().sum((1, 2), dtype=torch.float64)
+        gamma(o, by_g.dtype) * _quadratic(of_g[0], _absolute(by_x), of_g[1])
+        + gamma(i, by_x.dtype) * _quadratic(of_x[0], _absolute(by_g), of_x[1])
+        + gamma(1, by_g.dtype) * _absolute(products).sum((1, 2), dtype=torch.float64)
     )
     return square, 1.01 * slack
+
+
+def _absolute(gram: Tensor) -> Tensor:
+    """In a matrix's own memory, but in a traced graph, which stays functional."""
+    return gram.abs_() if tracer() is None else gram.abs()
 
 
 def own_lengths(gram: Tensor) -> Lengths:

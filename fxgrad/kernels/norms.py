@@ -17,6 +17,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from fxgrad.host.dispatch import tracer
 from fxgrad.kernels.fusible import fusible
 from fxgrad.kernels.operators import operator
 from fxgrad.kernels.precision import unit
@@ -192,7 +193,7 @@ def near_one(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     The power is 0 where all entries are: such a sample's bound is 0, too.
     """
-    if not rows.numel():
+    if tracer() is None and not rows.numel():  # a traced graph has samples
         return rows, rows.new_ones(len(rows), dtype=torch.float64)
     largest = as_vectors(rows).abs().amax(1)
     limit = -math.frexp(torch.finfo(rows.dtype).tiny)[1]  # of exponents: larger powers have no reciprocal

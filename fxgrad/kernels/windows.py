@@ -81,7 +81,7 @@ def _norms_of_windows(
     grads: Tensor, g: Tensor, input: Tensor, settings: Settings, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Norms, and bounds for gradients that are added up in ``dtype``, or in g's own."""
-    terms = _terms_of_windows(g, input, grads.shape[1:], settings)
+    terms = terms_of_windows(g, input, grads.shape[1:], settings)
     return measured(grads, window_rounding(quick_frobenius(g), quick_frobenius(input), *terms, dtype or g.dtype))
 
 
@@ -91,11 +91,11 @@ def _by_kernel(
     """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
     norms = window_kernel.rows(g, input, kernel, settings, out).sqrt()
     doubtful = ~norms.isfinite().all(0) | (norms < SMALL).any(0)
-    terms = _terms_of_windows(g, input, kernel, settings)
+    terms = terms_of_windows(g, input, kernel, settings)
     return quickly_bounded(norms[0], window_rounding(norms[1], norms[2], *terms, g.dtype), g.dtype), doubtful
 
 
-def _terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[Sequence[int], int]:
+def terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[Sequence[int], int]:
     """The positions that an entry of the weight's gradient adds up, and how often an entry of the input is met."""
     met = input if settings.transposed else g
     return (met.shape[1], *met.shape[3:]), math.prod(kernel[2:])
