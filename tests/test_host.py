@@ -1211,9 +1211,11 @@ def _(host: Any) -> None:
         tell(x)
         return x * 2
 
-    with host.calls_ignored([tell]):
+    with host.calls_ignored([print]), host.calls_ignored([tell]):
         captured(told, torch.ones(1))
     assert not said, "a call that Dynamo left out"
+    both = host._LoggedByName([tell]).union([print])
+    assert tell in both and print in both and sorted(both) == sorted([tell.__qualname__, "print"])
 
 
 @check("dynamo.substitute")

@@ -16,6 +16,8 @@ from torch._dynamo import exc as _exc
 from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from fxgrad.host.versions import at_least
+
 TorchDynamoException = _exc.TorchDynamoException
 Unsupported = _exc.Unsupported
 TorchRuntimeError = _exc.TorchRuntimeError
@@ -162,8 +164,28 @@ def calls_ignored(functions: Sequence[Any]) -> contextlib.AbstractContextManager
     """
     config = torch._dynamo.config
     setting = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
-    ignored: contextlib.AbstractContextManager[Any] = config.patch({setting: {*getattr(config, setting), *functions}})
+    names = set if at_least("2.13") else _LoggedByName
+    ignored: contextlib.AbstractContextManager[Any] = config.patch(
+        {setting: names(getattr(config, setting)).union(functions)}
+    )
     return ignored
+
+
+class _LoggedByName(set[Any]):
+    """Functions of which a loop, such as the one that logs the setting, sees the names.
+
+    Why: up to torch 2.12 Dynamo logs all settings, sorts the elements of sets, and cannot sort functions.
+    Without: twenty lines of an error in PyTorch's log for each graph.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        functions = super().__iter__()
+        return iter(sorted(str(getattr(one, "__qualname__", one)) for one in functions))
+
+    def union(self, *others: Any) -> _LoggedByName:
+        joined = _LoggedByName(self)
+        joined.update(*others)
+        return joined
 
 
 def find_main(namespace: dict[str, Any]) -> None:
