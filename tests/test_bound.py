@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxgrad
 from fxgrad.errors import MixedSamples
+from fxgrad.kernels import on_gpu
 from fxgrad.kernels.norms import gamma
 from fxgrad.kernels.tables import _by_sorting, rounding_of_rows, row_norms
 from fxgrad.terms import OneHot, Term
@@ -511,3 +512,26 @@ def test_values_wider_than_what_an_op_returns(name: str, device: torch.device) -
     x, g = torch.ones(3, D, dtype=torch.bfloat16, device=device), torch.randn(3, D, device=device).bfloat16()
     weight = weights(transformed, clipped, x, g)
     assert bool((weight * g.double().norm(dim=1) * 1.0039 <= C * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_bounds_count_what_factors_are_rounded_to(setting: str) -> None:
+    """As a GPU rounds them, or a CPU with bfloat16 units."""
+    torch.manual_seed(0)
+    g, x = torch.randn(5, 40, 3), torch.randn(5, 40, 4)
+    digits = {"high": 11, "medium": 8}[setting]
+
+    def rounded(value: Tensor) -> Tensor:
+        mantissa, exponent = value.frexp()
+        return (mantissa * 2.0**digits).round().ldexp(exponent - digits)
+
+    exact = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
+    made = (rounded(g).double().mT @ rounded(x).double()).flatten(1).norm(dim=1)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        bounds = [on_gpu.product_norms(g, x, gram)[1] for gram in (False, True)]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for bound in bounds:
+        assert (bound - exact >= (made - exact).abs()).all() and (bound <= 1.2 * exact).all()

@@ -40,6 +40,7 @@ from fxgrad.host.caching import around_the_trace, count_as_known, found_as, rang
 from fxgrad.host.tensors import identity
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.generic import SampleProgram
+from fxgrad.kernels.precision import settings_of_products
 from fxgrad.ops.facts import EXAMPLE, FAKE
 from fxgrad.ops.families import registered
 from fxgrad.ops.user_functions import UserFunction
@@ -140,7 +141,7 @@ def _settings() -> list[Any]:
         torch.get_num_threads(),
         torch.get_default_dtype(),
         str(torch.get_default_device()),
-        torch.get_float32_matmul_precision(),
+        settings_of_products(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         autocast,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxgrad.host.dispatch import tracer
 from fxgrad.kernels.norms import gamma
+from fxgrad.kernels.precision import rounding_of_factors
 from fxgrad.kernels.settings import Settings
 
 
@@ -40,9 +41,10 @@ def met(
     of_g, of_x = of_g or own_lengths(by_g), of_x or own_lengths(by_x)
     products = by_g * by_x
     square = products.sum((1, 2), dtype=torch.float64)
+    factors = rounding_of_factors(by_g)
     slack = (
-        gamma(o, by_g.dtype) * _quadratic(of_g[0], _absolute(by_x), of_g[1])
-        + gamma(i, by_x.dtype) * _quadratic(of_x[0], _absolute(by_g), of_x[1])
+        (gamma(o, by_g.dtype) + factors) * _quadratic(of_g[0], _absolute(by_x), of_g[1])
+        + (gamma(i, by_x.dtype) + factors) * _quadratic(of_x[0], _absolute(by_g), of_x[1])
         + gamma(1, by_g.dtype) * _absolute(products).sum((1, 2), dtype=torch.float64)
     )
     return square, 1.01 * slack

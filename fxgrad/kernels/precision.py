@@ -5,7 +5,9 @@ The products of two numbers of a half type are exact in float32; what is deliver
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,27 @@ WIDE = dict.fromkeys((*HALF, torch.float32), torch.float64) | {torch.complex64: 
 def unit(dtype: torch.dtype) -> float:
     """Return the unit roundoff: how far a rounded number may be off, relative to itself."""
     return torch.finfo(dtype).eps / 2
+
+
+NARROW = {"tf32": 11, "bf16": 8}  # digits that factors keep, by the setting of a backend
+
+
+def rounding_of_factors(value: Tensor) -> float:
+    """Return how far float32 products may be off, relative to them, where PyTorch may round their factors before.
+
+    ``torch.set_float32_matmul_precision`` allows that, and ``torch.backends.mkldnn.conv`` for convolutions on CPU.
+    """
+    if value.dtype is not torch.float32:
+        return 0.0
+    on_gpu, *on_cpu = settings_of_products()
+    settings = [on_gpu] if value.is_cuda else on_cpu
+    return max(2.01 * 2.0 ** -NARROW.get(setting, math.inf) for setting in settings)
+
+
+def settings_of_products() -> list[str]:
+    """Return how float32 factors may be rounded: of products on CUDA, and of products and convolutions on CPU."""
+    backends: Any = torch.backends
+    return [library.fp32_precision for library in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv)]
 
 
 def accumulating(dtype: torch.dtype) -> torch.dtype:

@@ -34,7 +34,7 @@ from fxgrad.kernels.norms import (
     sum_squares,
 )
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
-from fxgrad.kernels.precision import computable
+from fxgrad.kernels.precision import computable, rounding_of_factors
 from fxgrad.kernels.sums import positions
 
 Norm = Callable[[Tensor], Tensor]
@@ -43,11 +43,13 @@ Norm = Callable[[Tensor], Tensor]
 def product_rounding(g: Tensor, x: Tensor, norm: Norm = frobenius, dtype: torch.dtype | None = None) -> Tensor:
     """Return how far the norm of ``Σ_k g_nk ⊗ x_nk`` may be from the one in exact arithmetic: γ Σ_k ‖g_nk‖ ‖x_nk‖.
 
+    γ counts what a product's factors may be rounded to.
+
     Of sums in ``dtype``, or in g's own.
     """
     n, k = g.shape[:2]
     lengths = (norm(g.flatten(0, 1)) * norm(x.flatten(0, 1))).view(n, k)
-    return 1.001 * gamma(k, dtype or g.dtype) * lengths.sum(1)
+    return 1.001 * (gamma(k, dtype or g.dtype) + rounding_of_factors(g)) * lengths.sum(1)
 
 
 @fusible(norms_like)

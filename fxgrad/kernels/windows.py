@@ -28,7 +28,7 @@ from fxgrad.kernels.norms import (
     slices,
 )
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
-from fxgrad.kernels.precision import computable
+from fxgrad.kernels.precision import computable, rounding_of_factors
 from fxgrad.kernels.settings import Settings
 
 
@@ -43,7 +43,9 @@ def window_rounding(
     *images, rows, columns = (1, *positions)
     high = max(1, CHAIN // max(columns, 1))
     blocks = math.prod(images) * -(-rows // high) * -(-columns // CHAIN)
-    return of_g * of_input * (1.001 * gamma(math.prod(positions), dtype, blocks) * math.sqrt(copies))
+    factors = rounding_of_factors(of_g.new_empty(0, dtype=dtype))
+    relative = gamma(math.prod(positions), dtype, blocks) + factors
+    return of_g * of_input * (1.001 * relative * math.sqrt(copies))
 
 
 def _fake_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:

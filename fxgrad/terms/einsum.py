@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from fxgrad.kernels.factors import Factor
 from fxgrad.kernels.norms import CHAIN, frobenius, in_a_row
-from fxgrad.kernels.precision import unit
+from fxgrad.kernels.precision import rounding_of_factors, unit
 from fxgrad.kernels.sums import entry_sums, measured_sums
 from fxgrad.ops.equation import SAMPLE, Equation, Subscripts
 from fxgrad.samples.symbols import elements, expression
@@ -79,6 +79,7 @@ class Einsum(Term):
         relative = in_a_row(products, self.dtype()) + (self._made() if made is None else made)
         if self._is_entrywise():
             return relative * frobenius(entry_sums([value.abs() for value in tensors], self._entries()))
+        relative = relative + rounding_of_factors(tensors[0])
         bound: Tensor = torch.ones((), dtype=torch.float64, device=tensors[0].device)
         bound = bound * relative * self._summed_alone() ** 0.5
         for operand, value in zip(self.equation.inputs, tensors, strict=True):

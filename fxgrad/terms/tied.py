@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.norms import frobenius, gamma
+from fxgrad.kernels.precision import rounding_of_factors
 from fxgrad.kernels.tables import without
 from fxgrad.terms.part import ChooseWay, Part
 from fxgrad.terms.product import Product
@@ -30,7 +31,8 @@ def norms_of_tied(parts: Sequence[Part], way: ChooseWay) -> Tensor | None:
     cross = products.sum((1, 2))
     lengths_of_x = frobenius(x.flatten(0, 1)).view(x.shape[:2]).unsqueeze(2)
     lengths_of_g = frobenius(g.flatten(0, 1)).view(g.shape[0], 1, -1)
-    slack = gamma(x.shape[2], x.dtype) * (met.double().abs() * (lengths_of_x * lengths_of_g)).sum((1, 2))
+    relative = gamma(x.shape[2], x.dtype) + rounding_of_factors(x)
+    slack = relative * (met.double().abs() * (lengths_of_x * lengths_of_g)).sum((1, 2))
     square, bound = (one.square() + other.square() + 2 * cross for one, other in zip(*norms, strict=True))
     bound = bound + 2 * slack * (1 + 1e-9)
     return torch.stack([square.clamp(min=0).sqrt(), bound.clamp(min=0).sqrt() * (1 + 1e-12)])
