@@ -96,7 +96,10 @@ def test_as_the_operator(name: str) -> None:
     agree(function(*args), getattr(ops, function.__name__)(*args))
 
 
-@pytest.mark.parametrize("name", CALLS)
+OFTEN = ("positions", "positions, gram", "time first", "strided, dilated", "groups", "depthwise", "transposed")
+
+
+@pytest.mark.parametrize("name", long_but(lambda name: name.partition(", ")[2] in OFTEN, CALLS))
 def test_one_graph_for_every_number_of_samples(name: str) -> None:
     function, args = CALLS[name]
     values = [arg for arg in args if isinstance(arg, Tensor)]
@@ -109,6 +112,19 @@ def test_one_graph_for_every_number_of_samples(name: str) -> None:
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and hasattr(node.target, "_schema")]
     assert not [node for node in calls if node.target._schema.is_mutable]
     agree(gm(*values), function(*args))
+
+
+def test_what_takes_too_much_memory_stays_an_operator() -> None:
+    few, many = (torch.empty(n, 8, 1024, device="meta") for n in (4, 1024))
+    image = torch.empty(1024, 1, 64, 64, 64, device="meta")
+    settings = Settings((1, 1), (1, 1), (1, 1), False, (0, 0), 1).numbers()
+
+    def fits(op: Any, *args: Any) -> bool:
+        return on_gpu.FORMS[op.default].fits(*args)
+
+    assert fits(ops.product_norms, few, few, False) and not fits(ops.product_norms, many, many, False)
+    assert fits(ops.product_norms, many, many, True)  # by Gram matrices of 8 positions
+    assert not fits(ops.window_norms, image, image, [64, 64, 3, 3], settings, False)
 
 
 SMALL = torch.tensor([1.0, 1e-20, 1e-30, 1e-38, 0.0])
