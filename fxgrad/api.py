@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fxgrad.capture.checks import check_parameters
 from fxgrad.capture.distributed import check_distribution, replicated
-from fxgrad.capture.options import FREE, Inner, Options, check_flags, check_strategy, loss_scale
+from fxgrad.capture.options import FREE, Inner, Options, check_flags, check_module, check_strategy, loss_scale
 from fxgrad.capture.parallel import is_parallel
 from fxgrad.capture.sharded import check_not_sharded, units_of
 from fxgrad.compile.inductor import inner_compiler
@@ -220,30 +221,6 @@ def _check_model(model: Any) -> None:
         raise OptionError("the model is already transformed", advice="Transform the original model.")
 
 
-def check_module(name: str, model: Any) -> None:
-    """Raise where a function is given no module."""
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"{name} takes an nn.Module, not {_kind(model)}", advice=_module_for(model))
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    shown = repr(value)
-    return type(value).__name__ + (f" {shown}" if len(shown) <= 50 and "\n" not in shown else "")
-
-
-def _module_for(value: Any) -> str:
-    """Return advice for what is no module."""
-    if isinstance(value, type):
-        return f"Pass an object, {value.__name__}(..)."
-    if callable(value):
-        return "Put the function into the forward of a module that has its parameters."
-    if isinstance(value, list | tuple | dict):
-        return "Put several modules into one, such as nn.Sequential or nn.ModuleDict."
-    return "Pass the model itself."
-
-
 def _parameter_names(model: nn.Module) -> dict[str, str]:
     """Return every name of each parameter, and the first, which it goes by."""
     first = {id(p): name for name, p in model.named_parameters()}
@@ -301,6 +278,7 @@ def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     return transform(model, **arguments)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def zero_grad(model: nn.Module) -> None:
     """Clear ``.grad`` and every per-sample attribute of a model's parameters.
 
@@ -330,6 +308,7 @@ def _clear_results(model: nn.Module, engine: Engine | None) -> None:
         engine.store.cleared(model.parameters())
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def release(model: nn.Module) -> None:
     """End the guard on a model's p.grad that clipping quantities set up; the next transformed call sets it up again.
 
@@ -369,6 +348,7 @@ def empty_cache() -> None:
     blocks.release()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def result(model: nn.Module | Callable[..., Any], quantity: Quantity) -> Any:
     """Return what the last backward of a transformed model computed of a quantity, over all parameters.
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -1198,6 +1199,27 @@ def _(host: Any) -> None:
     with host.sizes_apart():
         assert all(log.disabled for log in logs) and symbols() == 2
     assert symbols() == 1 and not any(log.disabled for log in logs)
+
+
+@check("dynamo.as_it_is")
+def _(host: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    graphs: list[fx.GraphModule] = []
+
+    def hook(g: Tensor) -> Tensor:
+        return g.sin()
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    x.register_hook(host.as_it_is(hook))
+    y = x.sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo looks at y.grad
+        torch.compile(lambda: y.backward(), backend=keep)()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3).sin()), "the function runs"
+    assert not any("sin" in gm.code for gm in graphs), "a function that Dynamo left alone"
 
 
 @check("dynamo.calls_ignored")

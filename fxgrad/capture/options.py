@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxgrad.costs.choices import NAMES, Override, Planner
 from fxgrad.costs.machines import Machine, machine_of
@@ -124,3 +124,27 @@ def loss_scale(reduction: str | float) -> float | str:
         "reduction='none' is summed before backward()."
     )
     refuse_choice("loss_reduction", reduction, ("sum", "mean"), "a positive number", meaning)
+
+
+def check_module(name: str, model: Any) -> None:
+    """Raise where a function is given no module."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{name} takes an nn.Module, not {_kind(model)}", advice=_module_for(model))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    shown = repr(value)
+    return type(value).__name__ + (f" {shown}" if len(shown) <= 50 and "\n" not in shown else "")
+
+
+def _module_for(value: Any) -> str:
+    """Return advice for what is no module."""
+    if isinstance(value, type):
+        return f"Pass an object, {value.__name__}(..)."
+    if callable(value):
+        return "Put the function into the forward of a module that has its parameters."
+    if isinstance(value, list | tuple | dict):
+        return "Put several modules into one, such as nn.Sequential or nn.ModuleDict."
+    return "Pass the model itself."

@@ -13,6 +13,7 @@ from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.shared_memory import Write, Writes
 from fxgrad.errors import UniformOutput
 from fxgrad.graph.context import source_line
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import FAKE, TRACED
@@ -124,6 +125,7 @@ class Uniform(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @as_it_is
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is not None:
             raise UniformOutput(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch._C._dynamo.eval_frame as of_frames
 import torch._dynamo
 import torch.fx.experimental._config as _shapes
 from torch import fx
@@ -17,6 +18,10 @@ from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxgrad.host.versions import at_least
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_ALONE = of_frames._FrameExecStrategy(of_frames._FrameAction.SKIP, of_frames._FrameAction.SKIP)
 
 TorchDynamoException = _exc.TorchDynamoException
 Unsupported = _exc.Unsupported
@@ -186,6 +191,16 @@ class _LoggedByName(set[Any]):
         joined = _LoggedByName(self)
         joined.update(*others)
         return joined
+
+
+def as_it_is(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let Dynamo leave a function alone, with all that it calls.
+
+    Why: while a compiled function of the user's calls ``backward()``, Dynamo looks at every frame: hooks, callbacks.
+    Without: ``torch.compile(train)``, where train calls ``backward()``, ends in an internal error of Dynamo.
+    """
+    of_frames.set_code_exec_strategy(function.__code__, _ALONE)
+    return function
 
 
 def find_main(namespace: dict[str, Any]) -> None:

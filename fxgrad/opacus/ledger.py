@@ -14,6 +14,7 @@ whole parameters must have no p.grad as a backward begins: FSDP2 would add it to
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from fxgrad.engine import Engine
 from fxgrad.errors import UnaccountedGrad
 from fxgrad.host.autograd import autograd_engine
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.fsdp import local_part
 from fxgrad.host.tensors import assert_on_device, identity, post_accumulate_hooks, version
 from fxgrad.quantities import ClippedGrad
@@ -102,7 +104,7 @@ class Ledger:
             return
         for name, parameter in () if forward.reduces_at_once() else forward.parameters.items():
             self.trouble = self.trouble or self._trouble_with(name, parameter, forward)
-        autograd_engine.queue_callback(lambda: self._enter(forward))
+        autograd_engine.queue_callback(partial(self._enter, forward))
 
     def _trouble_with(self, name: str, parameter: Tensor, forward: Forward) -> str:
         tensors, guard = self.tensors(parameter), self.engine.store.guard
@@ -119,6 +121,7 @@ class Ledger:
                 return f"'{name}' is trainable in some of the batches of this step, and in others it is not"
         return ""
 
+    @as_it_is
     def _enter(self, forward: Forward) -> None:
         self.running = None
         self.deliveries += 1

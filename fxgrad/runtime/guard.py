@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from fxgrad.errors import FxgradError, UnclippedGrad, refuse_choice
 from fxgrad.host.autograd import autograd_engine, current_task
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import hooks_of, identity
 from fxgrad.quantities import OUTSIDE, Outside, Quantity
 from fxgrad.runtime.autograd_graph import (
@@ -272,6 +273,7 @@ def _can_have_grad(parameter: Tensor) -> bool:
 def undone(method: Callable[P, T]) -> Callable[P, T]:
     """Let every p.grad be as before the running backward call where the method raises an error of fxgrad's in it."""
 
+    @as_it_is
     @functools.wraps(method)  # no context manager: three of these run in each step
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.functorch import innermost_transform, unwrap_if_dead
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.store import Store
@@ -39,6 +41,7 @@ class Placeholders(torch.autograd.Function):
         return tuple(map(_data, store.asked_of(forward, names).placeholders))
 
     @staticmethod
+    @as_it_is
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return (None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names, ctx))
 
@@ -55,6 +58,7 @@ class Unseen(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
+    @as_it_is
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if ctx.of.sums is not None:
             ctx.of.sums.zeros()
@@ -68,4 +72,9 @@ def watch(outputs: Iterable[Any], store: Store, forward: Forward) -> None:
         node = getattr(output, "grad_fn", None)
         if node is not None and node not in watched:
             watched.add(node)
-            node.register_prehook(lambda grads: store.begin_backward(forward))
+            node.register_prehook(partial(_begin, store, forward))
+
+
+@as_it_is
+def _begin(store: Store, forward: Forward, grads: Any) -> None:
+    store.begin_backward(forward)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxgrad.errors import OptionError
 from fxgrad.host.autograd import autograd_engine
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.quantities import GRAD, Quantity
 from fxgrad.runtime.deliveries import Kinds
 
@@ -57,6 +58,7 @@ class Reports:
         report.parameters.update(parameters)
         report.kinds, report.results = kinds, dict(results)
 
+    @as_it_is
     def _later(self, report: Report, rounds: int) -> None:
         if rounds:
             autograd_engine.queue_callback(partial(self._later, report, rounds - 1))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import attach_hooks, hooks_of, identity, is_view, set_versions, version
 from fxgrad.quantities import Outside
 
@@ -91,6 +92,7 @@ class Slot:
         self.handle: Any = None
         self.key = _NOTHING  # of the hook among those of the parameter
 
+    @as_it_is
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:  # a quantity that leaves nothing for p.grad
             return None
@@ -164,6 +166,7 @@ class Slot:
         if not is_view(self.before):
             set_versions((self.before,), (self.kept_count,))
 
+    @as_it_is
     def forget(self) -> None:
         self.cdata = self.version = _NOTHING
         self.before = self.kept = self.copies = None

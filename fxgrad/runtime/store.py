@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fxgrad.errors import AlreadySet
 from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import identity
 from fxgrad.quantities import Quantity
 from fxgrad.runtime.accumulation import check_undivided
@@ -273,6 +274,7 @@ class Store:
             return set()
         return forward.parameters.keys() - used
 
+    @as_it_is
     def _end_at_last(self, forward: Forward) -> None:
         """Behind callbacks that hooks have queued in this backward: they may change p.grad."""
         if forward.averaged or forward.enclosing != -1:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fxgrad.costs.choices import Planner
+from fxgrad.host.dynamo import as_it_is
 from fxgrad.kernels.partitioning import in_backward
 from fxgrad.quantities import Quantity
 from fxgrad.rules.strategies import OwnStrategy, Strategy, matched
@@ -97,6 +98,7 @@ class _Recorded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @as_it_is
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = iter(ctx.saved_tensors)

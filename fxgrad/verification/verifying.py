@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fxgrad.api import check_module, engine_of, transform, zero_grad
+from fxgrad.api import engine_of, transform, zero_grad
+from fxgrad.capture.options import check_module
 from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
 from fxgrad.first_batch.compared_rows import difference, largest
