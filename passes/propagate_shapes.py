@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.errors import BatchSizeError, FxgradError, LostLayout
+from fxgrad.errors import BatchSizeError, FxgradError, LostLayout, UnsupportedOp
 from fxgrad.graph.context import Context, source_line
 from fxgrad.graph.edit import made_of
 from fxgrad.host.dispatch import enable_python_dispatcher
+from fxgrad.host.tensors import version
 from fxgrad.ops.calls import bind, op_name
 from fxgrad.ops.facts import FAKE, TRACED
+from fxgrad.ops.values import memory
+from fxgrad.ops.written import tensors_written
 from fxgrad.samples.symbols import bends, expression
 
 
@@ -46,12 +49,14 @@ class _Propagate(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("call_function", "call_method") and self._unrolls(n):
             raise self._fixed(n)
+        before = self._versions(n)
         try:
             value = super().run_node(n)
         except FxgradError:
             raise
         except Exception as error:
             raise self._failed(n, error) from error
+        self._check_writes(n, before)
         if self.ctx.symbols.specialised():
             raise self._fixed(n)
         self.ctx.symbols.settle()
@@ -60,6 +65,21 @@ class _Propagate(fx.Interpreter):
         FAKE.put(n, value)
         TRACED.put(n, traced(value))  # see Note [In place without gradients]
         return value
+
+    def _versions(self, n: fx.Node) -> dict[fx.Node, int]:
+        values = {arg: self.env[arg] for arg in n.all_input_nodes} if n.op in ("call_function", "call_method") else {}
+        return {arg: version(value) for arg, value in values.items() if isinstance(value, Tensor)}
+
+    def _check_writes(self, n: fx.Node, before: dict[fx.Node, int]) -> None:
+        """Raise where an op has written into what fxgrad takes to be only read: what else reads it is not followed."""
+        changed = [arg for arg, count in before.items() if version(self.env[arg]) != count]
+        known = set(map(memory, tensors_written(n))) if changed else set()
+        if any(memory(arg) not in known for arg in changed):
+            raise UnsupportedOp(
+                f"{op_name(n.target)} writes into a tensor in a way that fxgrad does not know",
+                where=source_line(n),
+                advice="Write it with an op whose name ends in an underscore, such as add_, or out of place.",
+            )
 
     def _failed(self, n: fx.Node, error: Exception) -> FxgradError:
         """An op fails at other numbers of samples: it, or a reshape before it, has one of them for its own."""

@@ -73,7 +73,7 @@ class _Coverage:
         keys = self._keys_behind(node, source, select)
         if keys is not None:
             self.keys[node] = keys
-            if keys and CALL.of(node).inplace:
+            if keys and CALL.on(node) and CALL.of(node).inplace:  # none: a copy that attach_taps keeps
                 self.keys[node.args[0]] = keys  # type: ignore[index]
         elif not _read_by_taps_alone(node) and self._carries(source, select):
             self._refuse(node, reached[0])

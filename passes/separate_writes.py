@@ -30,14 +30,16 @@ def separate_writes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     memories: dict[int | None, _Memory] = {}
     stopped = without_gradients(gm.graph)
     for node in list(gm.graph.nodes):
+        written, shown = tensors_written(node), dict[fx.Node, fx.Node]()
         for arg in node.all_input_nodes:
             memory = memories.get(_storage(arg))
             if memory is not None:
-                _read(node, arg, memory.now(arg, before=node))
+                shown[arg] = memory.now(arg, before=node)
+                _read(node, arg, shown[arg])
         if node.op != "output" and isinstance(FAKE.of(node), Tensor):
             memories.setdefault(_storage(node), _Memory(node, gm, ctx, stopped)).see(node)
-        for view in tensors_written(node):
-            memories[_storage(view)].write(node, view)
+        for view in written:
+            memories[_storage(view)].write(node, view, shown[view])
     return gm
 
 
@@ -87,13 +89,13 @@ class _Memory:
             TRACED.put(self.views[key], not stops)
         return self.views[key]
 
-    def write(self, node: fx.Node, view: fx.Node) -> None:
-        """Let an in-place op work on a copy, and put that into a new value."""
+    def write(self, node: fx.Node, view: fx.Node, shown: fx.Node) -> None:
+        """Let an in-place op work on a copy, and put that into a new value; ``shown`` is what the view shows by now."""
         shared = not any(map(self._holds_samples, self.seen))
         flows = flows_through(node)
         if not flows and self.writes:
             raise _refusal(node, "writes without gradients into a function of parameters, after one with them")
-        if not CALL.of(node).inplace or view is not node.args[0]:
+        if not CALL.of(node).inplace or shown is not node.args[0]:
             if flows and shared and any(map(flows_through, self.seen)):
                 raise _refusal(node, "writes into a function of parameters, which is not its result")
             return
@@ -104,7 +106,7 @@ class _Memory:
         if any(isinstance(size, torch.SymInt) for size in (*_sizes(view), *_sizes(self.root))):
             raise _refusal(node, "writes into a function of parameters whose size changes")
         with self.graph.inserting_before(node):
-            copy = self._make(torch.clone, node, view)
+            copy = self._make(torch.clone, node, shown)
         node.args = (copy, *node.args[1:])
         bind_again([node])
         with self.graph.inserting_before(node.next):

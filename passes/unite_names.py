@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import Tensor, fx
 
 from fxgrad.graph.context import Context, without_gradients
@@ -15,7 +16,7 @@ from fxgrad.ops.written import tensors_written
 
 
 def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-    """Before: a graph as Dynamo left it. After: no other name for a dropout's input, nor for a tensor under no_grad.
+    """Before: a graph as Dynamo left it. After: what an op returns as it is, or copies, is seen.
 
     ``h = dropout(x, 0.5, training=False); h.mul_(2)`` -> ``x.mul_(2)``. PyTorch's decomposition, by which values and
     shapes are known here, returns a copy: nothing would say that the op in place writes into x.
@@ -26,8 +27,10 @@ def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     for node in list(gm.graph.nodes):
         if node.target is operator.imatmul:
             node.target = operator.matmul
+        if op_name(node.target) == "native_dropout":
+            _drop_native_dropout(node)
         example = EXAMPLE.get(node)
-        name = _input_of_dropout(node)
+        name = _returned(node)
         if name is None and isinstance(example, Tensor):
             name = first.setdefault(identity(example), node)
             name = None if name is node or node not in stopped else name
@@ -38,10 +41,30 @@ def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def _input_of_dropout(node: fx.Node) -> fx.Node | None:
-    """Return what a dropout returns that is off; None for any other node."""
-    if node.op not in ("call_function", "call_method") or op_name(node.target) not in ("dropout", "dropout_"):
+def _returned(node: fx.Node) -> fx.Node | None:
+    """Return the argument that a node returns as it is, if that is known: of a dropout that is off, and of ``lift``."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = op_name(node.target)
+    if name == "lift":
+        same: fx.Node = bind(node).arguments["input"]
+        return same
+    if name not in ("dropout", "dropout_"):
         return None
     call = bind(node)
     off = call.get("p") == 0 or call.get("training", call.get("train")) is False
     return call.arguments["input"] if off else None
+
+
+def _drop_native_dropout(node: fx.Node) -> None:
+    """``torch.native_dropout(x, p, False)`` -> ``x.clone(), ones_like(x)``: its decomposition returns x itself."""
+    call = bind(node)
+    if call.get("train") is not False or any(user.target is not operator.getitem for user in node.users):
+        return
+    x = call.arguments["input"]
+    for part in list(node.users):
+        if part.args[1] == 0:
+            part.target, part.args = torch.clone, (x,)
+        else:
+            part.target, part.args, part.kwargs = torch.ones_like, (x,), {"dtype": torch.bool}
+    node.graph.erase_node(node)

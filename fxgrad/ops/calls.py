@@ -122,8 +122,8 @@ _SPELLINGS = {
     "cat": "concat concatenate",
     "clamp": "clip",
     "detach": "_get_data_attr",  # x.data
-    "div": "divide true_divide truediv __truediv__",
-    "div_": "itruediv",
+    "div": "divide true_divide truediv __truediv__ __div__",
+    "div_": "itruediv __idiv__",  # which is what Tensor.__itruediv__ calls itself
     "floor_divide": "floordiv",
     "floor_divide_": "ifloordiv",
     "getitem": "__getitem__",

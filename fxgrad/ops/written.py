@@ -52,12 +52,13 @@ def result_written(call: Call, result: Any) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def declared(node: fx.Node, call: Call) -> list[fx.Node]:
-    """Return the tensors that a schema says are written, without those in which the result lies."""
+    """Return the tensors that a schema says are written, without those of `places_of_result`."""
     places: list[fx.Node] = []
     for schema in schemas(overload_of(node.target)):  # of several overloads the arguments choose one
         arguments = schema.arguments
         values = {argument.name: arg for argument, arg in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
-        names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write and not a.is_out}
+        written = (a for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        names = {a.name for a in written if not (a.is_out and a.name == "out")}
         if call.inplace:
             names -= {arguments[0].name}
         places += [place for name in names for place in leaves(values.get(name))]
