@@ -27,6 +27,7 @@ def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 _UNROLLING = frozenset("unbind split unsafe_split".split())
+_SHORTEN = frozenset({"embedding", "embedding_bag"})  # rows of their table, by max_norm: the proof and the taps know
 _FIXED_ADVICE = {
     **dict.fromkeys(
         _UNROLLING,
@@ -74,7 +75,7 @@ class _Propagate(fx.Interpreter):
         """Raise where an op has written into what fxgrad takes to be only read: what else reads it is not followed."""
         changed = [arg for arg, count in before.items() if version(self.env[arg]) != count]
         known = set(map(memory, tensors_written(n))) if changed else set()
-        if any(memory(arg) not in known for arg in changed):
+        if any(memory(arg) not in known for arg in changed) and op_name(n.target) not in _SHORTEN:
             raise UnsupportedOp(
                 f"{op_name(n.target)} writes into a tensor in a way that fxgrad does not know",
                 where=source_line(n),
