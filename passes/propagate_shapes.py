@@ -27,7 +27,10 @@ def propagate_shapes(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
 
 _UNROLLING = frozenset("unbind split unsafe_split".split())
-_SHORTEN = frozenset({"embedding", "embedding_bag"})  # rows of their table, by max_norm: the proof and the taps know
+_RUNNING = frozenset({"running_mean", "running_var"})
+_UNDECLARED = {"embedding": {"weight"}, "embedding_bag": {"weight"}, "instance_norm": _RUNNING, "batch_norm": _RUNNING}
+"""The arguments that ops write into although no schema says so: the proof follows these writes, the rules know them."""
+
 _FIXED_ADVICE = {
     **dict.fromkeys(
         _UNROLLING,
@@ -69,13 +72,17 @@ class _Propagate(fx.Interpreter):
 
     def _versions(self, n: fx.Node) -> dict[fx.Node, int]:
         values = {arg: self.env[arg] for arg in n.all_input_nodes} if n.op in ("call_function", "call_method") else {}
-        return {arg: version(value) for arg, value in values.items() if isinstance(value, Tensor)}
+        # Outside of inference mode PyTorch refuses to write into tensors made inside, and counts no writes into them.
+        return {a: version(v) for a, v in values.items() if isinstance(v, Tensor) and not v.is_inference()}
 
     def _check_writes(self, n: fx.Node, before: dict[fx.Node, int]) -> None:
         """Raise where an op has written into what fxgrad takes to be only read: what else reads it is not followed."""
         changed = [arg for arg, count in before.items() if version(self.env[arg]) != count]
-        known = set(map(memory, tensors_written(n))) if changed else set()
-        if any(memory(arg) not in known for arg in changed) and op_name(n.target) not in _SHORTEN:
+        if not changed:
+            return
+        written = [bind(n).get(name) for name in _UNDECLARED.get(op_name(n.target), ())]
+        known = {memory(arg) for arg in (*tensors_written(n), *written) if isinstance(arg, fx.Node)}
+        if any(memory(arg) not in known for arg in changed):
             raise UnsupportedOp(
                 f"{op_name(n.target)} writes into a tensor in a way that fxgrad does not know",
                 where=source_line(n),

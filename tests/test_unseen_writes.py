@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxgrad
-from fxgrad.errors import UnsupportedOp
+from fxgrad.errors import MixedSamples, UnsupportedOp
 from fxgrad.testing import assert_per_sample_grads
 from tests.quick import TRACED
 
@@ -87,3 +87,26 @@ def test_an_evaluated_norm_writes_nothing() -> None:
     buffers = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     model = Model(lambda m, x: F.batch_norm(m(x), *buffers, training=False)).double()
     assert_per_sample_grads(model, torch.randn(5, 3, dtype=torch.float64))
+
+
+def test_running_statistics_are_written() -> None:
+    """No schema of PyTorch says so; the proof of independence follows what reads them."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)).double()
+    assert_per_sample_grads(model, torch.randn(5, 4, 6, dtype=torch.float64))
+    mean, var = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    reads = fxgrad.transform(Model(lambda m, x: F.instance_norm(m(x), mean, var) * mean[:, None]).double())
+    with pytest.raises(MixedSamples, match="mul lets samples influence each other"):
+        reads(torch.randn(5, 4, 3, dtype=torch.float64))
+
+
+def test_tensors_of_inference_mode() -> None:
+    """They count no writes: PyTorch refuses to write into them where gradients are computed."""
+
+    def program(m: Any, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            t = torch.ones(4, dtype=x.dtype)
+            halves = t.view(2, 2)
+            t.add_(1.0)
+        return m(x) * halves.sum()
+
+    assert_per_sample_grads(Model(program).double(), torch.randn(5, 3, dtype=torch.float64))
