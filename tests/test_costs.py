@@ -130,6 +130,24 @@ def test_what_noise_does_not_tell_apart_holds_least() -> None:
     assert contractions.cheapest(made) is Way.RECOMPUTE
 
 
+@pytest.mark.parametrize(
+    ("samples", "side", "others", "too_much"),
+    [
+        (8, 1024, 1.4, True),  # 33 MB, twice its factors: 1.5 would pay
+        (8, 1024, 1.6, False),
+        (4, 1024, 1.1, False),  # 17 MB: small
+        (32, 512, 1.05, False),  # as large as its factors
+        (8, 2048, 9.0, True),  # four times its factors
+    ],
+)
+def test_what_is_held_has_to_pay(samples: int, side: int, others: float, too_much: bool) -> None:
+    """Of 256 positions: a gradient of each sample has side / 512 times the elements of its factors."""
+    found = linear(samples, 256, side, side).contraction()
+    prices = {Way.GRAM: others, Way.MATERIALISE: 1.0}
+    made = {way: contractions.Cost(0, 0, seconds) for way, seconds in prices.items()}
+    assert contractions.holds_too_much(found, made, samples) is too_much
+
+
 def test_no_guard_on_a_symbolic_size() -> None:
     symbols = Symbols()
     b, t = symbols.batch(hint=32), symbols.new("T", 16)

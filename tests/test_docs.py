@@ -16,6 +16,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 
+def python_files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
 def test_the_table_of_passes_is_the_pipeline() -> None:
     (table,) = re.findall(r"<!-- passes: begin -->(.*?)<!-- passes: end -->", DESIGN, re.DOTALL)
     names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
@@ -38,6 +42,22 @@ def test_the_design_is_short_enough_to_read() -> None:
 def test_the_pictures_of_passes_are_those_of_the_tests() -> None:
     """`python tools/pictures.py` writes the page."""
     assert subprocess.run([sys.executable, ROOT / "tools" / "pictures.py", "--check"]).returncode == 0
+
+
+OF_PYTORCH = {"_per_sample_grad", "conv_utils", "expanded_weights_impl", "expanded_weights_utils"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_classes_that_a_page_names_exist(page: Path) -> None:
+    """A name with a place, `runtime/tape.py`, is that of a file there; a file that a reader is to write is no file."""
+    files = [path for folder in ("fxgrad", "passes", "tests", "benchmarks", "examples", "tools") for path in python_files(folder)]
+    code = "\n".join(path.read_text() for path in files)
+    for name in re.findall(r"`([\w/]+)\.py`", page.read_text()):
+        known = any(path.as_posix().endswith(f"/{name}.py") for path in files)
+        assert known or name.split("/")[-1] in {*OF_PYTORCH, "test_expanded_weights", "verb_object"}, name
+    if page.name in ("design.md", "samples.md", "costs.md", "bound.md", "kernels.md"):
+        for name in re.findall(r"`((?:[A-Z][a-z]+)+)`", page.read_text()):
+            assert re.search(rf"\b{name}\b", code), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

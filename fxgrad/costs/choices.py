@@ -75,7 +75,7 @@ class Planner:
             raise cannot(name, override.way, prices)
         if len(prices) == 1:
             return Choice(next(iter(prices)), "the only way it has", found, prices)
-        if holds_too_much(found):
+        if holds_too_much(found, prices, self.batch):
             way = cheapest(lean)
             held = len(lean) < len(prices) and prices[Way.MATERIALISE].seconds < prices[way].seconds
             return Choice(way, "cheapest that holds no gradients" if held else "cheapest", found, prices)

@@ -21,15 +21,13 @@ from fxgrad.terms.work import Contraction, CostTable, Way, Work, e, n
 # Note [What may be held]
 # ~~~~~~~~~~~~~~~~~~~~~~~
 # Gradients that were multiplied out live until the end of the backward, in the place of the factors they were made of.
-# Where they are much larger, the peak of memory would rise, whatever time they save.
+# Where they are much larger, the peak of memory would rise, whatever time they save. Where they are somewhat larger,
+# they have to save some: gradients of twice their factors' size a third of the time. Small ones go by time alone.
 HELD = 2.5  # times the factors' elements
+WORTH = 0.5  # of the gradients' own time, for each time that they are larger than their factors
+SMALL = 16 * 2**20  # bytes of one use
 
 NOISE = 1.15  # ways whose times are closer than measurements are take the order of `Way`: what holds least comes first
-
-
-def holds_too_much(contraction: Contraction) -> bool:
-    """See Note [What may be held]."""
-    return hint(contraction.elements) > HELD * hint(contraction.factors)
 
 
 class Cost(NamedTuple):
@@ -68,6 +66,18 @@ def _function(table: CostTable) -> Callable[..., list[tuple[list[float], list[fl
     compiled: Callable[..., list[tuple[list[float], list[float]]]]
     compiled = sympy.lambdify((n, e, *table.symbols), rows, modules="math")
     return compiled
+
+
+def holds_too_much(contraction: Contraction, prices: Mapping[Way, Cost], batch: int) -> bool:
+    """See Note [What may be held]."""
+    elements, factors = hint(contraction.elements), hint(contraction.factors)
+    if elements > HELD * factors:
+        return True
+    if Way.MATERIALISE not in prices or batch * elements * contraction.itemsize <= SMALL:
+        return False
+    held = prices[Way.MATERIALISE].seconds
+    saved = min(price.seconds for way, price in prices.items() if way is not Way.MATERIALISE) - held
+    return saved < WORTH * (elements / factors - 1) * held
 
 
 def cheapest(prices: Mapping[Way, Cost]) -> Way:
