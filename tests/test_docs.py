@@ -16,10 +16,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 
-def python_files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
-
-
 def test_the_table_of_passes_is_the_pipeline() -> None:
     (table,) = re.findall(r"<!-- passes: begin -->(.*?)<!-- passes: end -->", DESIGN, re.DOTALL)
     names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
@@ -44,13 +40,14 @@ def test_the_pictures_of_passes_are_those_of_the_tests() -> None:
     assert subprocess.run([sys.executable, ROOT / "tools" / "pictures.py", "--check"]).returncode == 0
 
 
+FOLDERS = "fxgrad", "passes", "tests", "benchmarks", "examples", "tools"
 OF_PYTORCH = {"_per_sample_grad", "conv_utils", "expanded_weights_impl", "expanded_weights_utils"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_classes_that_a_page_names_exist(page: Path) -> None:
     """A name with a place, `runtime/tape.py`, is that of a file there; a file that a reader is to write is no file."""
-    files = [path for folder in ("fxgrad", "passes", "tests", "benchmarks", "examples", "tools") for path in python_files(folder)]
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     code = "\n".join(path.read_text() for path in files)
     for name in re.findall(r"`([\w/]+)\.py`", page.read_text()):
         known = any(path.as_posix().endswith(f"/{name}.py") for path in files)
