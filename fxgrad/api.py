@@ -26,11 +26,12 @@ from fxgrad.host.dynamo import OptimizedModule
 from fxgrad.host.modules import is_compiled_in_place, refuse_replicas
 from fxgrad.kernels.memory import blocks
 from fxgrad.quantities import GradSample, Quantity, check_quantities
+from fxgrad.runtime.graph_stores import clear_results, latest_with
 from fxgrad.runtime.guard import guard_for
 from fxgrad.runtime.guard import release as release_parameters
 from fxgrad.runtime.policies import Accumulate
 from fxgrad.runtime.reports import OnResult
-from fxgrad.runtime.store import STORES, Store, clear
+from fxgrad.runtime.store import Store, clear
 from fxgrad.samples.batch import Roles
 
 M = TypeVar("M", bound=nn.Module)
@@ -244,6 +245,12 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
             engine.model.zero_grad(set_to_none)
             _clear_results(engine.model, engine)
 
+        def compile(self, *_: Any, **__: Any) -> None:
+            raise OptionError(
+                "compile() of a transformed model: it would compile the original, which shares its state",
+                advice="Leave it out: fxgrad compiles each call, with the compiler that backend= names.",
+            )
+
         def __reduce__(self) -> Any:
             return _rebuild, (engine.model, arguments)
 
@@ -296,9 +303,12 @@ def zero_grad(model: nn.Module) -> None:
     _clear_results(model, engine_of(model))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _clear_results(model: nn.Module, engine: Engine | None) -> None:
     clear(model.parameters())
-    if engine is not None:
+    if engine is None:
+        clear_results(model.parameters())
+    else:
         if engine.units is not None:
             whole_and_shards = engine.units.parameters()
             clear(whole_and_shards)
@@ -373,7 +383,7 @@ def result(model: nn.Module | Callable[..., Any], quantity: Quantity) -> Any:
     if engine is not None:
         return engine.store.result(quantity)
     if isinstance(model, OptimizedModule):
-        for store in STORES:  # by the very object: the backend does not know the model
-            if any(one is quantity for one in store.quantities) and store.results:
-                return store.result(quantity)
+        store = latest_with(quantity, model.parameters())
+        if store is not None:
+            return store.result(quantity)
     raise OptionError("result takes a transformed model", advice="Pass what fxgrad.transform returned.")

@@ -19,8 +19,9 @@ from fxgrad.errors import BatchSizeError, GraphBreak, OptionError, nearest
 from fxgrad.host.dynamo import CaptureAgain, mark_dynamic
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.quantities import GradSample, Quantity, check_quantities
+from fxgrad.runtime.graph_stores import STORES
 from fxgrad.runtime.guard import guard_for
-from fxgrad.runtime.store import STORES, Store
+from fxgrad.runtime.store import Store
 
 _AGAIN = "_fxgrad_again"  # an attribute of inputs while Dynamo captures a second time
 _OPTIONS = (

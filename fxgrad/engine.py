@@ -25,8 +25,22 @@ from fxgrad.capture.checks import (
 from fxgrad.capture.distributed import check_averages_last
 from fxgrad.capture.division import Division
 from fxgrad.capture.divisions import division_of
-from fxgrad.capture.dynamo import CAPTURING, CapturedCall, check_configured, current_call, fresh_function
-from fxgrad.capture.dynamo_errors import fails_without_dynamo, fixes_the_batch, too_many_graphs, translated
+from fxgrad.capture.dynamo import (
+    CapturedCall,
+    as_originals,
+    check_configured,
+    current_call,
+    fresh_function,
+    is_capturing,
+    runs_as_originals,
+)
+from fxgrad.capture.dynamo_errors import (
+    fails_without_dynamo,
+    fixes_the_batch,
+    not_captured,
+    too_many_graphs,
+    translated,
+)
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
@@ -88,17 +102,19 @@ class Engine:
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``model(*args)`` or ``model.forward(*args)``, so that backward fills grad_sample.
 
-        While fxgrad captures an outer model, a transformed part of it is inlined as the original. Under the user's
-        torch.compile there is a graph break here, and the part runs as it is.
+        While fxgrad captures an outer model, or runs it on no samples, a transformed part of it runs as the original.
+        Under the user's torch.compile there is a graph break here, and the part runs as it is.
         """
         if torch.compiler.is_dynamo_compiling():
-            if CAPTURING.depth:
+            if is_capturing():
                 return self._original(method)(*args, **kwargs)
+        elif runs_as_originals():
+            return self._original(method)(*args, **kwargs)
         elif active_callback() is None:  # Dynamo is not active
             return self._call(method, args, kwargs)
         return self._call_undisturbed(method, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="fxgrad compiles a transformed model by itself")  # type: ignore[untyped-decorator]
     def _call_undisturbed(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._call(method, args, kwargs)
 
@@ -220,7 +236,10 @@ class Engine:
             check_hooks(forward.parameters)  # after the call, as forward may set hooks
         if self.first_batch is not None and self.first_batch.passed:
             self.first_batch = forward.first_batch = None
-        if not self.options.fullgraph:
+        if self.options.fullgraph:
+            if not forward.placeholders and (names := used_outside(tensors, self.names())):
+                raise not_captured(names)
+        else:
             forward.outside = used_outside(tensors, self.names())
             for tensor in tensors:
                 tensor.__dict__.pop(SAMPLE_DIM, None)  # the mark was for the next graph
@@ -318,7 +337,7 @@ class Engine:
         stand_ins = Unseen.apply(forward, *forward.parameters.values())  # type: ignore[no-untyped-call]
         self.store.began(forward, stand_ins[0].grad_fn)
         others = dict(zip(forward.parameters, stand_ins, strict=True))
-        with on_other_tensors(self.model, others), without_checkpoints():
+        with on_other_tensors(self.model, others), without_checkpoints(), as_originals():
             return self._original(forward.method)(*args, **kwargs)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from torch._subclasses import FakeTensorMode
 
 from fxgrad.costs import machines
 from fxgrad.ops.families import _REGISTERED, family_of
@@ -22,6 +23,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_left_stays() -> Iterator[None]:
+    """PyTorch keeps what fake tensors showed: without it, and past what is left, collecting is quick."""
+    yield
+    torch._dynamo.reset()
+    FakeTensorMode.cache_clear()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)

@@ -128,6 +128,11 @@ BODIES = [
 ]  # fmt: skip
 
 
+QUICK = (
+    a_branch, a_parameter_decides, a_branch_with_merged_samples, a_scan_over_time, a_map_over_samples, a_loop,
+    a_scan_from_a_layer, a_branch_by_a_number, a_scan_behind_a_number,
+)  # fmt: skip
+
 # PyTorch's own scan refuses a transposed batch of one: it takes that for an alias of its input. Before 2.13 it takes
 # a carried value that starts as zeros for one, of any size: torch.compile alone fails on it.
 SCANS = (a_scan_over_time, a_scan_from_a_layer)
@@ -136,7 +141,7 @@ REFUSED = (a_scan_over_time,) if torch.__version__ < "2.13" else ()
 
 @pytest.mark.parametrize(
     ("body", "size"),
-    [(body, 4) for body in BODIES if body not in REFUSED]
+    long_but(lambda body, _: body in QUICK, [(body, 4) for body in BODIES if body not in REFUSED])
     + long_but(
         lambda body, _: body in (a_branch, a_map_over_time), [(body, 1) for body in BODIES if body not in SCANS]
     ),

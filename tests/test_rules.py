@@ -43,7 +43,11 @@ def check(case: Case, model: nn.Module, inputs: Sequence[Tensor], **how: Any) ->
     assert_per_sample_grads(model, *inputs, **{"backend": "eager", "tolerance": case.tolerance, **how})
 
 
-@pytest.mark.parametrize(("case", "extra"), [(case, extra) for case in CASES for extra in case.extra[:-1]], ids=by_name)
+@pytest.mark.parametrize(
+    ("case", "extra"),
+    long_but(lambda case, _: case in FIRST, [(case, extra) for case in CASES for extra in case.extra[:-1]]),
+    ids=by_name,
+)
 def test_extra_dims(case: Case, extra: tuple[int, ...], device: torch.device) -> None:
     """All but the most dims that a case can have, which test_aot_eager and test_each_parameter_frozen take."""
     check(case, case.model(device), case.inputs(device, extra))
@@ -51,10 +55,11 @@ def test_extra_dims(case: Case, extra: tuple[int, ...], device: torch.device) ->
 
 @every_case
 def test_each_parameter_frozen(case: Case, device: torch.device) -> None:
-    """Every parameter in turn, where others are left to train; inputs that require no grad."""
+    """Every parameter in turn (of an op's second cases the last), where others train; inputs that require no grad."""
     model = case.model(device)
     parameters = list(model.parameters())
-    for frozen in parameters if len(parameters) > 1 else [None]:
+    frozen_in_turn = parameters if case in FIRST else parameters[-1:]
+    for frozen in frozen_in_turn if len(parameters) > 1 else [None]:
         for parameter in parameters:
             parameter.requires_grad_(parameter is not frozen)
         check(case, model, case.inputs(device, case.extra[-1], requires_grad=False))

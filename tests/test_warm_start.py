@@ -19,6 +19,7 @@ from fxgrad.compile import warm_start
 from fxgrad.compile.code_text import Unreadable
 from fxgrad.host.versions import at_least
 from tests.key_changes import CHANGES, SAME, UNREADABLE, Step
+from tests.quick import long_but
 from tests.warm_steps import STEPS
 
 ROOT = Path(__file__).parents[1]
@@ -109,24 +110,24 @@ def hits(said: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not at_least("2.13"), reason="before torch 2.13 AOTAutograd's cache stores no graph with a tap")
-def test_a_hit_gives_what_a_miss_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", long_but(lambda steps: steps == 3, [3, len(STEPS)]))
+def test_a_hit_gives_what_a_miss_gives(steps: int, tmp_path: Path) -> None:
     """A warm process, one with the artifacts of another, and one with broken entries give the same bits."""
-    steps = len(STEPS)
-    cache, artifacts = tmp_path / "cache", tmp_path / "artifacts"
-    cold = run(cache, "--save", str(artifacts))
+    cache, artifacts, first = tmp_path / "cache", tmp_path / "artifacts", ("--first", str(steps))
+    cold = run(cache, *first, "--save", str(artifacts))
     assert hits(cold) == (0, steps) and cold["autograd_cache_saved"] == steps
-    warm = run(cache)
+    warm = run(cache, *first)
     assert hits(warm) == (steps, 0) and warm["results"] == cold["results"]
-    carried = run(tmp_path / "elsewhere", "--load", str(artifacts))
+    carried = run(tmp_path / "elsewhere", *first, "--load", str(artifacts))
     assert hits(carried) == (steps, 0) and carried["results"] == cold["results"]
-    spoil(cache / "aotautograd")
+    spoil(cache / "aotautograd", steps)
     broken = run(cache, "--first", "2")  # the two oldest entries: one of each kind
     assert hits(broken) == (0, 2) and broken["results"] == cold["results"][:2]
 
 
-def spoil(folder: Path) -> None:
+def spoil(folder: Path, count: int) -> None:
     """Truncate every second entry by age, and write garbage into the others."""
     entries = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
-    assert len(entries) == len(STEPS)
+    assert len(entries) == count
     for i, entry in enumerate(entries):
         entry.write_bytes(entry.read_bytes()[:100] if i % 2 else b"no entry")

@@ -6,10 +6,11 @@ after the steps, and ``--load FILE`` reads them before; ``--first N`` takes the 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,11 +66,11 @@ def halved(norms: Tensor) -> Tensor:
 
 STEPS: list[tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], fxgrad.Quantity]]] = [
     (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), (6, 8), lambda: fxgrad.ClippedGrad(1.0)),
+    (Norms, (6, 8), lambda: fxgrad.ClippedGrad(1.0, weights=halved)),
+    (Functions, (6, 8), fxgrad.GradSample),
     (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), (6, 8), fxgrad.GradSample),
     (lambda: nn.Sequential(nn.Linear(8, 3)), (1, 8), fxgrad.GradSample),
-    (Norms, (6, 8), lambda: fxgrad.ClippedGrad(1.0, weights=halved)),
     (encoder, (4, 5, 8), fxgrad.NormSample),
-    (Functions, (6, 8), fxgrad.GradSample),
 ]
 
 
@@ -86,18 +87,19 @@ def step(make: Callable[[], nn.Module], shape: tuple[int, ...], quantity: fxgrad
 
 
 def main() -> None:
-    option, *file = sys.argv[1:] or [""]
-    if option == "--load":
-        with open(file[0], "rb") as stream:
-            torch.compiler.load_cache_artifacts(stream.read())
-    steps = STEPS[: int(file[0])] if option == "--first" else STEPS
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--load", type=Path)
+    parser.add_argument("--first", type=int, default=len(STEPS))
+    options = parser.parse_args()
+    if options.load:
+        torch.compiler.load_cache_artifacts(options.load.read_bytes())
     with config.patch(compile_threads=1):
-        results = [step(make, shape, quantity()) for make, shape, quantity in steps]
-    if option == "--save":
+        results = [step(make, shape, quantity()) for make, shape, quantity in STEPS[: options.first]]
+    if options.save:
         saved = torch.compiler.save_cache_artifacts()
         assert saved is not None
-        with open(file[0], "wb") as stream:
-            stream.write(saved[0])
+        options.save.write_bytes(saved[0])
     hashes = [hashlib.sha256(b"".join(one.numpy().tobytes() for one in of)).hexdigest() for of in results]
     print(json.dumps({"results": hashes, **counters["aot_autograd"]}))
 

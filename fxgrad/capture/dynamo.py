@@ -23,9 +23,10 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.backends import opt_einsum
 
@@ -53,23 +54,34 @@ _MARKED = frozenset(MARKS)
 _COUNT = itertools.count()
 
 
-@dataclass
-class _Capturing:
-    """The number of fxgrad's calls in progress: what Dynamo traces then is for fxgrad."""
-
-    depth: int = 0
-
-
-CAPTURING = _Capturing()  # in every call: where a transformed model calls another, the graph is guarded by it
-
-
 class _Current(threading.local):
     """The call of this thread; Dynamo compiles in the thread that calls."""
 
     call: CapturedCall | None = None
+    originals: bool = False  # whether transformed parts run as their originals
 
 
 _CURRENT = _Current()
+runs_as_originals = partial(getattr, _CURRENT, "originals")
+
+
+@contextlib.contextmanager
+def as_originals() -> Iterator[None]:
+    """Run transformed models as their originals in this thread: they are parts of one that runs on no samples."""
+    before, _CURRENT.originals = _CURRENT.originals, True
+    try:
+        yield
+    finally:
+        _CURRENT.originals = before
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_capturing() -> bool:
+    """Return whether what Dynamo traces is for fxgrad: a part of a model that one of fxgrad's calls captures.
+
+    No guard is needed: Dynamo keeps what it compiled for one backend apart from what it compiled for another.
+    """
+    return _CURRENT.call is not None
 
 
 class CapturedCall:
@@ -91,7 +103,6 @@ class CapturedCall:
         if _on_start not in compilation.start_callbacks:  # torch._dynamo.reset() forgets it
             compilation.register_start_callback(_on_start)
         enclosing, _CURRENT.call = _CURRENT.call, self
-        CAPTURING.depth += 1
         try:
             for tensor in self.batch.tensors:
                 if not _MARKED.isdisjoint(tensor.__dict__):
@@ -105,7 +116,6 @@ class CapturedCall:
             self.configure()
             return compiled(*self.args, **self.kwargs)
         finally:
-            CAPTURING.depth -= 1
             _CURRENT.call = enclosing
             if self.settings is not None:
                 self.settings.close()

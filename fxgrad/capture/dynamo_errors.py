@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fxgrad.capture.options import Options
-from fxgrad.errors import GraphBreak, TooManyGraphs
+from fxgrad.errors import GraphBreak, OutsideGraph, TooManyGraphs
 from fxgrad.graph.context import last_own_line
 from fxgrad.host.dynamo import (
     BackendCompilerFailed,
@@ -134,6 +134,15 @@ def too_many_graphs(compiled: Callable[..., Any], positional: Sequence[str]) -> 
         where=_guarded_line(reasons[-1]) if reasons else "",
         advice="Pass what changes as a tensor, or keep it the same between calls. If you want that many graphs, raise "
         "torch._dynamo.config.recompile_limit.",
+    )
+
+
+def not_captured(names: Sequence[str]) -> OutsideGraph:
+    """The model ran as it is: Dynamo was switched off, or told not to compile this call."""
+    return OutsideGraph(
+        f"TorchDynamo did not capture the model, so its parameters get ordinary gradients: {', '.join(names)}",
+        advice="Switch it on for this call. torch.compiler.set_stance, torch.compiler.disable, TORCHDYNAMO_DISABLE=1 "
+        "and torch._dynamo.config.install_free_tensors switch it off.",
     )
 
 

@@ -24,6 +24,17 @@ from fxgrad.host.ops import OpOverload
 
 aten = torch.ops.aten
 
+# Ops whose backward reads no layout: it saves nothing of their operand, or Inductor has its own code for it.
+_ANY_LAYOUT = {
+    op
+    for packet in (
+        *(aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.select, aten.slice),
+        *(aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.clone),
+        *(aten.mean, aten.sum, aten.amax, aten.amin, aten.avg_pool2d, aten._adaptive_avg_pool2d),
+    )
+    for op in (getattr(packet, name) for name in packet.overloads())
+}
+
 
 def keep_layout(gm: fx.GraphModule) -> None:
     """Change a forward's traced graph on CPU."""
@@ -41,13 +52,15 @@ def keep_layout(gm: fx.GraphModule) -> None:
     region = _region(last)
     results = list(outputs_of(gm))
     for i in visible:
-        if results[i] in region:
-            results[i] = _copy_behind(results[i], torch.contiguous_format)
+        if results[i] in region and isinstance(results[i].meta["val"], Tensor):
+            results[i] = _copy_behind(results[i], _traced(results[i]))
     output.args = (tuple(results),)
     for node in region:
-        outside = [user for user in node.users if user not in region and user.op != "output"]
+        outside = [user for user in node.users if user not in region and user is not output]
         if outside and isinstance(node.meta["val"], Tensor):
-            copy = _copy_behind(node, torch.contiguous_format)
+            copy = _copy_behind(node, _traced(node))
+            if not all(user.target in _ANY_LAYOUT for user in outside):
+                outside.append(output)  # a backward gets what it was traced with
             node.replace_all_uses_with(copy, delete_user_cb=outside.__contains__)
     copy = _copy_behind(last, torch.channels_last)
     last.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
@@ -69,6 +82,14 @@ def _keeps(node: fx.Node) -> bool:
     if node.target in (torch.ops.fxgrad.max_pool.default, operator.getitem):
         return True
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _traced(node: fx.Node) -> torch.memory_format:
+    """Return the layout that a value was traced with."""
+    value = node.meta["val"]
+    if value.is_contiguous() or not value.is_contiguous(memory_format=torch.channels_last):
+        return torch.contiguous_format
+    return torch.channels_last
 
 
 def _copy_behind(node: fx.Node, layout: torch.memory_format) -> fx.Node:

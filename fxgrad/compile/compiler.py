@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.compiler.config
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.checks import check_parameters
@@ -31,8 +31,10 @@ from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
 from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
+from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Placeholders, watch
+from fxgrad.runtime.refusals import before_the_graph
 from fxgrad.runtime.store import Store
 from fxgrad.runtime.targets import TAPS
 from fxgrad.terms.work import Way
@@ -212,7 +214,7 @@ class Transformed:
         n = self.size_of(args)
         interface, names, positions = self.interface, self.names, self.positions
         parameters = dict(zip(names, map(args.__getitem__, positions), strict=True))
-        forward = self.store.current.forward or self._own_forward(n, parameters)
+        forward = self.store.current.forward or self._own_forward(n, parameters, args)
         if n != forward.size:
             raise self._other_size(n, forward.size)
         if n > self.room.largest:
@@ -238,9 +240,13 @@ class Transformed:
             watch(outputs, self.store, forward)
         return outputs
 
-    def _own_forward(self, n: int, parameters: dict[str, Tensor]) -> Forward:
-        """Begin a forward if torch.compile called the backend: this graph is all of it."""
+    def _own_forward(self, n: int, parameters: dict[str, Tensor], args: Sequence[Any]) -> Forward:
+        """Begin a forward if torch.compile called the backend: this graph is all of it, or follows others of ours."""
+        made = [arg for arg in args if isinstance(arg, Tensor) and arg.grad_fn is not None]
+        if used := [leaf for leaf in leaves_behind(made) if isinstance(leaf, nn.Parameter)]:
+            raise before_the_graph(used)
         forward = Forward(n, parameters)
+        self.store.owned = frozenset(map(id, parameters.values()))
         if torch.is_grad_enabled():
             if self.store.guard is not None:
                 self.store.guard.watch(parameters)

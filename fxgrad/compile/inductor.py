@@ -29,6 +29,7 @@ from torch import Tensor, fx
 from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
 from fxgrad.compile.channels_last import keep_layout
+from fxgrad.compile.compared import save_compared
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.dynamo import written_now
@@ -54,11 +55,14 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             gm = opened(gm, form_of)
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
-            if on_cpu and not kwargs.get("is_backward") and not kwargs.get("is_inference"):
-                keep_layout(gm)
+            if not kwargs.get("is_backward") and not kwargs.get("is_inference"):
+                inductor.show_bases(gm)
+                if on_cpu:
+                    keep_layout(gm)
             return inductor.compile_traced(gm, *args, **kwargs)
 
-    return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
+    with inductor.before_partition(save_compared):
+        return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
 
 
 @functools.lru_cache(maxsize=1)

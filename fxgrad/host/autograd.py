@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from types import CodeType
@@ -31,6 +32,16 @@ retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 Why: a backward that AOTAutograd compiled may write over what the forward saved for it, and then runs once.
 Without: PyTorch's error about donated buffers, which names no argument of the user's.
 """
+
+
+def compiles_backward() -> bool:
+    """Return whether the running backward call was traced and compiled as a whole (compiled autograd).
+
+    Why: it runs the hooks that fxgrad guards p.grad with before those of the user's, whatever their order.
+    Without: what a hook makes of a clipped gradient reaches p.grad.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def writes_over_saved(node: Any) -> bool:

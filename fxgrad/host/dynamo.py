@@ -144,7 +144,8 @@ def recurrent_modules_allowed() -> contextlib.AbstractContextManager[Any]:
 def sizes_apart() -> Iterator[None]:
     """Give equal sizes different symbols, and let PyTorch not log where it makes one a number, or where shapes differ.
 
-    Why: a sequence may be as long as the batch by chance. A model called with wrong shapes raises its own error.
+    Why: a sequence may be as long as the batch by chance. A model called with wrong shapes raises its own error. Under
+    the user's ``torch.compile(.., dynamic=True)`` each number would be a symbol, an epsilon of a norm among them.
     Without: sizes that equal the batch size by chance are taken for it, and 15 lines of log precede the model's error.
     """
     logs = torch._guards.log, torch._subclasses.fake_tensor.log
@@ -153,7 +154,8 @@ def sizes_apart() -> Iterator[None]:
     for log in logs:
         log.disabled = True
     try:
-        yield
+        with torch._dynamo.config.patch(assume_static_by_default=True):
+            yield
     finally:
         _shapes.use_duck_shape = duck
         for log, before in zip(logs, silent, strict=True):

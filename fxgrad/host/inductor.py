@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +110,52 @@ def compile_traced(*args: Any, **kwargs: Any) -> Any:
     from torch._inductor import compile_fx as inductor
 
     return inductor.compile_fx_inner(*args, **kwargs)
+
+
+def show_bases(gm: Any) -> None:
+    """Tell Inductor that the user sees what AOTAutograd returns for views, in a forward's traced graph.
+
+    Why: two views of one value that a model returns are made behind the graph, from the value, by the strides that it
+    was traced with. Inductor keeps only the user's own outputs to these, and lays out others as a convolution likes.
+    Without: ``h[:, :4].flatten(1), h[:, 4:].flatten(1)`` of a convolution's h has its numbers mixed up, without a word.
+    """
+    context = torch._guards.TracingContext.try_get()
+    described = None if context is None else context.fw_metadata
+    output = gm.graph.output_node()
+    visible = output.meta.get("user_visible_output_idxs")
+    if described is None or visible is None:
+        return
+    end = described.num_forward_returns
+    bases = range(end - described.num_intermediate_bases, end)
+    values = output.args[0]
+    output.meta["user_visible_output_idxs"] = [*visible, *(i for i in bases if isinstance(values[i], torch.fx.Node))]
+
+
+@contextlib.contextmanager
+def before_partition(change: Callable[[torch.fx.Graph], None]) -> Iterator[None]:
+    """Run a function on each traced graph of a forward with its backward before they are parted, behind the user's own.
+
+    Why: which values a backward computes again is decided there, by tags on nodes.
+    Without: the gradient of ``tanh(x).amax(-1)`` may be NaN, or go to another element, without a word.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    users: Any = config.joint_custom_post_pass
+
+    class Behind(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for one in users if isinstance(users, list | tuple) else [users]:
+                if one is not None:
+                    one(graph)
+            change(graph)
+
+        def uuid(self) -> Any:  # fxgrad's source is in the key of what it compiles
+            passes = users if isinstance(users, list | tuple) else [users]
+            return change.__qualname__, *(one.uuid() for one in passes if one is not None)
+
+    with config.patch(joint_custom_post_pass=Behind()):
+        yield
 
 
 def decompositions() -> Any:

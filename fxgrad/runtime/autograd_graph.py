@@ -55,8 +55,10 @@ def _is_running(root: Any) -> bool:
 
 def accumulates(parameter: Tensor) -> bool:
     """Return whether the running backward call adds to p.grad; ``autograd.grad(loss, parameters)`` does not."""
+    node = get_gradient_edge(parameter).node
     try:
-        return bool(will_execute(get_gradient_edge(parameter).node))
+        # PyTorch does not count what backward was called on, as in ``p.backward(g)``.
+        return bool(will_execute(node)) or node in roots_of_backward()
     except RuntimeError:  # PyTorch's answer for a leaf under autograd.grad
         return False
 
@@ -158,9 +160,13 @@ def is_divided(root: Any) -> bool:
 
 def used_outside(outputs: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
     """Return the parameters that values depend on past every delivery."""
+    return tuple(names[id(leaf)] for leaf in leaves_behind(outputs) if id(leaf) in names)
+
+
+def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that values depend on past every delivery."""
     nodes = _below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
-    used = {id(node.variable): None for node in nodes if _is_leaf(node)}
-    return tuple(names[key] for key in used if key in names)
+    return [node.variable for node in nodes if _is_leaf(node)]
 
 
 def ops_using(roots: Sequence[Any], parameter: Tensor) -> list[str]:

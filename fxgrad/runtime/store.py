@@ -20,6 +20,7 @@ A refusal raises in the state where it is; `undone` then puts every p.grad back.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -30,10 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.errors import AlreadySet
-from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
+from fxgrad.host.autograd import autograd_engine, compiles_backward, current_task, retains_graph
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import identity
 from fxgrad.quantities import Quantity
+from fxgrad.runtime import refusals
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
 from fxgrad.runtime.deliveries import Asked, ask, for_grad, zeros
@@ -43,7 +45,6 @@ from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
 from fxgrad.runtime.idle_steps import watch_steps
 from fxgrad.runtime.policies import Accumulate, check_policy, how_to_clear
-from fxgrad.runtime.refusals import check_delivers_to_leaves, differentiated_again, used_outside
 from fxgrad.runtime.reports import OnResult, Reports, no_result, not_asked, packed
 
 _KINDS = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")  # of a tensor; for `map`, without frames
@@ -60,12 +61,6 @@ class Observer(Protocol):
     def ended(self, forward: Forward) -> None: ...
 
     def cleared(self, parameters: Iterable[Tensor]) -> None: ...
-
-
-TWO_CALLS = (
-    "Transform a module whose forward calls the model twice (return self.model(a), self.model(b)), as docs/recipes.md "
-    "shows, or call backward() for each."
-)
 
 
 class Store:
@@ -92,6 +87,8 @@ class Store:
         self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
         self.forwards: dict[int, weakref.ref[Forward]] = {}  # by number: those that wait for a backward, or run
         self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
+        self.reported = 0  # the number of its last report, among those of all stores
+        self.owned: frozenset[int] = frozenset()  # ids of its parameters: graph_stores.py
 
     def deliver_instead(self, quantities: Sequence[Quantity]) -> None:
         """Let backwards compute other quantities than were asked for, as many."""
@@ -188,7 +185,9 @@ class Store:
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
         if torch.is_grad_enabled():
-            raise differentiated_again()
+            raise refusals.differentiated_again()
+        if compiles_backward():
+            raise refusals.backward_is_compiled()
         if forward.units is not None:
             forward.units.gather(forward.weights, forward.gathered)
         task = current_task()
@@ -199,11 +198,11 @@ class Store:
         if not forward.delivers():
             return
         if forward.outside:
-            raise used_outside(forward.outside)
+            raise refusals.used_outside(forward.outside)
         self._check_alone(forward)
         asked = self.asked_of(forward)
         if not asked.adds_to_grad:
-            check_delivers_to_leaves(forward.placeholders, self.quantities)
+            refusals.check_delivers_to_leaves(forward.placeholders, self.quantities)
         if asked.attributes:
             self.check_clear(forward, forward.task(), "a backward")
             self._check_sizes(forward)
@@ -246,10 +245,7 @@ class Store:
         forwards = [reference() for reference in list(self.forwards.values())]
         others = [other for other in forwards if other is not None and other is not forward]
         if met or any(other.delivered == forward.task() or other.delivers() for other in others):
-            raise AlreadySet(
-                f"two forwards of the model meet in one backward: {self.alone} of each does not add up",
-                advice=TWO_CALLS,
-            )
+            raise refusals.two_forwards(self.alone)
 
     def _check_sizes(self, forward: Forward) -> None:
         """Results of one backward, or of several under "sum", are added: they need the same samples."""
@@ -260,10 +256,7 @@ class Store:
             earlier = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
             adds = self.policy == "sum" or _task_of(earlier) == forward.task()
             if isinstance(earlier, Tensor) and adds and len(earlier) != delivery.shape[0]:
-                raise AlreadySet(
-                    f"gradients of {len(earlier)} and of {delivery.shape[0]} samples cannot be added",
-                    advice="Run every forward on the same samples, or call backward and zero_grad() between them.",
-                )
+                raise refusals.two_sizes(len(earlier), delivery.shape[0])
 
     def _unused(self, forward: Forward) -> set[str]:
         """The parameters that no graph uses, where an optimizer adds noise to all, and the backward is for all."""
@@ -345,7 +338,11 @@ class Store:
             for i, delivery in kinds.attributes:
                 grad = grads[i]
                 if grad is not None:
-                    self.put(forward.parameters[delivery.parameter or ""], delivery.place, grad.detach(), forward)
+                    parameter = forward.parameters[delivery.parameter or ""]
+                    earlier = getattr(parameter, delivery.place, None)
+                    if not self.quantities[place].adds and _task_of(earlier) == forward.delivered:
+                        raise refusals.two_norms(delivery)
+                    self.put(parameter, delivery.place, grad.detach(), forward)
             results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
             if results:
                 self._report(place, results, forward.delivered)
@@ -363,7 +360,7 @@ class Store:
             results = [one + other for one, other in zip(self.results[place], results, strict=True)]
         for result in results:
             setattr(result, _TASK, task)
-        self.results[place] = results
+        self.results[place], self.reported = results, next(_REPORTS)
 
     def put(self, parameter: Tensor, place: str, grad: Tensor, forward: Forward) -> None:
         """One parameter's results of one forward; several forwards of one backward add up."""
@@ -383,6 +380,7 @@ class Store:
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
+_REPORTS = itertools.count(1)
 
 
 def _task_of(result: Any) -> int | None:
@@ -395,6 +393,3 @@ def clear(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         for place in _PLACES & parameter.__dict__.keys():
             setattr(parameter, place, None)
-
-
-STORES: weakref.WeakSet[Store] = weakref.WeakSet()  # of graphs that torch.compile handed over, without the model

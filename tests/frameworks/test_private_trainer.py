@@ -25,6 +25,7 @@ from transformers.trainer_utils import set_seed
 import fxgrad.opacus
 from fxgrad.errors import OptionError
 from tests.frameworks.loop import loop_rows, norms_of
+from tests.quick import long_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
@@ -201,7 +202,7 @@ def test_reports_have_the_epsilon(tmp_path: Path) -> None:
     assert seen == [entry["epsilon"] for entry in trainer.state.log_history]
 
 
-@pytest.mark.parametrize("stop", [STEPS, STEPS + 2])
+@pytest.mark.parametrize("stop", long_but(lambda stop: stop == STEPS, [STEPS, STEPS + 2]))
 def test_resumes_from_a_checkpoint(stop: int, tmp_path: Path) -> None:
     """At an epoch's end the Trainer restores its random numbers, and the steps are those of an unbroken training."""
     whole, first, second = (Private(noise=1.0) for _ in range(3))

@@ -1,0 +1,44 @@
+"""What a backward compares for equality has the forward's bits through Inductor, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxgrad
+from tests.quick import long_but
+
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax of gelu": lambda h: F.gelu(h).amax(-1),
+    "amin of tanh": lambda h: h.tanh().amin(-1),
+    "norm of sigmoid": lambda h: torch.linalg.vector_norm(h.sigmoid(), ord=torch.inf, dim=-1),
+    "a mask of the model's own": lambda h: (h.tanh() * (h == h.amax(-1, keepdim=True))).sum(-1),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.end = nn.Linear(9, 7), end
+
+    def forward(self, x: Tensor) -> Any:
+        return self.end(self.layer(x))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("end", long_but(lambda end: end in ("amax of gelu", "a mask of the model's own"), ENDS))
+def test_the_largest_is_found_again(end: str, device: torch.device) -> None:
+    """PyTorch's own compiled models have NaN for about half of the rows, or gradients of other elements."""
+    torch.manual_seed(29)
+    model, x = Model(ENDS[end]).to(device), torch.randn(64, 9, device=device)
+    rows = []
+    for backend in ("inductor", "aot_eager"):
+        fxgrad.zero_grad(model)
+        fxgrad.transform(model, backend=backend)(x).sum().backward()
+        rows.append(fxgrad.delivered(model.layer.weight))
+    torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-6)
