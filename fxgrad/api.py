@@ -384,6 +384,11 @@ def result(model: nn.Module | Callable[..., Any], quantity: Quantity) -> Any:
         return engine.store.result(quantity)
     if isinstance(model, OptimizedModule):
         store = latest_with(quantity, model.parameters())
-        if store is not None:
-            return store.result(quantity)
+        if store is None:
+            raise OptionError(
+                "result has nothing of this model: no backward has run since zero_grad(), or another model has used "
+                "its graph since",
+                advice="Pass the very quantity that options= has, and read its result before another model's step.",
+            )
+        return store.result(quantity)
     raise OptionError("result takes a transformed model", advice="Pass what fxgrad.transform returned.")

@@ -81,3 +81,19 @@ def test_the_guard_is_met() -> None:
         torch.compile(step, backend="aot_eager")(torch.randn(4, 3, dtype=torch.float64))
     assert all(p.grad is None for p in model.parameters())
     torch.testing.assert_close(model.state_dict(), before)
+
+
+def test_sizes_that_the_user_makes_dynamic() -> None:
+    """They are for the user's graph: in fxgrad's an epsilon of a norm stays the number that it is."""
+    layer = nn.Linear(3, 4)
+    model = nn.Sequential(layer, nn.LayerNorm(4)).double()
+    view = fxgrad.transform(model, backend="eager")
+
+    def step(x: Tensor) -> None:
+        view.zero_grad()
+        view(x).square().sum().backward()
+
+    run = torch.compile(step, backend="eager", dynamic=True)
+    for size in (5, 1, 3):
+        run(torch.randn(size, 3, dtype=torch.float64))
+        assert fxgrad.delivered(layer.weight).shape == (size, 4, 3)

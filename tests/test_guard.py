@@ -960,3 +960,20 @@ def test_a_graph_does_not_depend_on_the_guards_of_other_models() -> None:
     assert len(graphs) == count
     with pytest.raises(UnclippedGrad, match="outside of the transformed Sliced"):
         (view(x).sum() + model.layers[0](x).sum()).backward()
+
+
+def test_backward_of_a_parameter_itself() -> None:
+    """PyTorch does not count what backward was called on among what it runs."""
+    model = Net()
+    view = private(model)
+    view(inputs()).sum().backward()
+    before = grads(model)
+    for call in (
+        lambda: model.head.bias.backward(torch.full((2,), 100.0)),
+        lambda: torch.autograd.backward([*model.parameters()], [torch.ones_like(p) for p in model.parameters()]),
+    ):
+        with pytest.raises(UnclippedGrad, match="used outside of the transformed"):
+            call()
+        for one, other in zip(grads(model), before, strict=True):
+            assert one is not None and other is not None and one.equal(other)
+    assert torch.autograd.grad(model.head.bias, [model.head.bias], torch.ones(2))[0].equal(torch.ones(2))

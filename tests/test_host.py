@@ -597,6 +597,29 @@ def _(host: Any) -> None:
     assert host.current_task() == -1
 
 
+@check("autograd.compiles_backward")
+def _(host: Any) -> None:
+    seen: list[bool] = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            seen.append(host.compiles_backward())
+            return g * 2
+
+    from torch._dynamo import compiled_autograd
+
+    for context in (contextlib.nullcontext(), compiled_autograd._enable(torch.compile(backend="eager"))):
+        with context:
+            Seen.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    assert seen[0] is False and seen[-1] is True
+
+
 @check("autograd.retains_graph", "autograd.writes_over_saved")
 def _(host: Any) -> None:
     from fxgrad.host.functorch import aot_settings
@@ -1334,6 +1357,52 @@ def _(host: Any) -> None:
     with aot_settings(enable_autograd_cache=False):  # which would keep what the inner compiler made
         assert torch.compile(lambda x: x * 2 + 1, backend=backend)(x).tolist() == [3, 3, 3]
     assert len(seen) == 1
+
+
+@check("inductor.show_bases")
+def _(host: Any) -> None:
+    """What it is for, tests/test_on_cpu.py sees."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    output = graph.output((x, x, x, x))
+    gm = fx.GraphModule(nn.Module(), graph)
+    output.meta["user_visible_output_idxs"] = [0]
+    host.show_bases(gm)
+    assert output.meta["user_visible_output_idxs"] == [0]  # outside of a trace nothing is known
+    context = torch._guards.TracingContext(None)
+    described: Any = SimpleNamespace(num_forward_returns=3, num_intermediate_bases=2)
+    context.fw_metadata = described
+    with torch._guards.tracing(context):
+        host.show_bases(gm)
+    assert output.meta["user_visible_output_idxs"] == [0, 1, 2]
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+
+    assert "num_intermediate_bases" in ViewAndMutationMeta.__annotations__
+
+
+@check("inductor.before_partition")
+def _(host: Any) -> None:
+    """Behind the user's own, where a forward is still with its backward; the user's setting comes back."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    order: list[str] = []
+
+    class Users(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            order.append("user's")
+
+        def uuid(self) -> str:
+            return "user's"
+
+    users = Users()
+    with config.patch(joint_custom_post_pass=users):
+        with host.before_partition(lambda graph: order.append("ours")):
+            assert "user's" in getattr(config.joint_custom_post_pass, "uuid")()  # noqa: B009
+            x = torch.ones(3, requires_grad=True)
+            torch.compile(lambda x: x.square().sum(), backend=host.compile_fx)(x).backward()
+        assert config.joint_custom_post_pass is users
+    assert order[:2] == ["user's", "ours"]
 
 
 @check("inductor.decompositions")

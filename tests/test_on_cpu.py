@@ -79,15 +79,48 @@ ENDS: dict[str, Callable[[Tensor], Any]] = {
     "in one dimension": lambda h: F.max_pool1d(h.flatten(2), 3, 2),
     "a threshold": lambda h: F.threshold(h, 0.3, 2.0).flatten(1),
     "broadcast": lambda h: (h.relu() + h.relu()[:, :1] * h.mean((2, 3), keepdim=True)).flatten(1),
+    "its edges repeated": lambda h: F.pad(h.relu(), (1, 1, 1, 1), mode="replicate").flatten(1),
 }
 
 
-QUICK_ENDS = ("a pool returned", "read twice", "broadcast")
+QUICK_ENDS = ("a pool returned", "read twice", "broadcast", "its edges repeated")
 
 
 @pytest.mark.parametrize("end", long_but(lambda end: end in QUICK_ENDS, ENDS))
 def test_behind_the_last_convolution(end: str, device: torch.device) -> None:
     agrees(Network(ENDS[end]).to(device), images(device=device))
+
+
+def halves(h: Tensor) -> Any:
+    return h[:, :2].flatten(1), h[:, 2:].flatten(1)
+
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "of a ReLU": lambda h: halves(h.relu()),
+    "of a pool": lambda h: halves(F.max_pool2d(h, 2)),
+    "of the convolution": halves,
+    "of rows": lambda h: (h.relu()[:, :, 0], h.relu()[:, :, 1:].flatten(2)),
+}
+
+
+@pytest.mark.parametrize("name", long_but(lambda name: name in ("of a ReLU", "of the convolution"), VIEWS))
+def test_two_views_of_one_value_are_returned(name: str, device: torch.device) -> None:
+    """PyTorch makes them behind the graph, by the strides that it has traced; a plain compiled model mixes them up."""
+    agrees(Network(VIEWS[name]).to(device), images(device=device))
+
+
+def test_two_views_before_the_last_convolution(device: torch.device) -> None:
+    last = nn.Conv2d(4, 2, 3).to(device)
+    agrees(nn.Sequential(Network(lambda h: h), Both(last)).to(device), images(device=device))
+
+
+class Both(nn.Module):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, h: Tensor) -> Any:
+        return *halves(h.relu()), self.last(h.relu())
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -114,7 +147,9 @@ def test_no_convolution(device: torch.device) -> None:
 )
 def test_outputs_have_the_plain_models_strides(end: str, device: torch.device) -> None:
     model, x = Network(ENDS[end]).to(device), images(device=device)
-    assert fxgrad.transform(copy.deepcopy(model))(x).stride() == torch.compile(model)(x).stride()
+    view, plain = fxgrad.transform(copy.deepcopy(model)), torch.compile(model)
+    for given in (x, x.contiguous(memory_format=torch.channels_last)):
+        assert view(given).stride() == plain(given).stride()
 
 
 def of_parameters(model: nn.Module) -> list[Any]:

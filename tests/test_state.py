@@ -458,3 +458,17 @@ def test_bad_input_changes_nothing(x: Tensor) -> None:
         gs(x, x[:2])
     gs_loss.backward()
     assert holds(model, per_sample_grads(model, lambda y: y.sin().sum(), (x, x)))
+
+
+def test_norms_of_two_models_that_share_a_parameter() -> None:
+    table = nn.Embedding(5, 3)
+    views = [
+        fxgrad.transform(nn.Sequential(table, nn.Linear(3, 2)), quantity=fxgrad.NormSample(), backend="eager")
+        for _ in range(2)
+    ]
+    x = torch.arange(4)
+    with pytest.raises(AlreadySet, match=r"two transformed models deliver norm_sample of '0\.weight' in one backward"):
+        sum(view(x).sum() for view in views).backward()
+    for view in views:
+        fxgrad.zero_grad(view)
+        view(x).sum().backward()

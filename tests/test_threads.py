@@ -43,6 +43,35 @@ def together(*tasks: Any) -> list[BaseException]:
     return raised
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_step_is_compiled_while_another_model_runs() -> None:
+    """What Dynamo traces in one thread is not for the call that runs in the other."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def waiting(gm: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            inside.set()
+            go_on.wait(60)
+            return gm(*args)
+
+        return run
+
+    slow, quick = fxgrad.transform(Net(4), backend=waiting), fxgrad.transform(Net(5), backend="eager")
+    thread = threading.Thread(target=lambda: slow(torch.randn(6, 3)))
+    thread.start()
+    assert inside.wait(60)
+
+    def step(x: Tensor) -> None:
+        quick(x).square().sum().backward()
+
+    try:
+        torch.compile(step, backend="eager")(torch.randn(4, 3))
+    finally:
+        go_on.set()
+        thread.join()
+    assert fxgrad.delivered(quick.body.weight).shape == (4, 5, 3)
+
+
 @pytest.mark.parametrize("turn", range(5))
 def test_models_that_share_an_input(turn: int) -> None:
     models = [Net(width) for width in (4, 5, 6)]

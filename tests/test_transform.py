@@ -312,6 +312,22 @@ def test_compiled_in_place(net: Net) -> None:
         view(net)
 
 
+def test_not_compiled_in_place(net: Net, x: Tensor) -> None:
+    """It would compile the original's calls, which share its state."""
+    gs = view(net)
+    with pytest.raises(OptionError, match=r"compile\(\) of a transformed model"):
+        gs.compile(backend="eager")
+    assert net(x).shape == gs(x).shape
+
+
+def test_no_samples_in_a_model_that_holds_a_transformed_one(net: Net, x: Tensor) -> None:
+    gs = view(nn.Sequential(view(net), nn.Tanh()))
+    for size in (0, 2):
+        fxgrad.zero_grad(gs)
+        gs(x[:size]).sum().backward()
+        assert len(fxgrad.delivered(net.fc1.weight)) == size
+
+
 PARAMETERS: dict[str, Callable[[], Tensor]] = {
     "tensor subclass, Bracket": lambda: torch.randn(2).as_subclass(Bracket),
     "complex": lambda: torch.randn(2, dtype=torch.complex64),

@@ -21,19 +21,15 @@ from torch import Tensor, fx
 
 from fxgrad.compile.interface import outputs_of
 from fxgrad.host.ops import OpOverload
+from fxgrad.ops.calls import op_name
 
 aten = torch.ops.aten
 
 # Ops whose backward reads no layout: it saves nothing of their operand, or Inductor has its own code for it.
-_ANY_LAYOUT = {
-    op
-    for packet in (
-        *(aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.select, aten.slice),
-        *(aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.clone),
-        *(aten.mean, aten.sum, aten.amax, aten.amin, aten.avg_pool2d, aten._adaptive_avg_pool2d),
-    )
-    for op in (getattr(packet, name) for name in packet.overloads())
-}
+_ANY_LAYOUT = frozenset(
+    """view _unsafe_view reshape permute transpose select slice unsqueeze squeeze expand alias clone
+    mean sum amax amin avg_pool2d _adaptive_avg_pool2d""".split()
+)
 
 
 def keep_layout(gm: fx.GraphModule) -> None:
@@ -59,7 +55,7 @@ def keep_layout(gm: fx.GraphModule) -> None:
         outside = [user for user in node.users if user not in region and user is not output]
         if outside and isinstance(node.meta["val"], Tensor):
             copy = _copy_behind(node, _traced(node))
-            if not all(user.target in _ANY_LAYOUT for user in outside):
+            if not all(op_name(user.target) in _ANY_LAYOUT for user in outside):
                 outside.append(output)  # a backward gets what it was traced with
             node.replace_all_uses_with(copy, delete_user_cb=outside.__contains__)
     copy = _copy_behind(last, torch.channels_last)

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
+from fxgrad.host.autograd import compiles_backward
 from fxgrad.quantities import Delivery, Quantity
 from fxgrad.runtime.autograd_graph import are_captured
 
 
-def differentiated_again() -> OptionError:
-    return OptionError(
-        "create_graph=True: per-sample gradients cannot be differentiated again",
-        advice="Leave out create_graph=True.",
-    )
-
-
-def backward_is_compiled() -> OptionError:
-    return OptionError(
-        "compiled autograd: hooks run in another order there, so what reaches p.grad cannot be guarded",
-        advice="Leave it off (torch._dynamo.config.compiled_autograd): fxgrad compiles the backward by itself.",
-    )
+def check_ordinary() -> None:
+    """Raise where the running backward call is differentiated again, or compiled as a whole."""
+    if torch.is_grad_enabled():
+        raise OptionError(
+            "create_graph=True: per-sample gradients cannot be differentiated again",
+            advice="Leave out create_graph=True.",
+        )
+    if compiles_backward():
+        raise OptionError(
+            "compiled autograd: hooks run in another order there, so what reaches p.grad cannot be guarded",
+            advice="Leave it off (torch._dynamo.config.compiled_autograd): fxgrad compiles the backward by itself.",
+        )
 
 
 TWO_CALLS = (

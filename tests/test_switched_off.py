@@ -1,0 +1,66 @@
+"""Where PyTorch is told not to compile, or to compile the backward itself: refused, as nothing would be per sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+from torch import nn
+
+import fxgrad
+from fxgrad.errors import OptionError, OutsideGraph
+
+# Dynamo looks at its inputs' .grad, and turns warnings that are errors into crashes.
+pytestmark = pytest.mark.filterwarnings("ignore")
+X = torch.randn(5, 3)
+NOT_CAPTURED = "TorchDynamo did not capture the model, so its parameters get ordinary gradients: weight, bias"
+
+
+def view_of(model: nn.Module, quantity: Any = None) -> nn.Module:
+    quantity = quantity or fxgrad.GradSample()
+    return fxgrad.transform(model, quantity=quantity, backend="aot_eager", accumulate="overwrite")
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_then_compile"])
+def test_a_stance_in_the_first_call(stance: str) -> None:
+    model = nn.Linear(3, 2)
+    view = view_of(model)
+    with torch.compiler.set_stance(stance), pytest.raises(OutsideGraph, match=NOT_CAPTURED):
+        view(X)
+    view(X).sum().backward()
+    assert fxgrad.delivered(model.weight).shape == (5, 2, 3)
+
+
+def test_a_stance_for_a_new_graph() -> None:
+    """The rows of the step before do not stay for those of this one."""
+    view = view_of(nn.Linear(3, 2))
+    view(X).sum().backward()
+    with torch.compiler.set_stance("eager_on_recompile"), pytest.raises(OutsideGraph, match=NOT_CAPTURED):
+        view(X[:1])
+
+
+def test_what_needs_no_gradient_runs_anywhere() -> None:
+    model = nn.Linear(3, 2)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        assert view_of(model)(X).equal(model(X))
+
+
+@pytest.mark.parametrize("size", [5, 1])
+@pytest.mark.parametrize("quantity", [fxgrad.ClippedGrad(1.0), fxgrad.GradSample()], ids=str)
+def test_compiled_autograd(quantity: Any, size: int) -> None:
+    model = nn.Linear(3, 2)
+    view = view_of(model, quantity)
+
+    def step(x: torch.Tensor) -> None:
+        view(x).sum().backward()
+
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(OptionError, match="compiled autograd: hooks run in another order"),
+    ):
+        torch.compile(step, backend="eager")(X[:size])
+    assert model.weight.grad is None
+    fxgrad.zero_grad(model)
+    step(X[:size])
