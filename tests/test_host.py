@@ -620,6 +620,26 @@ def _(host: Any) -> None:
     assert seen[0] is False and seen[-1] is True
 
 
+@check("autograd.adds_to_leaves")
+def _(host: Any) -> None:
+    seen: list[bool] = []
+    x = torch.ones(3, requires_grad=True)
+
+    def look(_: Tensor) -> None:
+        frame: Any = sys._getframe()
+        while frame.f_code is not host.BACKWARD_CODE:
+            frame = frame.f_back
+        seen.append(host.adds_to_leaves(frame.f_locals))
+
+    x.register_hook(look)
+    x.sum().backward()
+    torch.autograd.backward([x], [torch.ones(3)])
+    torch.autograd.backward([x.sum()], inputs=[x])
+    torch.autograd.grad(x.sum(), [x])
+    torch.autograd.grad([x], [x], torch.ones(3))
+    assert seen == [True, True, True, False, False]
+
+
 @check("autograd.retains_graph", "autograd.writes_over_saved")
 def _(host: Any) -> None:
     from fxgrad.host.functorch import aot_settings

@@ -59,11 +59,22 @@ def writes_over_saved(node: Any) -> bool:
 
 BACKWARD_CODE: CodeType = _graph._engine_run_backward.__code__
 outputs_of_backward: Callable[[Mapping[str, Any]], Iterable[Any]] = itemgetter("t_outputs")
+
 """The code of the function that calls the engine; and what backward was called on, from that frame's variables.
 
 Why: the engine does not name the outputs that backward began from; its caller's variables do.
 Without: a loss that does not go through the model, or one that a GradScaler scaled, is not noticed.
 """
+
+
+def adds_to_leaves(variables: Mapping[str, Any]) -> bool:
+    """Return whether that call is ``backward``, and not ``autograd.grad``.
+
+    Why: as `outputs_of_backward`; for a leaf that the call began with, `will_execute` says False in both.
+    Without: ``p.backward(g)`` adds a gradient to p.grad that is not clipped.
+    """
+    return bool(variables["kwargs"].get("accumulate_grad", True))
+
 
 function_of: Callable[[type], type] = attrgetter("_forward_cls")
 outputs_like: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")

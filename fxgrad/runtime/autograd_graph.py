@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from fxgrad.errors import OptionError
 from fxgrad.host.autograd import (
     BACKWARD_CODE,
+    adds_to_leaves,
     function_of,
     outputs_like,
     outputs_of_backward,
@@ -42,10 +43,16 @@ def roots_of_backward() -> list[Any]:
 
 
 def _roots_in(frame: FrameType | None) -> list[Any]:
-    """Those of the innermost backward call among a frame and its callers; in each step, so without a generator."""
+    """Those of the innermost backward call among a frame and its callers."""
+    frame = _backward_in(frame)
+    return [] if frame is None else [*map(_node_of, outputs_of_backward(frame.f_locals))]
+
+
+def _backward_in(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of that call; in each step, so without a generator."""
     while frame is not None and frame.f_code is not BACKWARD_CODE:
         frame = frame.f_back
-    return [] if frame is None else [*map(_node_of, outputs_of_backward(frame.f_locals))]
+    return frame
 
 
 def _is_running(root: Any) -> bool:
@@ -57,10 +64,15 @@ def accumulates(parameter: Tensor) -> bool:
     """Return whether the running backward call adds to p.grad; ``autograd.grad(loss, parameters)`` does not."""
     node = get_gradient_edge(parameter).node
     try:
-        # PyTorch does not count what backward was called on, as in ``p.backward(g)``.
-        return bool(will_execute(node)) or node in roots_of_backward()
+        return bool(will_execute(node)) or _is_added_to(node)
     except RuntimeError:  # PyTorch's answer for a leaf under autograd.grad
         return False
+
+
+def _is_added_to(leaf: Any) -> bool:
+    """Return whether ``p.backward(g)`` was called on a leaf, in any thread: PyTorch does not count these."""
+    frames = filter(None, map(_backward_in, (sys._getframe(), *sys._current_frames().values())))
+    return any(adds_to_leaves(frame.f_locals) and leaf in _roots_in(frame) for frame in frames)
 
 
 def are_captured(leaves: Sequence[Any]) -> bool:
