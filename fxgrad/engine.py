@@ -48,7 +48,7 @@ from fxgrad.capture.sharded import check_alone, check_around
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
-from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback
+from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback, traces_backward
 from fxgrad.host.modules import on_other_tensors, without_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
@@ -297,6 +297,11 @@ class Engine:
 
     def _backend(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         check_configured()
+        if traces_backward():
+            raise OptionError(
+                "torch._dynamo.config.trace_autograd_ops: what a traced backward adds to p.grad passes no guard",
+                advice="Leave it off: fxgrad compiles the backward by itself.",
+            )
         forward = self.store.current.forward
         assert forward is not None
         ops = sum(node.op.startswith("call") for node in gm.graph.nodes)

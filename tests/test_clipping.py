@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -647,3 +647,53 @@ def test_projections_depend_on_names_and_places_alone(device: torch.device) -> N
     default_loss(transformed(x)).backward()
     ratio = fxgrad.result(transformed, wide).norm(dim=1) / norms(rows(model, x))
     assert bool(((ratio - 1).abs() < 0.1).all())  # Johnson and Lindenstrauss
+
+
+RATES = {"rate": 1.0}
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.by = 1.0
+
+    def __call__(self, norms: Tensor) -> Tensor:
+        return self.by / (norms + 1)
+
+
+def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Any], str]]:
+    number, numbers, scaled = 1.0, [1.0], Scaled()
+
+    def change() -> None:
+        nonlocal number
+        number = 0.5
+
+    def halved(norms: Tensor) -> Tensor:
+        return numbers[0] / (norms + 1)
+
+    def by_helper(norms: Tensor) -> Tensor:
+        return halved(norms) * number
+
+    return {
+        "a number of the function around it": (lambda norms: number / (norms + 1), change, "number"),
+        "a list": (lambda norms: numbers[0] / (norms + 1), lambda: numbers.append(2.0), "numbers"),
+        "a dict of the module": (lambda norms: RATES["rate"] / (norms + 1), lambda: RATES.update(rate=0.5), "RATES"),
+        "an attribute": (scaled, lambda: setattr(scaled, "by", 0.5), "self"),
+        "a function that reads": (by_helper, lambda: numbers.append(2.0), "halved"),
+    }
+
+
+@pytest.mark.parametrize("what", functions_that_read())
+def test_what_weights_read_has_to_stay(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is traced once: a number that changes would have no effect."""
+    monkeypatch.setitem(RATES, "rate", 1.0)
+    weights, change, name = functions_that_read()[what]
+    model = nn.Linear(3, 2)
+    private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0, weights=weights), backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        private(torch.ones(4, 3)).sum().backward()
+    change()
+    with pytest.raises(OptionError, match=f"'{name}', which a function of norms reads, is not what it was"):
+        private(torch.ones(4, 3))
+    again = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0, weights=weights), backend="eager")
+    again(torch.ones(4, 3))

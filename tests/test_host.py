@@ -1229,6 +1229,14 @@ def _(host: Any) -> None:
     assert str(caught.value)
 
 
+@check("dynamo.traces_backward")
+def _(host: Any) -> None:
+    assert host.traces_backward() is False
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            assert host.traces_backward() is True
+
+
 @check("dynamo.sizes_apart")
 def _(host: Any) -> None:
     def symbols() -> int:

@@ -64,3 +64,11 @@ def test_compiled_autograd(quantity: Any, size: int) -> None:
     assert model.weight.grad is None
     fxgrad.zero_grad(model)
     step(X[:size])
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="torch 2.12 has it first")
+def test_backwards_in_graphs() -> None:
+    view = view_of(nn.Linear(3, 2))
+    with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(OptionError, match="trace_autograd_ops"):
+        view(X)
+    view(X).sum().backward()

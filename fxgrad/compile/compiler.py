@@ -24,13 +24,14 @@ from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, passes_of, run_passes
 from fxgrad.compile.warm_start import warm_start
 from fxgrad.costs.choices import check_applied
-from fxgrad.errors import FxgradError, GraphBreak, LostLayout
+from fxgrad.errors import FxgradError, GraphBreak, LostLayout, OptionError
 from fxgrad.graph.context import Context
 from fxgrad.host.dynamo import innermost_fn
 from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
 from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
+from fxgrad.quantities.read import changed, read_by
 from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Placeholders, watch
@@ -209,6 +210,8 @@ class Transformed:
 
     def __post_init__(self) -> None:
         self.names, self.positions = tuple(self.interface.trainable), tuple(self.interface.trainable.values())
+        functions = [function for quantity in self.store.quantities for function in quantity.functions()]
+        self.read = [(function, read_by(function)) for function in functions]
 
     def __call__(self, *args: Any) -> Any:
         n = self.size_of(args)
@@ -217,6 +220,8 @@ class Transformed:
         forward = self.store.current.forward or self._own_forward(n, parameters, args)
         if n != forward.size:
             raise self._other_size(n, forward.size)
+        if self.read:
+            self._check_read()
         if n > self.room.largest:
             self.room.check(n)
         if interface.frozen or names != forward.names:
@@ -239,6 +244,17 @@ class Transformed:
             self.store.began(forward, placeholders[0].grad_fn)
             watch(outputs, self.store, forward)
         return outputs
+
+    def _check_read(self) -> None:
+        """Raise where a function of the user's, which is traced once, would read something else by now."""
+        for function, before in self.read:
+            name = changed(before, function)
+            if name is not None:
+                raise OptionError(
+                    f"{name!r}, which a function of norms reads, is not what it was when its graph was made",
+                    advice="For a bound that changes pass a tensor as max_grad_norm, and write to it; for other "
+                    "numbers transform the model again.",
+                )
 
     def _own_forward(self, n: int, parameters: dict[str, Tensor], args: Sequence[Any]) -> Forward:
         """Begin a forward if torch.compile called the backend: this graph is all of it, or follows others of ours."""

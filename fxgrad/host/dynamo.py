@@ -140,6 +140,15 @@ def recurrent_modules_allowed() -> contextlib.AbstractContextManager[Any]:
     return allowed
 
 
+def traces_backward() -> bool:
+    """Return whether Dynamo writes ``backward()`` into graphs: a setting under trial, since torch 2.12.
+
+    Why: what such a graph adds to p.grad passes no hook on a parameter.
+    Without: a clipped p.grad may get gradients of the original model.
+    """
+    return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+
+
 @contextlib.contextmanager
 def sizes_apart() -> Iterator[None]:
     """Give equal sizes different symbols, and let PyTorch not log where it makes one a number, or where shapes differ.

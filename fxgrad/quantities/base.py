@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -100,6 +100,10 @@ class Quantity(ABC):
 
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the tensors of `inputs` for one forward."""
+        return []
+
+    def functions(self) -> list[Callable[..., Any]]:
+        """Return the user's functions that the backward calls: they are traced once."""
         return []
 
     def check(self, options: Any) -> None:  # noqa: B027 - most have no check

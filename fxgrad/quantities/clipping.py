@@ -204,6 +204,9 @@ class ClippedGrad(Quantity):
             return [bounds, like.detach().new_ones(self.units(forward.size), dtype=dtype)]
         return [bounds, forward.sample_weight.detach().to(like.device, dtype)]
 
+    def functions(self) -> list[Callable[..., Any]]:
+        return [self.weights] if callable(self.weights) else []
+
     def _bounds(self, groups: int, device: torch.device) -> Tensor:
         """Return C for each group. See Note [C as an input]."""
         bound = self.max_grad_norm
