@@ -34,9 +34,10 @@ _VIEWS = frozenset(
 
 def save_compared(graph: fx.Graph) -> None:
     """Tag the operands of such comparisons in a traced graph of a forward with its backward."""
-    of_backward = _reached({node for node in graph.nodes if node.op == "placeholder" and "tangents" in node.name})
+    output = graph.output_node()
+    of_backward = _reached({node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name}) - {output}
     for equal in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
-        if graph.output_node() in _reached({equal}, past=of_backward):
+        if output in _reached({equal}, past=of_backward):
             continue  # the model's own mask
         compared = [_unviewed(arg) for arg in equal.args]
         selects = [node for node in compared if isinstance(node, fx.Node) and node.target in _SELECTS]

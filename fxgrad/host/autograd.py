@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter, itemgetter
 from types import CodeType
 from typing import Any
 
 import torch
+from torch._dynamo import compiled_autograd as _compiled_autograd
 from torch.autograd import graph as _graph
 
 current_task = torch._C._current_graph_task_id
@@ -34,14 +35,12 @@ Without: PyTorch's error about donated buffers, which names no argument of the u
 """
 
 
-def compiles_backward() -> bool:
-    """Return whether the running backward call was traced and compiled as a whole (compiled autograd).
+compiles_backward: Callable[[], bool] = partial(getattr, _compiled_autograd, "in_compiled_autograd_region")
+"""Whether the running backward call was traced and compiled as a whole; each step asks, so without a Python frame.
 
-    Why: it runs the hooks that fxgrad guards p.grad with before those of the user's, whatever their order.
-    Without: what a hook makes of a clipped gradient reaches p.grad.
-    """
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.in_compiled_autograd_region)
+Why: compiled autograd runs the hooks that fxgrad guards p.grad with before those of the user's, whatever their order.
+Without: what a hook makes of a clipped gradient reaches p.grad.
+"""
 
 
 def writes_over_saved(node: Any) -> bool:

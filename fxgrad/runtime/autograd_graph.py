@@ -43,16 +43,10 @@ def roots_of_backward() -> list[Any]:
 
 
 def _roots_in(frame: FrameType | None) -> list[Any]:
-    """Those of the innermost backward call among a frame and its callers."""
-    frame = _backward_in(frame)
-    return [] if frame is None else [*map(_node_of, outputs_of_backward(frame.f_locals))]
-
-
-def _backward_in(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of that call; in each step, so without a generator."""
+    """Those of the innermost backward call among a frame and its callers; in each step, so without a generator."""
     while frame is not None and frame.f_code is not BACKWARD_CODE:
         frame = frame.f_back
-    return frame
+    return [] if frame is None else [*map(_node_of, outputs_of_backward(frame.f_locals))]
 
 
 def _is_running(root: Any) -> bool:
@@ -62,8 +56,8 @@ def _is_running(root: Any) -> bool:
 
 def accumulates(parameter: Tensor) -> bool:
     """Return whether the running backward call adds to p.grad; ``autograd.grad(loss, parameters)`` does not."""
-    node = get_gradient_edge(parameter).node
     try:
+        node = get_gradient_edge(parameter).node
         return bool(will_execute(node)) or _is_added_to(node)
     except RuntimeError:  # PyTorch's answer for a leaf under autograd.grad
         return False
@@ -71,8 +65,9 @@ def accumulates(parameter: Tensor) -> bool:
 
 def _is_added_to(leaf: Any) -> bool:
     """Return whether ``p.backward(g)`` was called on a leaf, in any thread: PyTorch does not count these."""
-    frames = filter(None, map(_backward_in, (sys._getframe(), *sys._current_frames().values())))
-    return any(adds_to_leaves(frame.f_locals) and leaf in _roots_in(frame) for frame in frames)
+    frames = (frame for one in sys._current_frames().values() for frame in frames_from(one))
+    calls = (frame for frame in frames if frame.f_code is BACKWARD_CODE)
+    return any(adds_to_leaves(call.f_locals) and leaf in _roots_in(call) for call in calls)
 
 
 def are_captured(leaves: Sequence[Any]) -> bool:

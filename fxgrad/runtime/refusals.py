@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxgrad.errors import AlreadySet, OptionError, OutsideGraph
@@ -14,18 +13,17 @@ from fxgrad.quantities import Delivery, Quantity
 from fxgrad.runtime.autograd_graph import are_captured
 
 
-def check_ordinary() -> None:
-    """Raise where the running backward call is differentiated again, or compiled as a whole."""
-    if torch.is_grad_enabled():
-        raise OptionError(
-            "create_graph=True: per-sample gradients cannot be differentiated again",
-            advice="Leave out create_graph=True.",
-        )
+def not_ordinary() -> OptionError:
+    """The running backward call is compiled as a whole, or differentiated again."""
     if compiles_backward():
-        raise OptionError(
+        return OptionError(
             "compiled autograd: hooks run in another order there, so what reaches p.grad cannot be guarded",
             advice="Leave it off (torch._dynamo.config.compiled_autograd): fxgrad compiles the backward by itself.",
         )
+    return OptionError(
+        "create_graph=True: per-sample gradients cannot be differentiated again",
+        advice="Leave out create_graph=True.",
+    )
 
 
 TWO_CALLS = (

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.errors import AlreadySet
-from fxgrad.host.autograd import autograd_engine, current_task, retains_graph
+from fxgrad.host.autograd import autograd_engine, compiles_backward, current_task, retains_graph
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import identity
 from fxgrad.quantities import Quantity
@@ -184,7 +184,8 @@ class Store:
     @undone
     def begin_backward(self, forward: Forward) -> None:
         """Everything that would make this backward call's results wrong, before it runs."""
-        refusals.check_ordinary()
+        if torch.is_grad_enabled() or compiles_backward():
+            raise refusals.not_ordinary()
         if forward.units is not None:
             forward.units.gather(forward.weights, forward.gathered)
         task = current_task()
