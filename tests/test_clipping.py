@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -652,12 +653,18 @@ def test_projections_depend_on_names_and_places_alone(device: torch.device) -> N
 RATES = {"rate": 1.0}
 
 
+settings_of: Any = types.ModuleType("settings_of")
+
+
 class Scaled:
     def __init__(self) -> None:
-        self.by = 1.0
+        self.by, self.steps = 1.0, 0
 
     def __call__(self, norms: Tensor) -> Tensor:
         return self.by / (norms + 1)
+
+    def of_norms(self, norms: Tensor) -> Tensor:
+        return self(norms)
 
 
 def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Any], str]]:
@@ -666,6 +673,9 @@ def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callabl
     def change() -> None:
         nonlocal number
         number = 0.5
+
+    def change_module() -> None:
+        settings_of.RATE = 0.5
 
     def halved(norms: Tensor) -> Tensor:
         return numbers[0] / (norms + 1)
@@ -679,6 +689,8 @@ def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callabl
         "a dict of the module": (lambda norms: RATES["rate"] / (norms + 1), lambda: RATES.update(rate=0.5), "RATES"),
         "an attribute": (scaled, lambda: setattr(scaled, "by", 0.5), "self"),
         "a function that reads": (by_helper, lambda: numbers.append(2.0), "halved"),
+        "a method": (scaled.of_norms, lambda: setattr(scaled, "by", 0.5), "self"),
+        "a number of another module": (lambda norms: settings_of.RATE / (norms + 1), change_module, "settings_of"),
     }
 
 
@@ -686,6 +698,7 @@ def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callabl
 def test_what_weights_read_has_to_stay(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is traced once: a number that changes would have no effect."""
     monkeypatch.setitem(RATES, "rate", 1.0)
+    settings_of.RATE = 1.0
     weights, change, name = functions_that_read()[what]
     model = nn.Linear(3, 2)
     private = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0, weights=weights), backend="eager")
@@ -697,3 +710,19 @@ def test_what_weights_read_has_to_stay(what: str, monkeypatch: pytest.MonkeyPatc
         private(torch.ones(4, 3))
     again = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0, weights=weights), backend="eager")
     again(torch.ones(4, 3))
+
+
+def test_what_weights_do_not_read_may_change() -> None:
+    scaled, model, seen = Scaled(), nn.Linear(3, 2), []
+
+    def weights(norms: Tensor) -> Tensor:
+        seen.append(norms)
+        return scaled(norms)
+
+    for function in (scaled, weights, scaled.__call__):
+        quantity = fxgrad.ClippedGrad(1.0, weights=function)
+        private = fxgrad.transform(model, quantity=quantity, backend="eager")
+        for _ in range(3):
+            scaled.steps += 1
+            model.zero_grad()
+            private(torch.ones(4, 3)).sum().backward()
