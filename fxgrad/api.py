@@ -303,7 +303,7 @@ def zero_grad(model: nn.Module) -> None:
     _clear_results(model, engine_of(model))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="fxgrad's results are no part of a graph")  # type: ignore[untyped-decorator]
 def _clear_results(model: nn.Module, engine: Engine | None) -> None:
     clear(model.parameters())
     if engine is None:

@@ -687,10 +687,10 @@ def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callabl
         "a number of the function around it": (lambda norms: number / (norms + 1), change, "number"),
         "a list": (lambda norms: numbers[0] / (norms + 1), lambda: numbers.append(2.0), "numbers"),
         "a dict of the module": (lambda norms: RATES["rate"] / (norms + 1), lambda: RATES.update(rate=0.5), "RATES"),
-        "an attribute": (scaled, lambda: setattr(scaled, "by", 0.5), "self"),
-        "a function that reads": (by_helper, lambda: numbers.append(2.0), "halved"),
-        "a method": (scaled.of_norms, lambda: setattr(scaled, "by", 0.5), "self"),
-        "a number of another module": (lambda norms: settings_of.RATE / (norms + 1), change_module, "settings_of"),
+        "an attribute": (scaled, lambda: setattr(scaled, "by", 0.5), "self.by"),
+        "a function that reads": (by_helper, lambda: numbers.append(2.0), "numbers"),
+        "a method": (scaled.of_norms, lambda: setattr(scaled, "by", 0.5), "self.by"),
+        "a number of another module": (lambda norms: settings_of.RATE / (norms + 1), change_module, "settings_of.RATE"),
     }
 
 

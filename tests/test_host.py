@@ -1395,13 +1395,13 @@ def _(host: Any) -> None:
     output = graph.output((x, x, x, x))
     gm = fx.GraphModule(nn.Module(), graph)
     output.meta["user_visible_output_idxs"] = [0]
-    host.show_bases(gm)
+    assert host.show_bases(gm) is False
     assert output.meta["user_visible_output_idxs"] == [0]  # outside of a trace nothing is known
     context = torch._guards.TracingContext(None)
     described: Any = SimpleNamespace(num_forward_returns=3, num_intermediate_bases=2)
     context.fw_metadata = described
     with torch._guards.tracing(context):
-        host.show_bases(gm)
+        assert host.show_bases(gm) is True
     assert output.meta["user_visible_output_idxs"] == [0, 1, 2]
     from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
@@ -1441,7 +1441,9 @@ def _(host: Any) -> None:
 @check("inductor.aot_eager")
 def _(host: Any) -> None:
     x = torch.ones(3, requires_grad=True)
-    torch.compile(lambda x: x.square().sum(), backend=host.aot_eager())(x).backward()
+    changed: list[Any] = []
+    torch.compile(lambda x: x.square().sum(), backend=host.aot_eager(changed.append))(x).backward()
+    assert len(changed) == 1 and isinstance(changed[0], fx.Graph)
     assert x.grad is not None and x.grad.tolist() == [2, 2, 2]
 
 

@@ -11,11 +11,14 @@ equal then, and the gradient is NaN, or it goes to other elements. PyTorch's own
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
+
+from fxgrad.host.ops import overload_of, schemas
 
 aten = torch.ops.aten
 
@@ -23,12 +26,6 @@ _SELECTS = frozenset(
     overload
     for packet in (aten.amax, aten.amin, aten.max, aten.min, aten.aminmax, aten.median, aten.nanmedian)
     for overload in (getattr(packet, name) for name in packet.overloads())
-)
-_VIEWS = frozenset(
-    {
-        *(aten.view.default, aten.alias.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim),
-        *(aten.expand.default, aten.reshape.default, aten.clone.default, aten.detach.default),
-    }
 )
 
 
@@ -60,6 +57,16 @@ def _reached(nodes: set[fx.Node], past: Collection[fx.Node] = ()) -> set[fx.Node
 
 def _unviewed(value: object) -> object:
     """Return what a value is a view or a copy of."""
-    while isinstance(value, fx.Node) and value.target in _VIEWS:
+    while isinstance(value, fx.Node) and value.op == "call_function" and _is_view(value):
         value = value.args[0]
     return value
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return isinstance(parent, fx.Node) and (parent.target in _SELECTS or _is_view(parent))
+    if node.target in (aten.clone.default, aten.detach.default):
+        return True
+    returns = [one for schema in schemas(overload_of(node.target)) for one in schema.returns]
+    return any(one.alias_info is not None for one in returns)

@@ -30,6 +30,7 @@ from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
 from fxgrad.compile.channels_last import keep_layout
 from fxgrad.compile.compared import save_compared
+from fxgrad.compile.mutated import keep_unchanged
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.dynamo import written_now
@@ -55,13 +56,13 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             gm = opened(gm, form_of)
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
-            if not kwargs.get("is_backward") and not kwargs.get("is_inference"):
-                inductor.show_bases(gm)
-                if on_cpu:
-                    keep_layout(gm)
+            forward = not kwargs.get("is_backward") and not kwargs.get("is_inference")
+            # What the user's views are made of, behind the graph, has the layout that was traced.
+            if forward and not inductor.show_bases(gm) and on_cpu:
+                keep_layout(gm)
             return inductor.compile_traced(gm, *args, **kwargs)
 
-    with inductor.before_partition(save_compared):
+    with inductor.before_partition(keep_unchanged, save_compared):
         return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
 
 
@@ -85,7 +86,7 @@ def inner_compiler(backend: str | Inner) -> Inner:
     if backend == "inductor":
         return compile_fx
     if backend == "aot_eager":
-        return inductor.aot_eager()
+        return inductor.aot_eager(keep_unchanged)
     if backend == "eager":
         return _as_it_is
     choices = "inductor", "aot_eager", "eager"

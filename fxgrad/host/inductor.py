@@ -112,8 +112,8 @@ def compile_traced(*args: Any, **kwargs: Any) -> Any:
     return inductor.compile_fx_inner(*args, **kwargs)
 
 
-def show_bases(gm: Any) -> None:
-    """Tell Inductor that the user sees what AOTAutograd returns for views, in a forward's traced graph.
+def show_bases(gm: Any) -> bool:
+    """Tell Inductor that the user sees what AOTAutograd returns for views, in a forward's graph; return if it does.
 
     Why: two views of one value that a model returns are made behind the graph, from the value, by the strides that it
     was traced with. Inductor keeps only the user's own outputs to these, and lays out others as a convolution likes.
@@ -123,17 +123,18 @@ def show_bases(gm: Any) -> None:
     described = None if context is None else context.fw_metadata
     output = gm.graph.output_node()
     visible = output.meta.get("user_visible_output_idxs")
-    if described is None or visible is None:
-        return
+    if described is None or visible is None or not described.num_intermediate_bases:
+        return False
     end = described.num_forward_returns
     bases = range(end - described.num_intermediate_bases, end)
     values = output.args[0]
     output.meta["user_visible_output_idxs"] = [*visible, *(i for i in bases if isinstance(values[i], torch.fx.Node))]
+    return True
 
 
 @contextlib.contextmanager
-def before_partition(change: Callable[[torch.fx.Graph], None]) -> Iterator[None]:
-    """Run a function on each traced graph of a forward with its backward before they are parted, behind the user's own.
+def before_partition(*changes: Callable[[torch.fx.Graph], None]) -> Iterator[None]:
+    """Run functions on each traced graph of a forward with its backward before they are parted, behind the user's own.
 
     Why: which values a backward computes again is decided there, by tags on nodes.
     Without: the gradient of ``tanh(x).amax(-1)`` may be NaN, or go to another element, without a word.
@@ -142,17 +143,17 @@ def before_partition(change: Callable[[torch.fx.Graph], None]) -> Iterator[None]
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     users: Any = config.joint_custom_post_pass
+    passes = [one for one in (users if isinstance(users, list | tuple) else [users]) if one is not None]
 
     class Behind(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            for one in users if isinstance(users, list | tuple) else [users]:
-                if one is not None:
-                    one(graph)
-            change(graph)
+            for one in (*passes, *changes):
+                one(graph)
 
-        def uuid(self) -> Any:  # fxgrad's source is in the key of what it compiles
-            passes = users if isinstance(users, list | tuple) else [users]
-            return change.__qualname__, *(one.uuid() for one in passes if one is not None)
+        def uuid(self) -> Any:
+            """PyTorch caches no graph of a pass without one. fxgrad's source is in the key of what it compiles."""
+            names = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in passes]
+            return None if None in names else (*(change.__qualname__ for change in changes), *names)
 
     with config.patch(joint_custom_post_pass=Behind()):
         yield
@@ -169,16 +170,27 @@ def decompositions() -> Any:
     return select_decomp_table()
 
 
-def aot_eager() -> Callable[..., Any]:
-    """Return the backend that traces with AOTAutograd and runs the graph as it is.
+def aot_eager(change: Callable[[torch.fx.Graph], None]) -> Callable[..., Any]:
+    """Return the backend that traces with AOTAutograd and runs the graph as it is, changed before it is parted.
 
     Why: ``backend="aot_eager"``, and every test that needs no generated code.
     Without: backend="aot_eager" does not work.
     """
-    from torch._dynamo.backends.debugging import aot_eager
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    backend: Callable[..., Any] = aot_eager
-    return backend
+    def parted(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        change(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def aot_eager(gm: Any, examples: Any) -> Any:
+        compiler = boxed_nop
+        settings: Any = {"partition_fn": parted, "keep_inference_input_mutations": True}
+        return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, **settings)(gm, examples)
+
+    return aot_eager
 
 
 def keep_renames() -> None:
