@@ -1,8 +1,9 @@
-"""What a backward compares for equality is saved, not computed again.
+"""What a backward compares is saved, not computed again.
 
-The gradient of ``amax`` goes to the elements that equal the result. Inductor's partitioner computes a cheap operand
-again in the backward. In another kernel, or at the end of a row, ``tanh`` may differ in its last bit: no element is
-equal then, and the gradient is NaN, or it goes to other elements. PyTorch's own compiled models have that fault.
+The gradient of ``amax`` goes to the elements that equal the result, that of ``minimum`` to the smaller one.
+Inductor's partitioner computes a cheap operand again in the backward. In another kernel, or at the end of a row,
+``tanh`` may differ in its last bit: no element is equal then, and the gradient is NaN, or it goes to other elements.
+PyTorch's own compiled models have that fault.
 
     y = tanh(h)                  tagged: the partitioner saves it
     top = amax(y)
@@ -13,36 +14,71 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from typing import TypeGuard
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxgrad.host.ops import overload_of, schemas
+from fxgrad.host.ops import OpOverload, overload_of, schemas
+from fxgrad.ops.calls import op_name
 
 aten = torch.ops.aten
 
-_SELECTS = frozenset(
-    overload
-    for packet in (aten.amax, aten.amin, aten.max, aten.min, aten.aminmax, aten.median, aten.nanmedian)
-    for overload in (getattr(packet, name) for name in packet.overloads())
-)
+_SELECTS = frozenset("amax amin max min aminmax median nanmedian topk sort kthvalue mode".split())
+_COMPARES = frozenset("eq ne lt le gt ge".split())
 
 
 def save_compared(graph: fx.Graph) -> None:
     """Tag the operands of such comparisons in a traced graph of a forward with its backward."""
     output = graph.output_node()
     of_backward = _reached({node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name}) - {output}
-    for equal in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
-        if output in _reached({equal}, past=of_backward):
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node.target) not in _COMPARES:
+            continue
+        compared = [arg for arg in node.args if isinstance(arg, fx.Node) and _is_floating(arg)]
+        selections = [one for arg in compared for one in _selections(arg)]
+        # With a number: an operand that is made of a selection may be as large as the number is.
+        if (len(compared) < 2 and not selections) or output in _reached({node}, past=of_backward):
             continue  # the model's own mask
-        compared = [_unviewed(arg) for arg in equal.args]
-        selects = [node for node in compared if isinstance(node, fx.Node) and node.target in _SELECTS]
-        for node in selects:
-            for operand in {*map(_unviewed, node.args[:1]), *compared} - {*selects}:
-                if isinstance(operand, fx.Node) and operand.op == "call_function":
-                    operand.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-                    equal.meta["partitioner_tag"] = "must_be_in_backward"  # PyTorch's name
+        sources = [source for one in selections for source in _sources(one)]
+        for operand in filter(_is_computed, {*map(_unviewed, compared), *sources}):
+            operand.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta["partitioner_tag"] = "must_be_in_backward"  # PyTorch's name
+
+
+def _selections(value: fx.Node) -> list[fx.Node]:
+    """Return the selections that a value is made of, element by element."""
+    found, waiting, selections = {value}, [value], []
+    while waiting:
+        node = waiting.pop()
+        if op_name(node.target) in _SELECTS:
+            selections.append(node)
+        elif node.op == "call_function" and (_is_by_element(node) or _is_view(node)):
+            waiting += [one for one in node.all_input_nodes if one not in found]
+            found |= {*node.all_input_nodes}
+    return selections
+
+
+def _sources(selection: fx.Node) -> list[object]:
+    """Return what is selected from, and what that is made of by an op such as ``abs``."""
+    source = _unviewed(selection.args[0])
+    if isinstance(source, fx.Node) and _is_by_element(source):
+        return [source, *map(_unviewed, source.all_input_nodes)]
+    return [source]
+
+
+def _is_by_element(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_computed(value: object) -> TypeGuard[fx.Node]:
+    return isinstance(value, fx.Node) and value.op == "call_function"
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _reached(nodes: set[fx.Node], past: Collection[fx.Node] = ()) -> set[fx.Node]:
@@ -65,7 +101,7 @@ def _unviewed(value: object) -> object:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         parent = node.args[0]
-        return isinstance(parent, fx.Node) and (parent.target in _SELECTS or _is_view(parent))
+        return isinstance(parent, fx.Node) and (op_name(parent.target) in _SELECTS or _is_view(parent))
     if node.target in (aten.clone.default, aten.detach.default):
         return True
     returns = [one for schema in schemas(overload_of(node.target)) for one in schema.returns]

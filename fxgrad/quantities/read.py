@@ -4,8 +4,8 @@
     ClippedGrad(1.0, weights=lambda norms: c / norms)        reads {"c": "1.0"}
 
 Followed are names and chains of attributes in its code (``settings.rate``, ``self.schedule.c``), and the functions
-and methods that they lead to, once each. What the code of PyTorch and of Python's library reads is not, nor what is looked
-up by text.
+and methods that they lead to, once each. What the code of PyTorch and of Python's library reads is not, nor what is
+looked up by text.
 """
 
 from __future__ import annotations
