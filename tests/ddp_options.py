@@ -215,6 +215,7 @@ def every_case(rank: int) -> dict[str, str]:
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
+            print(found[name], flush=True)  # if the processes do not meet again
         failed = torch.tensor(bool(found[name]))
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed:  # the other may wait in a collective

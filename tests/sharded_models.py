@@ -309,6 +309,7 @@ def main(rank: int, folder: Path, world: int, cases: Sequence[str]) -> None:
             found[case] = ""
         except Exception:
             found[case] = traceback.format_exc()
+            print(found[case], flush=True)  # if the processes do not meet again
         torch.save(found, folder / f"{rank}.pt")
         failed = torch.tensor(bool(found[case]))
         dist.all_reduce(failed, dist.ReduceOp.MAX)

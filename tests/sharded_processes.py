@@ -614,6 +614,7 @@ def main(rank: int, folder: Path, cases: Mapping[str, Callable[[int], None]], wo
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
+            print(found[name], flush=True)  # if the processes do not meet again
         print(f"  {time.perf_counter() - began:.1f} s, CPU {time.process_time() - computed:.1f} s", flush=True)
         torch.save(found, folder / f"{rank}.pt")
         failed = torch.tensor(bool(found[name]))

@@ -48,7 +48,7 @@ def costs(contraction: Contraction, machine: Machine, batch: int, *, sums: bool 
 def _costs(
     table: CostTable, ways: Sequence[Way], sizes: Sequence[int], itemsize: int, machine: Machine, batch: int, sums: bool
 ) -> dict[Way, Cost]:
-    speeds = [getattr(machine, field.name) for field in fields(Work)]
+    speeds = [machine.speed(field.name) for field in fields(Work)]
     slower = itemsize / 4  # per flop, than in float32
     prices = {}
     for way, (norms, after) in zip(table.costs, _function(table)(batch, itemsize, *sizes), strict=True):

@@ -4,7 +4,7 @@
     batched             flop/s of one product for each sample
     kernel              flop/s of the kernels that compute each sample's gradient, measured with products
     memory, cache       bytes/s of elementwise work on memory, and on what stays in the cache
-    call                calls/s of an operator on next to nothing
+    call                calls/s of an operator on next to nothing; on a GPU, launches of a kernel
 
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
 number of threads and version of PyTorch; what is not in it is measured. The machine may have been busy then, so later
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import tempfile
@@ -49,18 +50,25 @@ class Machine:
     cache: float
     call: float
     name: str = ""
+    gpu: bool = False
 
     @property
     def product(self) -> float:
         """Of a product of large matrices, by the faster library; on a busy machine small ones may seem faster."""
         return max(self.mkl, self.onednn, self.batched)
 
+    def speed(self, work: str) -> float:
+        """Return the speed of one kind of `Work`: a CPU takes no time to launch, and a GPU none to call."""
+        if work == ("call" if self.gpu else "launch"):
+            return math.inf
+        return self.call if work == "launch" else float(getattr(self, work))
+
     def onednn_pays(self) -> bool:
         """Decide whether oneDNN saves more than the conversion of its operands costs."""
         return self.onednn > 1.15 * self.mkl
 
 
-RATES = tuple(field.name for field in fields(Machine) if field.name != "name")
+RATES = tuple(field.name for field in fields(Machine) if field.name not in ("name", "gpu"))
 
 REFERENCE = Machine(
     mkl=55e9, onednn=90e9, batched=85e9, kernel=140e9, memory=16e9, cache=50e9, call=4e5, name="the reference machine"
@@ -169,7 +177,7 @@ def _read(path: Path) -> dict[str, Entry]:
         entries = json.loads(path.read_text(encoding="utf-8"))
         return {
             entry: Entry(
-                Machine(**{rate: float(numbers[rate]) for rate in RATES}, name=entry),
+                Machine(**{rate: float(numbers[rate]) for rate in RATES}, name=entry, gpu=bool(numbers.get("gpu"))),
                 [float(moment) for moment in numbers.get("measured", [])],
             )
             for entry, numbers in entries.items()
@@ -207,7 +215,8 @@ def measure(device: torch.device, name: str = "") -> Machine:
     """Return a machine's speeds; see Note [Measuring]. `REFERENCE`'s where it cannot be measured."""
     try:
         with disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return Machine(**{what: float(f"{rate:.2g}") for what, rate in _rates(device).items()}, name=name)
+            rates = {what: float(f"{rate:.2g}") for what, rate in _rates(device).items()}
+            return Machine(**rates, name=name, gpu=device.type == "cuda")
     except RuntimeError:  # no memory, no kernel
         return REFERENCE
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxgrad.kernels import window_kernel
-from fxgrad.kernels.norms import BLOCK_ON_GPU
+from fxgrad.kernels.in_parts import outer
+from fxgrad.kernels.norms import BLOCK_ON_GPU, CHAIN
 from fxgrad.kernels.settings import Settings
 
 CACHED = 4 << 20  # bytes that a block of samples reads and writes on CPU: they stay in the cache
@@ -119,8 +120,9 @@ def grads_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: 
     columns = columns.reshape(n, settings.groups, math.prod(kernel[1:]), k * math.prod(space))
     rows = rows.transpose(1, 2).reshape(n, settings.groups, outputs // settings.groups, k * math.prod(space))
     if is_thin(kernel, settings):
-        return (rows.unsqueeze(3) * columns.unsqueeze(2)).sum(4).reshape(n, *kernel)
-    return (rows @ columns.mT).reshape(n, *kernel)
+        wide = torch.float64 if rows.shape[3] > CHAIN else None
+        return (rows.unsqueeze(3) * columns.unsqueeze(2)).sum(4, dtype=wide).to(g.dtype).reshape(n, *kernel)
+    return outer(rows.flatten(0, 1).mT, columns.flatten(0, 1).mT).reshape(n, *kernel)
 
 
 def _windows(read: Tensor, out: Sequence[int], kernel: Sequence[int], settings: Settings) -> Tensor:

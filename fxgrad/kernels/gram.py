@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from fxgrad.host.dispatch import tracer
+from fxgrad.kernels.in_parts import Inner, by_library, inner_of
 from fxgrad.kernels.norms import gamma
 from fxgrad.kernels.precision import rounding_of_factors
 from fxgrad.kernels.settings import Settings
 
 
-def gram_norms(g: Tensor, x: Tensor) -> Tensor:
-    """‖D_n‖² = Σ_kl (g_k·g_l)(x_k·x_l); of a long sequence's symmetric matrices, the lower left quarter is left out."""
+def gram_norms(g: Tensor, x: Tensor, inner: Inner = by_library, long: int = 32) -> Tensor:
+    """‖D_n‖² = Σ_kl (g_k·g_l)(x_k·x_l); from ``long`` sequences' symmetric matrices a quarter is left out."""
     n, k = g.shape[:2]
-    if k % 2 or k < 32:
-        square, slack = met(g @ g.mT, x @ x.mT, g.shape[2], x.shape[2])
+    if k % 2 or k < long:
+        square, slack = met(inner(g, g), inner(x, x), g.shape[2], x.shape[2])
         return from_squares(square, slack)
     halves = [side.reshape(n, 2, k // 2, -1) for side in (g, x)]
-    by_g, by_x = (half.flatten(0, 1) @ half.flatten(0, 1).mT for half in halves)
+    by_g, by_x = (inner(half.flatten(0, 1), half.flatten(0, 1)) for half in halves)
     of_g, of_x = (own_lengths(gram)[0].view(n, 2, k // 2, 1) for gram in (by_g, by_x))
     same_half = met(by_g, by_x, g.shape[2], x.shape[2])
-    by_g, by_x = (half[:, 0] @ half[:, 1].mT for half in halves)
+    by_g, by_x = (inner(half[:, 0], half[:, 1]) for half in halves)
     across = (of_g[:, 0], of_g[:, 1]), (of_x[:, 0], of_x[:, 1])
     other = met(by_g, by_x, g.shape[2], x.shape[2], *across)
     return from_squares(*(one.view(n, 2).sum(1) + 2 * two for one, two in zip(same_half, other, strict=True)))
@@ -61,8 +62,10 @@ def own_lengths(gram: Tensor) -> Lengths:
 
 
 def _quadratic(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ M right for each sample."""
-    return ((matrix @ right) * left).sum((1, 2), dtype=torch.float64)
+    """leftᵀ M right for each sample; in a traced graph as ops of one loop."""
+    if tracer() is None:
+        return ((matrix @ right) * left).sum((1, 2), dtype=torch.float64)
+    return (matrix * left * right.mT).sum((1, 2), dtype=torch.float64)
 
 
 def from_squares(square: Tensor, slack: Tensor) -> Tensor:
@@ -82,8 +85,8 @@ def window_gram(input: Tensor, out: Sequence[int], kernel: Sequence[int], settin
     the shifts inside the kernel. No patch is ever built (Rochette et al. 2019 build them).
     """
     sizes = tuple(input.shape[2:])
-    flat = input.flatten(2)
-    pixels = (flat.mT @ flat).view(len(input), *sizes, *sizes)
+    flat = input.flatten(2).mT
+    pixels = inner_of(flat)(flat, flat).view(len(input), *sizes, *sizes)
     stride, padding, dilation, *_ = settings
     total = pixels.new_zeros(len(input), *out, *out)
     for shift in itertools.product(*(range(size) for size in kernel)):

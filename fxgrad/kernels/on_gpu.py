@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, fx
 
 from fxgrad.kernels.convolutions import bytes_of_windows, grads_of_windows, is_thin
 from fxgrad.kernels.gram import gram_norms
+from fxgrad.kernels.in_parts import gram_elements, inner, outer
 from fxgrad.kernels.norms import BLOCK_ON_GPU, bounded, by_scaling, frobenius
 from fxgrad.kernels.precision import accumulating, computable
 from fxgrad.kernels.products import product_rounding
@@ -37,6 +39,8 @@ class Form(NamedTuple):
     function: Callable[..., Any]
     fits: Callable[..., bool]
 
+
+LONG = 512  # positions from which half of a Gram matrix is worth the launches for its parts
 
 FORMS: dict[Any, Form] = {}
 
@@ -84,15 +88,16 @@ def _norms_fit(g: Tensor, x: Tensor, gram: bool) -> bool:
     if not _are_numbers(*sizes):
         return False
     k = math.prod(g.shape[1:-1])
-    return hint(g.shape[0]) * (2 * k * k if gram else g.shape[-1] * x.shape[-1]) * 4 <= BLOCK_ON_GPU
+    elements = gram_elements(k, g.shape[-1], x.shape[-1]) if gram else g.shape[-1] * x.shape[-1]
+    return hint(g.shape[0]) * elements * 4 <= BLOCK_ON_GPU
 
 
 @on_gpu(_norms_fit)
 def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     g, x = computable(positions(g)), computable(positions(x))
     if gram:  # of squares, which overflow sooner
-        return by_scaling(gram_norms)(g, x)
-    return bounded(g.mT @ x, product_rounding(g, x) + _lost(g, g.shape[1], g.shape[2] * x.shape[2]))
+        return by_scaling(partial(gram_norms, inner=inner, long=LONG))(g, x)
+    return bounded(outer(g, x), product_rounding(g, x) + _lost(g, g.shape[1], g.shape[2] * x.shape[2]))
 
 
 def _lost(g: Tensor, terms: int, elements: int) -> float:
@@ -103,7 +108,7 @@ def _lost(g: Tensor, terms: int, elements: int) -> float:
 @on_gpu(lambda g, x: _are_numbers(*g.shape[1:], *x.shape[1:]))
 def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     g, x = positions(g), positions(x)
-    rows = g.mT @ x
+    rows = outer(g, x)
     return rows, bounded(rows, product_rounding(g, x) + _lost(g, g.shape[1], g.shape[2] * x.shape[2]))
 
 

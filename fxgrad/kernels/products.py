@@ -8,6 +8,7 @@ rows            D_n itself, a few samples at a time: kept, or looked at and drop
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fxgrad.kernels import gram_kernel, product_kernel
 from fxgrad.kernels.convolutions import CACHED
 from fxgrad.kernels.fusible import fusible
 from fxgrad.kernels.gram import gram_norms
+from fxgrad.kernels.in_parts import inner_of, outer
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     SMALL,
@@ -82,11 +84,13 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     if not gram and product_kernel.applies(g, x):
         return again(g, x, *_by_kernel(g, x, None), _carefully)
     size = (k * k * 2 if gram else o * i) * g.element_size()
-    return by_blocks(g, x, slices(g, size), gram_norms if gram else _norms_of_rows, _carefully)
+    by_gram = partial(gram_norms, inner=inner_of(g))
+    return by_blocks(g, x, slices(g, size), by_gram if gram else _norms_of_rows, _carefully)
 
 
 def _norms_of_rows(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return measured(g.mT @ x, product_rounding(g, x, quick_frobenius, dtype))
+    rows = g.mT @ x if is_readable(g) else outer(g, x)
+    return measured(rows, product_rounding(g, x, quick_frobenius, dtype))
 
 
 def _carefully(g: Tensor, x: Tensor) -> Tensor:
@@ -113,7 +117,10 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     size = max(2, CACHED // max(1, (k * o + k * i + o * i) * g.element_size())) if is_readable(g) else max(n, 1)
     for start in range(0, n, size):
         rows = slice(start, start + size)
-        torch.bmm(g[rows].mT, x[rows], out=out[rows])
+        if is_readable(g):
+            torch.bmm(g[rows].mT, x[rows], out=out[rows])
+        else:
+            out[rows] = outer(g[rows], x[rows])
         norms[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
     return out, norms
 

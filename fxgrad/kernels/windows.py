@@ -14,6 +14,7 @@ from torch import Tensor
 from fxgrad.kernels import window_kernel
 from fxgrad.kernels.convolutions import blocks, conv_rows
 from fxgrad.kernels.gram import from_squares, met, pixels_of, window_gram
+from fxgrad.kernels.in_parts import inner_of
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     CHAIN,
@@ -124,7 +125,7 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
         return by_blocks(g, input, blocks(g, input, kernel), of, carefully)
 
     def by_gram(g: Tensor, input: Tensor) -> Tensor:
-        by_g = pixels_of(g).mT @ pixels_of(g)
+        by_g = inner_of(g)(pixels_of(g).mT, pixels_of(g).mT)
         by_x = window_gram(input.flatten(0, 1), g.shape[3:], kernel[2:], settings)
         return from_squares(*met(by_g, by_x, g.shape[2], input.shape[2] * math.prod(kernel[2:])))
 

@@ -38,8 +38,8 @@ OTHER = CostTable(
     (m, s, w),
     {
         Way.MATERIALISE: Costs(
-            Work(batched=2 * n * m, memory=e * n * (s + 2 * w), call=sympy.Integer(2)),
-            Work(memory=e * n * w, call=sympy.Integer(1)),
+            Work(batched=2 * n * m, memory=e * n * (s + 2 * w), call=sympy.Integer(2), launch=sympy.Integer(4)),
+            Work(memory=e * n * w, call=sympy.Integer(1), launch=sympy.Integer(1)),
         )
     },
 )

@@ -26,7 +26,7 @@ from fxgrad.terms.work import Costs, CostTable, Way, Work, e, i, k, n, o
 
 # The Gram matrices are symmetric: half of them is computed, and the blocks on the diagonal. The norms of what is
 # multiplied out are taken while it is in the cache, a few samples at a time.
-_SUM = Work(product=2 * n * k * o * i, memory=2 * e * n * k * (o + i), call=Integer(6))
+_SUM = Work(product=2 * n * k * o * i, memory=2 * e * n * k * (o + i), call=Integer(6), launch=Integer(3))
 COSTS = CostTable(
     "product",
     (k, o, i),
@@ -38,6 +38,7 @@ COSTS = CostTable(
                 memory=e * n * k * (o + i),
                 cache=e * n * k * (o + i + 2 * k),
                 call=Integer(20),
+                launch=Integer(12),
             ),
             _SUM,
         ),
@@ -47,6 +48,7 @@ COSTS = CostTable(
                 memory=e * n * k * (o + i),
                 cache=e * n * (k * (o + i) + o * i),
                 call=Integer(15),
+                launch=Integer(5),
             ),
             _SUM,
         ),
@@ -56,8 +58,9 @@ COSTS = CostTable(
                 memory=e * n * (k * (o + i) + o * i),
                 cache=e * n * (k * (o + i) + o * i),
                 call=Integer(15),
+                launch=Integer(5),
             ),
-            Work(memory=e * n * o * i, call=Integer(2)),
+            Work(memory=e * n * o * i, call=Integer(2), launch=Integer(1)),
         ),
     },
 )

@@ -30,12 +30,14 @@ COSTS = CostTable(
     (k, v, d),
     {
         Way.ROWS: Costs(
-            Work(cache=(3 * e * d + 600) * n * k, call=Integer(15)),  # finding an id takes as long as 600 bytes
-            Work(memory=2 * e * n * k * d + 2 * e * v * d, call=Integer(4)),
+            Work(
+                cache=(3 * e * d + 600) * n * k, call=Integer(15), launch=Integer(15)
+            ),  # finding an id takes as long as 600 bytes
+            Work(memory=2 * e * n * k * d + 2 * e * v * d, call=Integer(4), launch=Integer(4)),
         ),
         Way.MATERIALISE: Costs(
-            Work(memory=e * n * v * d, cache=2 * e * n * k * d, call=Integer(6)),
-            Work(memory=e * n * v * d, call=Integer(2)),
+            Work(memory=e * n * v * d, cache=2 * e * n * k * d, call=Integer(6), launch=Integer(6)),
+            Work(memory=e * n * v * d, call=Integer(2), launch=Integer(2)),
         ),
     },
 )

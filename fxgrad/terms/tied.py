@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxgrad.kernels.in_parts import inner_of
 from fxgrad.kernels.norms import frobenius, gamma
 from fxgrad.kernels.precision import rounding_of_factors
 from fxgrad.kernels.tables import without
@@ -26,7 +27,7 @@ def norms_of_tied(parts: Sequence[Part], way: ChooseWay) -> Tensor | None:
     rows, (h, x) = table.rows, product.sides
     g = without(rows.padding, rows.ids, table.g)
     met = h.gather(2, rows.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # [n, l, k]
-    gram = x @ g.mT
+    gram = inner_of(x)(x, g)
     products = (met * gram).double()
     cross = products.sum((1, 2))
     lengths_of_x = frobenius(x.flatten(0, 1)).view(x.shape[:2]).unsqueeze(2)

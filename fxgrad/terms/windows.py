@@ -15,7 +15,7 @@ from torch import Tensor
 from fxgrad.kernels.convolutions import lines_of_windows
 from fxgrad.kernels.dense import conv_weight_grad
 from fxgrad.kernels.factors import Factor, Patches
-from fxgrad.kernels.norms import frobenius
+from fxgrad.kernels.norms import BLOCK_ON_GPU, frobenius
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.sums import window_sum
 from fxgrad.kernels.windows import window_norms, window_rounding, window_rows
@@ -28,7 +28,7 @@ from fxgrad.terms.work import Costs, CostTable, Way, Work, c, e, f, k, n, o, p, 
 # The gradient itself is made by a kernel that copies each sample, keeps its sums in registers and looks at each
 # weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift.
 GRAMS = 1 << 20  # bytes of Gram matrices that one round of calls looks at
-_SUM = Work(kernel=2 * n * k * w, memory=2 * e * n * s, call=Integer(8))
+_SUM = Work(kernel=2 * n * k * w, memory=2 * e * n * s, call=Integer(8), launch=Integer(6))
 COSTS = CostTable(
     "windows",
     (k, w, p, c, o, f, s),
@@ -39,15 +39,23 @@ COSTS = CostTable(
                 memory=e * n * s,
                 cache=(6 * f + 13) * e * n * k**2,
                 call=(30 + 8 * f) * (1 + e * n * p**2 / GRAMS),
+                launch=(30 + 8 * f) * (1 + e * n * p**2 / BLOCK_ON_GPU),
             ),
             _SUM,
         ),
         Way.RECOMPUTE: Costs(
-            Work(kernel=2 * n * k * w, memory=e * n * s, cache=e * n * (s + w), call=Integer(20)), _SUM
+            Work(kernel=2 * n * k * w, memory=e * n * s, cache=e * n * (s + w), call=Integer(20), launch=Integer(10)),
+            _SUM,
         ),
         Way.MATERIALISE: Costs(
-            Work(kernel=2 * n * k * w, memory=e * n * (s + w), cache=e * n * (s + 2 * w), call=Integer(20)),
-            Work(memory=e * n * w, call=Integer(2)),
+            Work(
+                kernel=2 * n * k * w,
+                memory=e * n * (s + w),
+                cache=e * n * (s + 2 * w),
+                call=Integer(20),
+                launch=Integer(10),
+            ),
+            Work(memory=e * n * w, call=Integer(2), launch=Integer(1)),
         ),
     },
 )

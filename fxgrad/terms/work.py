@@ -1,8 +1,8 @@
 """What the contraction of a term takes, in the units in which `fxgrad.costs.machines` measures speed.
 
 Units are flops in large products, in a product for each sample and in the kernels that compute each sample's gradient;
-bytes in memory and in the cache; and calls of operators. Each kind of term has a table of `Costs`, one for each `Way`
-to contract it. The tables share these letters:
+bytes in memory and in the cache; calls of operators on a CPU, and launches of kernels on a GPU. Each kind of term has a
+table of `Costs`, one for each `Way` to contract it. The tables share these letters:
 
     n  samples         k  positions of a sample     e  bytes of an element
     o  fan-out         i  fan-in                    w  elements of the weight
@@ -36,14 +36,15 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """What is done, by what says how fast: one field for each speed of a `Machine`."""
+    """What is done, by what says how fast (`Machine.speed`)."""
 
     product: Expr = ZERO  # flops in a product of large matrices
     batched: Expr = ZERO  # flops in one product for each sample
     kernel: Expr = ZERO  # flops in a kernel that computes each sample's gradient, or in a native convolution
     memory: Expr = ZERO  # bytes read or written
     cache: Expr = ZERO  # bytes read or written where a few samples at a time stay in the cache
-    call: Expr = ZERO  # operators called
+    call: Expr = ZERO  # operators called on a CPU
+    launch: Expr = ZERO  # kernels launched on a GPU, as counted of what Inductor writes there
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
