@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +58,7 @@ PRODUCTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "half": lambda: (torch.randn(N, 7, 4).bfloat16(), torch.randn(N, 7, 3).bfloat16()),
     "double": lambda: (torch.randn(N, 7, 4).double(), torch.randn(N, 7, 3).double()),
     "many features": lambda: (torch.randn(N, 5, 300), torch.randn(N, 5, 1201)),
-    "a long sequence": lambda: (torch.randn(N, 1100, 4), torch.randn(N, 1100, 600)),
+    "a long sequence": lambda: (torch.randn(N, 900, 4), torch.randn(N, 900, 600)),
     "of odd length": lambda: (torch.randn(N, 515, 4), torch.randn(N, 515, 3)),
 }
 WEIGHTS = torch.tensor([0.5, 0, 1, 0.25, 2] * 4)[:N]
@@ -138,6 +139,25 @@ def test_long_rows_on_a_gpu_outside_of_a_graph(monkeypatch: pytest.MonkeyPatch) 
     agree_on_norms(norms, g, x)
 
 
+def test_a_gram_matrix_on_a_gpu_copies_its_factors_once() -> None:
+    """Each has two products, with no copy of its own for the other side."""
+    g, x = torch.randn(4, 6, 300), torch.randn(4, 6, 500)
+    gm = make_fx(partial(on_gpu.product_norms, gram=True), _allow_non_fake_inputs=True)(g, x)
+    products = gm.graph.find_nodes(op="call_function", target=aten.bmm.default)
+    assert len(products) == 2 and all(len(_sources(node)) == 1 for node in products)
+
+
+def _sources(product: fx.Node) -> set[fx.Node]:
+    """What the two sides of a product are views of."""
+
+    def source(node: fx.Node) -> fx.Node:
+        while node.target in (aten.transpose.int, aten.expand.default, aten.view.default):
+            node = node.all_input_nodes[0]
+        return node
+
+    return {source(side) for side in product.all_input_nodes}
+
+
 def agree_on_norms(found: Tensor, g: Tensor, x: Tensor) -> None:
     true = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
     torch.testing.assert_close(found[0], true, rtol=1e-5, atol=0)
@@ -181,7 +201,9 @@ def test_what_takes_too_much_memory_stays_an_operator() -> None:
         return on_gpu.FORMS[op.default].fits(*args)
 
     assert fits(ops.product_norms, few, few, False) and not fits(ops.product_norms, many, many, False)
+    narrow, vocabulary = torch.empty(1024, 8, 64, device="meta"), torch.empty(1024, 8, 30_000, device="meta")
     assert fits(ops.product_norms, many, many, True)  # by Gram matrices of 8 positions
+    assert not fits(ops.product_norms, vocabulary, narrow, True)  # of factors that are copied
     assert not fits(ops.window_norms, image, image, [64, 64, 3, 3], settings, False)
 
 

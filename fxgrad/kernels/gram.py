@@ -23,7 +23,7 @@ def gram_norms(g: Tensor, x: Tensor, inner: Inner = by_library, long: int = 32) 
         square, slack = met(inner(g, g), inner(x, x), g.shape[2], x.shape[2])
         return from_squares(square, slack)
     halves = [side.reshape(n, 2, k // 2, -1) for side in (g, x)]
-    by_g, by_x = (inner(half.flatten(0, 1), half.flatten(0, 1)) for half in halves)
+    by_g, by_x = (inner(both, both) for both in (half.flatten(0, 1) for half in halves))
     of_g, of_x = (own_lengths(gram)[0].view(n, 2, k // 2, 1) for gram in (by_g, by_x))
     same_half = met(by_g, by_x, g.shape[2], x.shape[2])
     by_g, by_x = (inner(half[:, 0], half[:, 1]) for half in halves)

@@ -36,13 +36,15 @@ def inner(rows: Tensor, columns: Tensor) -> Tensor:
     parts = _parts(k, features)
     if parts == 1:
         return by_library(rows, columns)
-    products = by_library(_split(rows, parts), _split(columns, parts)).view(n, parts, k, columns.shape[1])
+    left = _split(rows, parts)
+    right = left if columns is rows else _split(columns, parts)  # a compiler would copy it twice
+    products = by_library(left, right).view(n, parts, k, columns.shape[1])
     return products.sum(1, dtype=torch.float64).to(rows.dtype)
 
 
 def gram_elements(k: int, *features: int) -> int:
-    """Return how many numbers the parts of Gram matrices of k positions are."""
-    return sum(_parts(k, each) * k * k for each in features)
+    """Return how many numbers the parts of Gram matrices of k positions are, and the factors, which are copied."""
+    return sum(_parts(k, each) * k * k + k * each for each in features)
 
 
 def _parts(k: int, features: int) -> int:

@@ -17,7 +17,7 @@ from fxgrad.kernels import gram_kernel, product_kernel
 from fxgrad.kernels.convolutions import CACHED
 from fxgrad.kernels.fusible import fusible
 from fxgrad.kernels.gram import gram_norms
-from fxgrad.kernels.in_parts import inner_of, outer
+from fxgrad.kernels.in_parts import gram_elements, inner_of, outer
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     SMALL,
@@ -83,7 +83,8 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
         return again(g, x, *gram_kernel.norms(g, x), _carefully)
     if not gram and product_kernel.applies(g, x):
         return again(g, x, *_by_kernel(g, x, None), _carefully)
-    size = (k * k * 2 if gram else o * i) * g.element_size()
+    of_gram = 2 * k * k if is_readable(g) else gram_elements(k, o, i)
+    size = (of_gram if gram else o * i) * g.element_size()
     by_gram = partial(gram_norms, inner=inner_of(g))
     return by_blocks(g, x, slices(g, size), by_gram if gram else _norms_of_rows, _carefully)
 

@@ -125,7 +125,8 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
         return by_blocks(g, input, blocks(g, input, kernel), of, carefully)
 
     def by_gram(g: Tensor, input: Tensor) -> Tensor:
-        by_g = inner_of(g)(pixels_of(g).mT, pixels_of(g).mT)
+        rows = pixels_of(g).mT
+        by_g = inner_of(g)(rows, rows)
         by_x = window_gram(input.flatten(0, 1), g.shape[3:], kernel[2:], settings)
         return from_squares(*met(by_g, by_x, g.shape[2], input.shape[2] * math.prod(kernel[2:])))
 
