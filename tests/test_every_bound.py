@@ -53,6 +53,9 @@ BETWEEN_OPS_OF_BFLOAT16 = frozenset(
         "add to a mask for merged rows", "linear with low rank", "linear with halves of one weight",
         "linear and its transpose", "linear, weight also a factor", "linear called twice",
         "embedding_bag with weights of its own",
+        # there are no complex numbers of bfloat16
+        "exp of a complex number of two", "power of a complex number", "exp of 1j", "a complex piece",
+        "a complex transpose", "complex and real together", "irfft of a product", "irfft of complex pairs",
     }
 )  # fmt: skip
 BETWEEN = {torch.float32: BETWEEN_OPS, torch.bfloat16: BETWEEN_OPS | BETWEEN_OPS_OF_BFLOAT16}

@@ -84,7 +84,7 @@ class SampleGrads:
         dtype = WIDE.get(self.dtype, self.dtype) if wide else self.dtype
         isometric = all(part.isometric for part in self.parts)
         total: Tensor | None = None
-        c = self._scaled(at_most(c, self.accumulating))
+        c = self._scaled(at_most(c, self.accumulating.to_real()))
         onednn = self.planner.machine.onednn_pays()
         for part in merged(self.parts):
             sums = part.weighted(c, wide or not isometric, onednn)

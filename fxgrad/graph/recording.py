@@ -52,6 +52,7 @@ class Recorder:
             first, second = (_place(self._value(name), operands) for name in layout.rows)
             packed = first, second
         call: Call = CALL.of(node)
+        value = FAKE.of(node) if select is None else FAKE.of(node)[select]
         use = Use(
             call.op,
             node.target,
@@ -65,6 +66,7 @@ class Recorder:
             select,
             call.inplace,
             packed,
+            is_complex=isinstance(value, Tensor) and value.is_complex(),
         )
         return use, operands
 

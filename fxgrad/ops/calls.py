@@ -313,8 +313,18 @@ def _bind_schema(op: str, name: str, args: Sequence[Any], kwargs: dict[str, Any]
         for schema in schemas:
             bound = _match(schema, args, kwargs, strict)
             if bound is not None:
-                return bound
+                return _as_in_python(op, *bound)
     return None
+
+
+def _as_in_python(op: str, arguments: dict[str, Any], defaults: dict[str, Any]) -> _Bound:
+    """Return a schema's arguments as the function of the same name in `torch.nn.functional` means them.
+
+    There ``padding_idx=-1`` is the last row of a table; in ATen it is the default, and none.
+    """
+    if op == "embedding" and isinstance(arguments.get("padding_idx"), int) and arguments["padding_idx"] < 0:
+        arguments, defaults = {**arguments, "padding_idx": None}, {**defaults, "padding_idx": None}
+    return arguments, defaults
 
 
 def _match(schema: Sequence[_Argument], args: Sequence[Any], kwargs: dict[str, Any], strict: bool) -> _Bound | None:

@@ -34,7 +34,7 @@ class Use:
     parameters to their keys on the tape. ``output`` is None where the op's value is itself shared by
     all samples (a function of parameters), and ``select`` picks one of several outputs. ``packed`` are
     the slots of batch_sizes and sorted_indices where values are rows of packed data. Of an op with several
-    outputs, those with a gradient are in ``several``, with their layouts.
+    outputs, those with a gradient are in ``several``, with their layouts. ``is_complex`` is what its value is.
     """
 
     op: str
@@ -50,6 +50,7 @@ class Use:
     inplace: bool = False
     packed: tuple[int, int] | None = None
     several: tuple[tuple[int, Layout], ...] = ()
+    is_complex: bool = False
 
     @property
     def differentiated(self) -> dict[str, list[int]]:
@@ -87,6 +88,12 @@ class Use:
         """Those of the op's outputs on these values that have a gradient."""
         result = self.rerun(values)
         return tuple(result[i] for i, _ in self.several) if self.several else (result,)
+
+    def as_value(self, g: Tensor) -> Tensor:
+        """Return gradients as the op's value has them: complex ones, or their real parts."""
+        if self.is_complex == g.is_complex():
+            return g
+        return g.to(g.dtype.to_complex()) if self.is_complex else g.real
 
     def own_vjp(self, values: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters' gradients as the user's own backward gives them, in the order of ``wrt``."""

@@ -234,7 +234,7 @@ def depends_on_parameters_alone(roots: Sequence[Any], parameters: Collection[int
 def _is_linear(node: Any) -> bool:
     """Return whether a node hands its gradient on, times numbers at the most."""
     op, children = _op(node), _children(node)
-    by_number = (op == "mul" and None in children) or (op == "div" and children[1] is None)
+    by_number = (op == "mul" and None in children) or (op == "div" and not any(children[1:]))
     return op in _LINEAR or (by_number and _is_number(node))
 
 

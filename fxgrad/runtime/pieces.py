@@ -47,7 +47,8 @@ def cut(strategy: Strategy, term: Part, values: list[Any], back: Back) -> dict[i
 
 def traced(shape: Sequence[int], values: Sequence[Any], of: Callable[[Tensor], Result]) -> tuple[Tensor, Result]:
     """Return a tensor without memory, and what becomes of it, behind the back of whoever is tracing."""
-    dtype = next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), torch.float32)
+    kinds = [v.dtype for v in values if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())]
+    dtype = kinds[0].to_real() if kinds else torch.float32  # no value is cast then, which needs the modes
     with disable_current_modes():
         whole = torch.empty([hint(size) for size in shape], device="meta", dtype=dtype)
         return whole, of(whole)

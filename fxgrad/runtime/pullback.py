@@ -69,9 +69,13 @@ class Virtual(Part):
 
     of: Pullback
     slot: int
+    complex: bool
 
-    is_complex = False
     unrounded = True
+
+    @property
+    def is_complex(self) -> bool:
+        return self.complex
 
     @property
     def isometric(self) -> bool:
@@ -132,10 +136,12 @@ def pulled_back(
     """Return the parts of u = f(w, ..) as parts of each of f's parameters, by their slots."""
 
     def back(rows: Tensor) -> dict[int, Tensor]:
+        rows = strategy.use.as_value(rows)
         g = rows if strategy.native else rows.to(_computed_in(values, rows))
         grads: dict[int, Tensor] = {}
         for slot, part in strategy.terms(g, matched(values, g), g.shape[0]):
             grad = part_of(part).dense()
+            grad = grad if values[slot].is_complex() else grad.real  # what enters both parts of a value is real
             grad = grad.to(rows.dtype.to_complex() if grad.is_complex() else rows.dtype.to_real())
             grads[slot] = grads[slot] + grad if slot in grads else grad
         return grads
@@ -151,7 +157,7 @@ def pulled_back(
     for part in parts:
         moved = part.moved(moving, lambda shape: traced((1, *shape), values, moving)[1])
         if moved is None:
-            moved = Virtual(Pullback(_value([part], values, strategy, n, planner), back, True), slot)
+            moved = Virtual(Pullback(_value([part], values, strategy, n, planner), back, True), slot, part.is_complex)
         contributions.append((slot, moved))
     return contributions
 
@@ -176,7 +182,7 @@ def _through(
         function = strategy.use.target
         linear = not isinstance(function, UserFunction) or function.linear
         whole = Pullback(_value(others, values, strategy, n, planner), back, False, linear)
-        contributions += [(slot, Virtual(whole, slot)) for slot in strategy.use.wrt]
+        contributions += [(slot, Virtual(whole, slot, values[slot].is_complex())) for slot in strategy.use.wrt]
     return contributions
 
 
@@ -190,5 +196,6 @@ def _value(parts: Sequence[Part], values: Sequence[Any], strategy: Strategy, n: 
     """Return the gradients of u."""
     like = next(values[slot] for slot in strategy.use.wrt)
     shape, dtype = parts[0].own_shape(), accumulating(like.dtype)
-    dtype = dtype.to_complex() if any(part.is_complex for part in parts) else dtype
+    is_complex = strategy.use.is_complex or any(part.is_complex for part in parts)
+    dtype = dtype.to_complex() if is_complex else dtype
     return SampleGrads(strategy.use.op, shape, dtype, n, like, list(parts), replace(planner, overrides={}))

@@ -138,7 +138,7 @@ class DenseTape(Tape):
     def pull_back(self) -> None:
         for key, strategy, values, n in self.derived:
             for part in self.parts.pop(key, []):
-                self.record(strategy, part.dense(), values, n)
+                self.record(strategy, strategy.use.as_value(part.dense()), values, n)
         self.derived.clear()
 
     def results_scale(self, n: int) -> float:
