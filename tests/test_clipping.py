@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -669,6 +670,12 @@ class Scaled:
 
 def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Any], str]]:
     number, numbers, scaled = 1.0, [1.0], Scaled()
+    array, tensor, objects, long = np.ones(1), torch.ones(()), [scaled], [1.0] * 500
+    deep: list[Any] = [{"a": {"b": {"c": 1.0}}}]
+    deep.append(deep)
+
+    def change_deep() -> None:
+        deep[0]["a"]["b"]["c"] = 0.5
 
     def change() -> None:
         nonlocal number
@@ -690,6 +697,16 @@ def functions_that_read() -> dict[str, tuple[Callable[[Tensor], Tensor], Callabl
         "an attribute": (scaled, lambda: setattr(scaled, "by", 0.5), "self.by"),
         "a function that reads": (by_helper, lambda: numbers.append(2.0), "numbers"),
         "a method": (scaled.of_norms, lambda: setattr(scaled, "by", 0.5), "self.by"),
+        "an array": (lambda norms: float(array[0]) / (norms + 1), lambda: array.__setitem__(0, 0.5), "array"),
+        "an item of an array": (lambda norms: array.item() / (norms + 1), lambda: array.fill(0.5), "array.item"),
+        "an item of a tensor": (lambda norms: tensor.item() / (norms + 1), lambda: tensor.fill_(0.5), "tensor.item"),
+        "a dict in dicts in a list": (lambda norms: deep[0]["a"]["b"]["c"] / (norms + 1), change_deep, "deep"),
+        "an object in a list": (
+            lambda norms: objects[0].by / (norms + 1),
+            lambda: setattr(scaled, "by", 0.5),
+            "objects",
+        ),
+        "the end of a long list": (lambda norms: long[-1] / (norms + 1), lambda: long.__setitem__(-1, 0.5), "long"),
         "a number of another module": (lambda norms: settings_of.RATE / (norms + 1), change_module, "settings_of.RATE"),
     }
 

@@ -5,7 +5,7 @@
 
 Followed are names and chains of attributes in its code (``settings.rate``, ``self.schedule.c``), and the functions
 and methods that they lead to, once each. What the code of PyTorch and of Python's library reads is not, nor what is
-looked up by text.
+looked up by text. Containers are read whole, with the attributes of objects in them; a tensor by its version.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from itertools import islice
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from fxgrad.host.tensors import version
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, numbers.Number, enum.Enum)
 _OTHERS = (sys.stdlib_module_names | {"torch", "fxgrad", "numpy"}) - {"__main__"}  # whose code is not followed
-_DEEP = 2  # containers in containers
-_LONG = 100  # elements of a container
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _VARIABLES = frozenset("LOAD_GLOBAL LOAD_NAME LOAD_DEREF LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_CHECK".split())
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 
@@ -49,14 +49,16 @@ def _follow(value: Any, name: str, found: dict[str, Any], seen: set[tuple[int, i
     if isinstance(value, partial):
         _follow(value.func, name, found, seen)
         value = (value.args, value.keywords)
+    if isinstance(value, BuiltinMethodType) and _is_array(value.__self__):  # ``rates.item()``
+        value = value.__self__
     if isinstance(value, FunctionType):
         _follow_code(value, None, found, seen)
     elif isinstance(value, MethodType):
         if isinstance(value.__func__, FunctionType):
             _follow_code(value.__func__, value.__self__, found, seen)
-    elif isinstance(value, (*_PLAIN, dict, list, tuple, set, frozenset)):
-        found[name] = _shown(value, _DEEP)
-    elif not isinstance(value, type | Tensor):
+    elif isinstance(value, (*_PLAIN, *_CONTAINERS)) or _is_array(value):
+        found[name] = _shown(value, frozenset())
+    elif not isinstance(value, type):
         called = getattr(type(value), "forward" if isinstance(value, nn.Module) else "__call__", None)
         if isinstance(called, FunctionType):
             _follow_code(called, value, found, seen)
@@ -112,12 +114,24 @@ def _chains_in(code: CodeType) -> Iterator[tuple[str, ...]]:
             yield from _chains_in(constant)
 
 
-def _shown(value: Any, deep: int) -> Any:
-    """Return a value as texts and tuples: of other things than numbers, texts and containers their types alone."""
+def _is_array(value: Any) -> bool:
+    """Return whether a value is a tensor, or an array of NumPy."""
+    return isinstance(value, Tensor) or hasattr(type(value), "__array_interface__")
+
+
+def _shown(value: Any, around: frozenset[int]) -> Any:
+    """Return a value as texts and tuples, all that is in it included; ``around``: what it is in, which it may hold."""
     if isinstance(value, _PLAIN):
         return repr(value)
-    if deep > 0 and isinstance(value, dict):
-        return tuple((_shown(k, 0), _shown(v, deep - 1)) for k, v in islice(value.items(), _LONG))
-    if deep > 0 and isinstance(value, list | tuple | set | frozenset):
-        return tuple(_shown(one, deep - 1) for one in islice(value, _LONG) if not isinstance(one, Tensor))
-    return type(value).__name__
+    if isinstance(value, Tensor):  # whose numbers nobody has to wait for; norms that a container keeps are not read
+        return type(value).__name__ if around else (id(value), 0 if value.is_inference() else version(value))
+    if _is_array(value):
+        return str(value.dtype), value.shape, value.tobytes()
+    inside = around | {id(value)}
+    if id(value) in around or isinstance(value, type | ModuleType | FunctionType):
+        return type(value).__name__
+    if isinstance(value, dict):
+        return tuple((_shown(key, inside), _shown(one, inside)) for key, one in value.items())
+    if isinstance(value, _CONTAINERS):
+        return tuple(_shown(one, inside) for one in value if not isinstance(one, Tensor))
+    return type(value).__name__, _shown(getattr(value, "__dict__", {}), inside)
