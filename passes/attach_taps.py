@@ -170,7 +170,7 @@ class _Attachment:
         if not used or known is None or known.kind is not Kind.BATCHED:
             return False
         use, operands = self.recorder.use(node, known.layout)
-        strategy = choose_own(use, where=source_line(node))
+        strategy = choose_own(use, single=self.ctx.single, where=source_line(node))
         handles = self._handles_of(use)
         node.target, node.kwargs = OwnTapTarget(strategy, len(handles)), {}
         node.args = (self.tape, self.n, *handles, *operands)

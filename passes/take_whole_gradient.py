@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import fx
 
 from fxgrad.errors import UnsupportedOp
@@ -23,6 +25,7 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     ``f(w)`` -> ``f(single(tape, handle, w))``, whose backward writes w's gradient on the tape as the one sample's.
     """
     graph = gm.graph
+    _make_dense(graph)
     placeholders, given = add_placeholders(graph, ctx)
     tape, cursor = open_tape(graph, ctx, (placeholders + given)[-1], 1, placeholders, given)
     handle = cursor
@@ -101,6 +104,22 @@ def _check_renormalised(parameter: fx.Node, stopped: set[fx.Node]) -> None:
                 where=source_line(node),
                 advice="Leave out max_norm=, or freeze the parameter.",
             )
+
+
+def _make_dense(graph: fx.Graph) -> None:
+    """Let the gradients of lookups be dense, as for more samples."""
+    for node in graph.nodes:
+        if op_name(node.target) not in ("embedding", "embedding_bag") or not bind(node).get("sparse"):
+            continue
+        if "sparse" in node.kwargs:
+            node.kwargs = {**node.kwargs, "sparse": False}
+        else:
+            place = _SPARSE.get(node.target, len(node.args))
+            node.args = (*node.args[:place], False, *node.args[place + 1 :])
+
+
+_SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7, torch.embedding: 4, torch.embedding_bag: 5}
+"""Where lookups have the argument ``sparse``."""
 
 
 def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:

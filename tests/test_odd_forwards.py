@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,37 @@ def test_vmap_over_samples(quantity: Any, size: int) -> None:
     rows_alike(model, torch.randn(size, 3), quantity)
 
 
-def test_bags_of_a_sparse_table() -> None:
-    bags, ids = nn.EmbeddingBag(7, 3, sparse=True), torch.randint(7, (5, 4))
-    fxgrad.transform(bags, backend="eager")(ids).square().sum().backward()
-    found: Any = bags.weight
-    for i in range(5):
-        (row,) = torch.autograd.grad(bags(ids[i : i + 1]).square().sum(), bags.weight)
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding, partial(nn.Embedding, padding_idx=1)], ids=str)
+def test_a_sparse_table(kind: Any, size: int) -> None:
+    table, ids = kind(7, 3, sparse=True), torch.randint(7, (size, 4))
+    fxgrad.transform(table, backend="aot_eager")(ids).square().sum().backward()
+    found: Any = table.weight
+    for i in range(size):
+        (row,) = torch.autograd.grad(table(ids[i : i + 1]).square().sum(), table.weight)
         torch.testing.assert_close(found.grad_sample[i], row.to_dense())
+
+
+class Started(nn.Module):
+    """A recurrent layer with an initial state of its own."""
+
+    def __init__(self, kind: Any, **settings: Any) -> None:
+        super().__init__()
+        self.layer = kind(3, 4, batch_first=True, **settings)
+        self.states = nn.ParameterList(nn.Parameter(torch.randn(2, 1, 4)) for _ in range(1 + (kind is nn.LSTM)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = [state.expand(-1, len(x), -1).contiguous() for state in self.states]
+        h: Tensor = self.layer(x, tuple(first) if len(first) > 1 else first[0])[0]
+        return h
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("settings", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
+def test_initial_states_that_are_trained(kind: Any, settings: dict[str, Any], size: int) -> None:
+    for quantity in (fxgrad.GradSample(), fxgrad.ClippedGrad(1e6)):
+        rows_alike(Started(kind, **settings), torch.randn(size, 5, 3), quantity)
 
 
 def test_one_by_one_is_refused_at_once() -> None:

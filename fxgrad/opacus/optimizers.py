@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from opacus.optimizers import (
     DPOptimizerFastGradientClipping,
     DPPerLayerOptimizer,
 )
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor
 
 from fxgrad.engine import Engine
@@ -77,30 +79,74 @@ class _Bounded(CheckedStep):
             )
         self.max_grad_norms = [bound]
 
+    def pre_step(self, closure: Any = None) -> Any:
+        for bound in self.max_grad_norms:  # the user may have written to the tensor
+            check_number("max_grad_norm", bound)
+        with _without_autocast(parameter.device.type for parameter in self.params):
+            return super().pre_step(closure)
+
+
+@contextmanager
+def _without_autocast(devices: Iterable[str]) -> Iterator[None]:
+    """Clip and add noise in the parameters' own precision, where the step is inside ``torch.autocast``."""
+    with ExitStack() as stack:
+        for device in {"cpu", *devices}:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
 
 class PerLayerOptimizer(_Bounded, DPPerLayerOptimizer):  # type: ignore[misc]
     """Opacus's DPPerLayerOptimizer with one C for clipping and noise; `make_private` makes it.
 
-    ``max_grad_norms`` may be assigned between steps. ``max_grad_norm`` follows from it.
+    ``max_grad_norms`` may be assigned between steps. ``max_grad_norm`` follows from it. Each bound belongs to one
+    parameter, which may be frozen later. The noise is then still that of all bounds.
     """
+
+    bounded: list[Tensor]  # the parameters of max_grad_norms, in its order
+
+    def clip_and_accumulate(self) -> None:
+        bounds = {id(parameter): bound for parameter, bound in zip(self.bounded, self.max_grad_norms, strict=True)}
+        unbounded = [parameter for parameter in self.params if id(parameter) not in bounds]
+        if unbounded:
+            raise OptionError(
+                f"a parameter of the optimizer, of shape {list(unbounded[0].shape)}, has no bound: "
+                "clipping='per_layer' has one for each parameter that was trainable in make_private",
+                advice="Let it be trainable in make_private, with a number of its own in max_grad_norm, and freeze it "
+                "afterwards; or call make_private again.",
+            )
+        for parameter in self.params:  # Opacus pairs the bounds with the parameters that are trainable now
+            _check_processed_flag(parameter.grad_sample)
+            rows = self._get_flat_grad_sample(parameter).to(parameter.dtype)
+            norms = rows.reshape(len(rows), parameter.numel()).norm(2, dim=1)
+            weights = (bounds[id(parameter)] / (norms + 1e-6)).clamp(max=1.0)
+            grad = torch.einsum("i,i...", weights, rows)
+            parameter.summed_grad = grad if parameter.summed_grad is None else parameter.summed_grad.add_(grad)
+            _mark_as_processed(parameter.grad_sample)
 
 
 class _Adaptive(CheckedStep):
-    """The share of unclipped samples is ``(count + σ_u N(0, 1)) / B``.
+    """The share of unclipped samples is ``(count + σ_u N(0, 1)) / B``, over all parts of a batch.
 
-    For an empty batch, B is the expected batch size, as for every batch in Andrew et al. (2019),
-    https://arxiv.org/abs/1905.03871.
+    Opacus counts those of the last part. For an empty batch, B is the expected batch size, as for every batch in Andrew
+    et al. (2019), https://arxiv.org/abs/1905.03871.
     """
 
     unclipped_num: Any
     sample_size: Any
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        counts = self.sample_size, self.unclipped_num
+        super().zero_grad(set_to_none)  # Opacus forgets them
+        if self._is_last_step_skipped:
+            self.sample_size, self.unclipped_num = counts
 
     def update_max_grad_norm(self) -> None:
         self.sample_size = self.sample_size or self.expected_batch_size
         super().update_max_grad_norm()
 
 
-class AdaptiveOptimizer(_Adaptive, AdaClipDPOptimizer):  # type: ignore[misc]
+class AdaptiveOptimizer(_Adaptive, _Bounded, AdaClipDPOptimizer):  # type: ignore[misc]
     """Opacus's AdaClipDPOptimizer with support for empty batches; `make_private` makes it."""
 
     def clip_and_accumulate(self) -> None:
@@ -147,8 +193,6 @@ class _OneBackward(_Bounded):
     def _check_bounds(self) -> None:
         """Raise unless every backward has clipped to C, which the noise is for."""
         bounds = tuple(self.max_grad_norms)
-        for bound in bounds:
-            check_number("max_grad_norm", bound)
         other = next((part.bounds for part in self.ledger.parts if part.bounds != bounds), None)
         if other is None:
             return
@@ -276,11 +320,10 @@ def check_steps(
         _steps_shards(private, noise)
     else:
         private.__class__ = _checked_class(kind) if quantity is None else ONE_BACKWARD[kind]
-    if isinstance(private, _Bounded):  # its properties take the place of Opacus's attributes
-        norm = private.__dict__.pop("max_grad_norm")
-        norms = private.__dict__.pop("max_grad_norms", [norm])
-        bounds = None if quantity is None else quantity.max_grad_norm
-        private.bounds = bounds if isinstance(bounds, Tensor) else numbers_of(norms if bounds is None else bounds)
+    norm = private.__dict__.pop("max_grad_norm")  # properties take the place of Opacus's attributes
+    bounds: Any = private.__dict__.pop("max_grad_norms", norm) if quantity is None else quantity.max_grad_norm
+    private.bounds = bounds if isinstance(bounds, Tensor) else numbers_of(bounds)
+    private.bounded = private.params
     if quantity is not None:
         private.quantity, private.poisson_sampling = quantity, poisson_sampling
     private.begin_checks(Ledger(engine, quantity))
@@ -298,4 +341,4 @@ def _steps_shards(private: DPOptimizer, noise: ShardNoise) -> None:
 def _checked_class(kind: Any) -> Any:
     if kind in CHECKED:
         return CHECKED[kind]
-    return type(kind.__name__, (CheckedStep, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+    return type(kind.__name__, (_Bounded, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import opacus
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import DistributedDPOptimizer, DPOptimizer
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -25,7 +25,7 @@ from fxgrad.opacus.clipping import check_optimizer, check_written, quantity_for,
 from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
 from fxgrad.opacus.optimizers import check_steps
-from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps, draw_every_batch
+from fxgrad.opacus.processes import WRAPPERS, check_processes, communicate_in_steps, draw_every_batch, processes
 from fxgrad.opacus.shards import noise_of_shards, unit_of
 from fxgrad.opacus.validating import check_not_wrapped, prepared_by_opacus
 from fxgrad.quantities import ClippedGrad, Quantity
@@ -185,6 +185,7 @@ def make_private(
         clipping="flat" if one_backward and clipping != "adaptive" else clipping,
         **arguments,
     )
+    _set_expected_batch_size(private, loader)
     transformed.store.alone = quantity  # two batches in one backward would add up their rows
     clipped = quantity if isinstance(quantity, ClippedGrad) else None
     noise = None if unit is None else noise_of_shards(transformed, arguments.get("noise_generator"))
@@ -285,6 +286,15 @@ def arguments_within(
     )
     rest = {name: value for name, value in arguments.items() if name not in accountants}
     return {"noise_multiplier": noise_multiplier, **rest}
+
+
+def _set_expected_batch_size(private: DPOptimizer, loader: DataLoader[Any]) -> None:
+    """Set E to ``len(dataset) / len(loader)``, rounded down, and at least 1; Opacus's is of one process.
+
+    Opacus computes ``int(N * (1 / batches))``, whose product may fall just below an integer: 49 * (1 / 49) gives 0.
+    """
+    expected = max(1, len(loader.dataset) // len(loader))  # type: ignore[arg-type]  # Opacus has taken its length, too
+    private.expected_batch_size = expected / processes() if isinstance(private, DistributedDPOptimizer) else expected
 
 
 def _fix(module: nn.Module, optimizer: optim.Optimizer) -> None:

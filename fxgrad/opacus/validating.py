@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of
 from fxgrad.errors import OptionError
-from fxgrad.host.modules import BatchNorm, NormBase
+from fxgrad.host.modules import BatchNorm
 
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 COVERED = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
 """Layers that Opacus wants replaced by its own; fxgrad supports them directly."""
 REPLACED = (
@@ -23,12 +24,15 @@ REPLACED = (
     "Opacus's ModuleValidator.fix, but leave the layers that fxgrad supports."
 )
 
+MADE_ANEW = "\n  Make it with track_running_stats=False: fix=True does not know this class."
+
 
 def validate(module: nn.Module) -> None:
     """Validate a model as Opacus does, but accept the layers that fxgrad supports directly.
 
-    These are nn.RNN, nn.LSTM, nn.GRU and nn.MultiheadAttention, and BatchNorm in eval mode. A norm layer in training
-    mode is validated even without trainable parameters, as its running statistics depend on the samples.
+    These are nn.RNN, nn.LSTM, nn.GRU and nn.MultiheadAttention, and BatchNorm in eval mode. BatchNorm in training mode
+    is validated even without trainable parameters, as its running statistics depend on the samples. An instance norm
+    with running statistics is refused in every mode, as ``model.train()`` may come later; so are its subclasses.
 
     Raises:
         opacus.validators.errors.UnsupportedModuleError: with every reason.
@@ -41,7 +45,7 @@ def validate(module: nn.Module) -> None:
     """
     errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
     for name, part in module.named_modules():
-        advice = REPLACED if _kind(part) in ModuleValidator.FIXERS else ""
+        advice = REPLACED if _kind(part) in ModuleValidator.FIXERS else MADE_ANEW
         errors += [type(reason)(f"{_kind(part).__name__} '{name}': {reason}{advice}") for reason in objections(part)]
     if errors:
         raise UnsupportedModuleError(errors)
@@ -55,15 +59,17 @@ def _kind(part: nn.Module) -> type:
 def objections(part: nn.Module) -> list[Any]:
     """Return Opacus's reasons against one layer that fxgrad shares."""
     kind = _kind(part)
+    if isinstance(part, INSTANCE_NORMS):  # its validator looks at track_running_stats alone
+        return [*ModuleValidator.VALIDATORS[nn.InstanceNorm1d](part)]
     if kind in COVERED or kind not in ModuleValidator.VALIDATORS or not _matters(part):
         return []
     return [*ModuleValidator.VALIDATORS[kind](part)]
 
 
 def _matters(part: nn.Module) -> bool:
-    if isinstance(part, NormBase) and part.training:
-        return True
-    return not isinstance(part, BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
+    if isinstance(part, BatchNorm):
+        return part.training
+    return any(p.requires_grad for p in part.parameters(recurse=False))
 
 
 def check_not_wrapped(module: nn.Module) -> None:

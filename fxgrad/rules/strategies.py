@@ -209,7 +209,13 @@ class OwnStrategy:
             slot = use.arguments[name]
             if isinstance(slot, Slot):
                 by_operand[slot.position] = grad
-        parts = [(slots[0], by_parameter[name]) for name, slots in use.differentiated.items()]
+        parts: Contributions = []
+        for name, slots in use.differentiated.items():
+            if name in by_parameter:
+                parts.append((slots[0], by_parameter[name]))
+            else:  # an input of the one sample, made of parameters alone
+                by_operand[slots[0]] = None
+                parts.append((slots[0], by_input[name].unsqueeze(0)))
         return by_operand, parts
 
 
@@ -237,11 +243,14 @@ def _calls_native(body: fx.GraphModule) -> bool:
 _NAME_A_DTYPE = frozenset({"float", "half", "bfloat16", "type", "type_as", "double", "cfloat"})
 
 
-def choose_own(use: Use, *, where: str = "") -> OwnStrategy:
-    """Return the strategy for a use of parameters by an op with a backward of fxgrad's own."""
+def choose_own(use: Use, *, single: bool = False, where: str = "") -> OwnStrategy:
+    """Return the strategy for a use of parameters by an op with a backward of fxgrad's own.
+
+    ``single``: of one sample, which may be made of parameters.
+    """
     rule = OWN_BACKWARDS[use.op]
     wrong = sorted(use.differentiated.keys() - rule.of)
-    if wrong:
+    if wrong and not single:
         raise UnsupportedOp(
             f"{use.op} gets a parameter as {wrong[0]}, which all samples share",
             where=where,
