@@ -114,7 +114,7 @@ class Reference:
         self.queue: list[bool] = []  # the steps that are announced as virtual, or as not
         self.sums: Values | None = None  # what virtual steps have left of this logical batch
         self.sums_of: tuple[float, list[str]] = C, []
-        self.broken = False  # a step has said that the virtual steps before it cannot be continued
+        self.broken = False  # the last step raised: what the virtual steps before it have left is dropped
         self.history: list[tuple[float, float]] = []
         self.foreign = False  # the optimizer has parameters that are not the model's
         self.shared = True  # the optimizer's parameters are the model's
@@ -141,7 +141,7 @@ class Reference:
         if sums:
             self.spent_sums = False
             if self.broken:
-                self.sums, self.broken = None, False
+                self.sums, self.broken, self.queue = None, False, []
         self.doubt = self.spent_sums or not self.trainable.issubset(self.owned)
 
     def continues(self) -> bool:
@@ -154,6 +154,7 @@ class Reference:
             "foreign parameters": self.foreign,
             "not the model's parameters": not self.shared,
             "no backward": not self.parts,
+            "several signals": len(self.queue) > 1,
             "another C": self.one_backward and self.bound != C,
             "several batches under Poisson sampling": self.poisson and len(self.parts) > 1,
             "other parameters than were clipped": self.one_backward and set(names) != last,
@@ -323,7 +324,7 @@ class Pair:
             self.optimizer.step()
         except (FxgradError, ValueError, RuntimeError) as error:
             assert verdict != RIGHT, f"a right step raised {error}"
-            self.reference.broken = self.reference.broken or "the virtual steps" in str(error)
+            self.reference.broken = True
             raise
         assert verdict in (RIGHT, EITHER), f"a step that had to raise: {verdict}"
         real = self.reference.step(self.reduce)

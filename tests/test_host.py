@@ -773,6 +773,39 @@ def _(host: Any) -> None:
     assert list(host.held_by(model["a"])[0]) == ["weight", "bias"]
 
 
+@check("loaders.drawing_iterator", "loaders.sampler_in", "loaders.count_returned")
+def _(host: Any) -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Batches(list[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            for batch in super().__iter__():
+                drawn.append(host.drawing_iterator())
+                yield batch
+
+    for workers, ahead in ((0, 0), (1, 2)):
+        drawn: list[Any] = []
+        sampler = Batches([[0], [1], [2], [3]])
+        loader: Any = DataLoader(TensorDataset(torch.arange(4)), batch_sampler=sampler, num_workers=workers)
+        iterator = iter(loader)
+        first = host.sampler_in(iterator)
+        assert isinstance(first, types.GeneratorType) and first is host.sampler_in(iterator)
+        for count in range(1, 3):
+            assert host.count_returned(iterator) == count - 1
+            next(iterator)
+            assert host.count_returned(iterator) == count and drawn == [iterator] * (count + ahead)
+    two = TensorDataset(torch.arange(2))
+    loader = DataLoader(two, batch_sampler=Batches([[0], [1]]), num_workers=1, persistent_workers=True)
+    assert len({id(iter(loader)) for _ in range(2)}) == 1  # one object
+    epochs = []
+    for _ in range(2):
+        iterator = iter(loader)
+        epochs.append((host.count_returned(iterator), host.sampler_in(iterator)))
+        assert len(list(iterator)) == host.count_returned(iterator) == 2
+    assert [count for count, _ in epochs] == [0, 0] and epochs[0][1] is not epochs[1][1]
+    assert host.drawing_iterator() is None
+
+
 @check("modules.wrapped_by_ddp")
 def _(host: Any) -> None:
     assert host.wrapped_by_ddp() is None

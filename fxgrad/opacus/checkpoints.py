@@ -1,4 +1,4 @@
-"""Checkpoints of Opacus: the names of its wrapper and layers in state dicts, and the wrapped model's `_module`."""
+"""Checkpoints: names of Opacus's wrapper and layers in state dicts, the accountant's history, and random generators."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import functools
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn, optim
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils.data import DataLoader
 
 from fxgrad.api import engine_of
 from fxgrad.errors import OptionError
@@ -165,10 +167,87 @@ def check_order(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
 
 
 class Loading:
-    """A model for Opacus's load_checkpoint, with state dicts of Opacus's wrapper as the model's own."""
+    """A model for Opacus's load_checkpoint, with state dicts of Opacus's wrapper as the model's own.
+
+    It loads at the end, when the accountant has accepted the checkpoint's history.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.finish: Callable[[], Any] = lambda: None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        return self.module.load_state_dict(unwrapped(self.module, state_dict), **kwargs)
+        state = unwrapped(self.module, state_dict)
+        self.finish = functools.partial(self.module.load_state_dict, state, **kwargs)
+
+
+History = list[tuple[float, float, int]]
+"""What an accountant has counted: noise multiplier, sample rate, and steps of both."""
+
+
+def continues(longer: Sequence[tuple[float, float, int]], shorter: Sequence[tuple[float, float, int]]) -> bool:
+    """Decide whether one history starts with all steps of another.
+
+    >>> continues([(1.0, 0.1, 5)], [(1.0, 0.1, 3)]), continues([(1.0, 0.1, 5)], [(2.0, 0.1, 3)])
+    (True, False)
+    """
+    if not shorter:
+        return True
+    *before, (sigma, rate, steps) = map(tuple, shorter)
+    if len(longer) < len(shorter) or [tuple(entry) for entry in longer[: len(before)]] != before:
+        return False
+    last = longer[len(before)]
+    return tuple(last[:2]) == (sigma, rate) and last[2] >= steps
+
+
+class Continuing:
+    """An accountant for Opacus's load_checkpoint that keeps the longer one of its own history and the checkpoint's.
+
+    Steps that were counted behind the checkpoint have used the samples, too.
+    """
+
+    def __init__(self, accountant: Any) -> None:
+        self.accountant = accountant
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        own, loaded = [*self.accountant.history], (state_dict or {}).get("history")
+        if own and loaded is not None and not continues(loaded, own) and not continues(own, loaded):
+            raise OptionError(
+                "the accountant has counted other steps than the checkpoint's training",
+                where=f"counted: {own}; checkpoint: {loaded}",
+                path="load_checkpoint -> two histories for one model",
+                advice="Call make_private with a new PrivacyEngine, and load the checkpoint with that.",
+            )
+        self.accountant.load_state_dict(state_dict)
+        if not continues(self.accountant.history, own):
+            self.accountant.history = own
+
+
+# Note [Generators of a resumed training]
+# A script seeds its noise_generator. Run again to resume from a checkpoint, it would draw the noise of the first steps
+# again, and the difference of two releases has no noise. The same holds for a loader's generator, which would draw the
+# first batches again. With the generators' states, a checkpoint would give away all later noise to whoever reads it. So
+# they are seeded from the operating system. The noise of a resumed training cannot be repeated then.
+
+
+def draw_anew(optimizer: DPOptimizer, loader: DataLoader[Any] | None) -> None:
+    """Seed the generators of noise and batches from the operating system.
+
+    See Note [Generators of a resumed training]. Those of ``secure_mode`` have no state of their own. The default
+    generator is left as it is.
+    """
+    if optimizer.secure_mode:
+        return
+    owners = (optimizer, loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    generators = {id(found): found for one in owners if (found := getattr(one, "generator", None)) is not None}
+    for generator in generators.values():
+        try:
+            generator.seed()
+        except RuntimeError as error:
+            raise OptionError(
+                "a generator of this training cannot be seeded anew, and would draw noise or batches of earlier steps "
+                "again",
+                where=f"{type(generator).__name__}.seed: {error}",
+                path="load a checkpoint -> the generator as it was at first -> noise that was released before",
+                advice="Pass make_private a torch.Generator, or use PrivacyEngine(secure_mode=True).",
+            ) from error

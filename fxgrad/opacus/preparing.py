@@ -190,6 +190,7 @@ def make_private(
     clipped = quantity if isinstance(quantity, ClippedGrad) else None
     noise = None if unit is None else noise_of_shards(transformed, arguments.get("noise_generator"))
     check_steps(private, transformed, clipped, poisson_sampling=poisson_sampling, noise=noise)
+    private.remember(engine, loader)
     set_bounds(quantity, max_grad_norm)
     give_wrapper_names(view)
     private.in_one_process = wrapper is None and unit is None and not independent

@@ -11,7 +11,8 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from fxgrad.errors import OptionError, nearest
-from fxgrad.opacus.checkpoints import Loading
+from fxgrad.opacus.checked_step import optimizers_of
+from fxgrad.opacus.checkpoints import Continuing, Loading, draw_anew
 from fxgrad.opacus.criterion import Criterion
 from fxgrad.opacus.fixing import fix
 from fxgrad.opacus.preparing import arguments_within, make_private
@@ -67,6 +68,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     >>> engine.get_epsilon(delta=1e-3) > 0
     True
     """
+
+    accountant: Any
 
     def make_private(
         self,
@@ -178,8 +181,24 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
             module: the model, prepared or not, or its wrapper for several processes.
             kwargs: those of Opacus's method: the optimizer, schedulers, and arguments of ``load_state_dict`` and
                 ``torch.load``.
+
+        An accountant that has counted the checkpoint's steps and more keeps all of them. If the checkpoint has steps,
+        the generators that make_private got for noise and batches are seeded from the operating system, so that later
+        steps do not draw the same noise again.
+
+        Raises:
+            OptionError: the accountant has counted other steps than the checkpoint's training; nothing is loaded then.
         """
-        return super().load_checkpoint(path=path, module=Loading(module), **kwargs)
+        loading, accountant = Loading(module), self.accountant
+        self.accountant = Continuing(accountant)
+        try:
+            checkpoint = super().load_checkpoint(path=path, module=loading, **kwargs)
+        finally:
+            self.accountant = accountant
+        loading.finish()
+        for private in optimizers_of(self) if len(accountant) else ():
+            draw_anew(private, private.loader())
+        return checkpoint
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:

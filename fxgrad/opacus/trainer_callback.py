@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from numbers import Real
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from fxgrad.api import engine_of
 from fxgrad.errors import MissingPackage, OptionError
 from fxgrad.opacus.checked_step import CheckedStep
+from fxgrad.opacus.checkpoints import History, continues, draw_anew
 from fxgrad.opacus.processes import processes
 
 try:
@@ -31,7 +32,6 @@ except ImportError as error:
 
 KEY = "fxgrad.opacus"
 """The entry of the accountant in ``stateful_callbacks`` of trainer_state.json."""
-History = list[tuple[float, float, int]]
 
 # Note [Parts of a Poisson batch]
 # The Trainer accumulates over a fixed number of batches. Each of them drawn alone would put a sample into several, and
@@ -64,7 +64,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
       does not cover.
     - **Checkpoints.** trainer_state.json holds the accountant's history. A resumed training continues it.
     - **Seeds.** The Trainer seeds PyTorch's generator with ``args.seed``, and a reader of the seed can compute the
-      noise. Pass make_private a noise_generator whose seed is secret.
+      noise. Pass make_private a noise_generator whose seed is secret. A resumed training seeds it, and the generator of
+      the loader, from the operating system, so that no noise is drawn twice. No checkpoint holds their states.
 
     The loss must reduce the samples as ``loss_reduction`` of make_private says, and must not use num_items_in_batch:
     that number depends on other samples. `fxgrad.losses.token_mean` gives a language model's losses.
@@ -188,7 +189,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self._resume(state)
         self._trainer.accelerator.clip_grad_norm_ = _leave_gradients
         self._note(state)
-        self.optimizer.zero_grad()
+        self.optimizer.start_over()  # a training before may have ended between the parts of a batch
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take a virtual step behind each part of a Poisson batch but the last."""
@@ -255,6 +256,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             )
         if "max_grad_norm" in kept:
             self.optimizer.max_grad_norm = kept["max_grad_norm"]
+        draw_anew(self.optimizer, self.loader)
 
     # what would not be private
 
@@ -286,6 +288,21 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 where="Trainer(model=..)",
                 path="Trainer.model -> backward -> gradients of another model",
                 advice="Pass model= the model of make_private. Transform a PEFT model as a whole.",
+            )
+        if optimizer.accountant is not self.engine.accountant:
+            _refuse(
+                "the callback's engine does not count the optimizer's steps: epsilon would be that of another training",
+                where="TrainerCallback(engine, ..)",
+                path="optimizer.step -> the accountant of make_private's engine -> not this engine",
+                advice="Pass the engine that was given to make_private with this optimizer.",
+            )
+        if optimizer.loader() is not self.loader:
+            _refuse(
+                "the callback's loader is not the one that make_private returned with the optimizer: epsilon is that "
+                "of the returned one's batches",
+                where="TrainerCallback(.., loader)",
+                path="Trainer.get_train_dataloader -> batches that the accountant does not know",
+                advice="Pass the loader that make_private returned with this optimizer, not the one it was given.",
             )
 
 
@@ -322,21 +339,6 @@ def _refuse_clipping(max_norm: float) -> NoReturn:
 
 def _refuse(sentence: str, *, where: str, path: str, advice: str) -> NoReturn:
     raise OptionError(sentence, where=where, path=path, advice=advice)
-
-
-def continues(longer: Sequence[tuple[float, float, int]], shorter: Sequence[tuple[float, float, int]]) -> bool:
-    """Decide whether one history starts with all steps of another.
-
-    >>> continues([(1.0, 0.1, 5)], [(1.0, 0.1, 3)]), continues([(1.0, 0.1, 5)], [(2.0, 0.1, 3)])
-    (True, False)
-    """
-    if not shorter:
-        return True
-    *before, (sigma, rate, steps) = shorter
-    if len(longer) < len(shorter) or [tuple(entry) for entry in longer[: len(before)]] != before:
-        return False
-    last = longer[len(before)]
-    return tuple(last[:2]) == (sigma, rate) and last[2] >= steps
 
 
 class PartsOfBatches(Sampler[list[int]]):
