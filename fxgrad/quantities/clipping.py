@@ -70,9 +70,9 @@ class ClippedGrad(Quantity):
     Args:
         max_grad_norm: C, or one number for each group, in their order. The order of "per_parameter" is that of
             ``named_parameters()``; only parameters that are used and trainable in the call count. With weights="clip",
-            inf clips nothing; other weights refuse it. For a schedule, pass a tensor, 0-dim or ``[groups]``, and write to it:
-            each backward reads it, without a compilation and without waiting for a device. Where the tensor is NaN, 0
-            or less, every sample counts as nonfinite.
+            inf clips nothing; other weights refuse it. For a schedule, pass a tensor, 0-dim or ``[groups]``, and write
+            to it: each backward reads it, without a compilation and without waiting for a device. Where the tensor is
+            NaN, 0 or less, every sample counts as nonfinite.
         groups: "flat": one norm over all parameters; "per_parameter": one norm for each; or lists of names, which
             name every trainable parameter once.
         weights: "clip"; "automatic": ``C / (n + gamma)`` (Bu et al. 2022); or a function of the norms ``[B]`` that
