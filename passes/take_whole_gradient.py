@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import fx
 
@@ -114,11 +113,12 @@ def _make_dense(graph: fx.Graph) -> None:
         if "sparse" in node.kwargs:
             node.kwargs = {**node.kwargs, "sparse": False}
         else:
-            place = _SPARSE.get(node.target, len(node.args))
+            place = _SPARSE.get(node.target) or _SPARSE_IN_ATEN[op_name(node.target)]
             node.args = (*node.args[:place], False, *node.args[place + 1 :])
 
 
-_SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7, torch.embedding: 4, torch.embedding_bag: 5}
+_SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
+_SPARSE_IN_ATEN = {"embedding": 4, "embedding_bag": 5}  # by every spelling
 """Where lookups have the argument ``sparse``."""
 
 

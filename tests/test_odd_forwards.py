@@ -121,6 +121,26 @@ def test_a_sparse_table(kind: Any, size: int) -> None:
         torch.testing.assert_close(found.grad_sample[i], row.to_dense())
 
 
+ATEN_EMBEDDINGS: dict[str, Any] = {
+    "function": torch.embedding,
+    "packet": torch.ops.aten.embedding,
+    "overload": torch.ops.aten.embedding.default,
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("op", ATEN_EMBEDDINGS.values(), ids=ATEN_EMBEDDINGS)
+def test_a_sparse_table_of_aten(op: Any, size: int) -> None:
+    model = Model(lambda m, ids: op(m.weight, ids, -1, False, True))
+    dense = Model(lambda m, ids: op(m.weight, ids))
+    dense.load_state_dict(model.state_dict())
+    ids = torch.randint(3, (size, 4))
+    for one in (model, dense):
+        fxgrad.transform(one, backend="aot_eager")(ids).square().sum().backward()
+    found, expected = (one.get_parameter("layer.weight").grad_sample for one in (model, dense))  # type: ignore[attr-defined]
+    torch.testing.assert_close(found, expected)
+
+
 class Started(nn.Module):
     """A recurrent layer with an initial state of its own."""
 

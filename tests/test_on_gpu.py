@@ -88,12 +88,12 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 CALLS = calls()
 
 
-def agree(found: Any, expected: Any) -> None:
+def agree(found: Any, expected: Any, atol: float = 1e-5) -> None:
     """Compare results; of norms and bounds ``[2, n]`` the bound may be larger where it counts more."""
     for own, other in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
         is_bound = own.dtype is torch.float64 and own.shape == (2, len(WEIGHTS))
         pair = (own[:1], other[:1]) if is_bound else (own, other)
-        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5 * max(1.0, float(other.abs().max())))
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=atol)
         if is_bound:
             assert (own[1] >= own[0]).all() and (own[1] <= 1.001 * other[1] + 1e-6).all()
 
@@ -102,7 +102,8 @@ def agree(found: Any, expected: Any) -> None:
 def test_as_the_operator(name: str) -> None:
     function, args = CALLS[name]
     assert on_gpu.FORMS[getattr(ops, function.__name__).default].fits(*args)
-    agree(function(*args), getattr(ops, function.__name__)(*args))
+    is_long = "long" in name or "large" in name  # entries of some thirty, added in another order
+    agree(function(*args), getattr(ops, function.__name__)(*args), 1e-4 if is_long else 1e-5)
 
 
 class Rows(TorchDispatchMode):

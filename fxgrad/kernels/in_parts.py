@@ -61,12 +61,12 @@ def _split(rows: Tensor, parts: int) -> Tensor:
     return padded.reshape(n, k, parts, size).transpose(1, 2).reshape(n * parts, k, size)
 
 
-def outer(g: Tensor, x: Tensor) -> Tensor:
-    """``[n, k, o], [n, k, i] -> [n, o, i]``: the outer products of positions, added up."""
+def outer(g: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``[n, k, o], [n, k, i] -> [n, o, i]``: the outer products of positions, added up; ``out``: into this."""
     total, *others = (
         (g[:, start : start + CHAIN].mT, x[:, start : start + CHAIN]) for start in range(0, max(1, g.shape[1]), CHAIN)
     )
-    rows = torch.bmm(*total)
+    rows = torch.bmm(*total) if out is None else torch.bmm(*total, out=out)
     for part in others:
-        rows = torch.baddbmm(rows, *part)
+        rows = torch.baddbmm(rows, *part) if out is None else rows.baddbmm_(*part)
     return rows

@@ -121,7 +121,7 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         if is_readable(g):
             torch.bmm(g[rows].mT, x[rows], out=out[rows])
         else:
-            out[rows] = outer(g[rows], x[rows])
+            outer(g[rows], x[rows], out=out[rows])
         norms[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
     return out, norms
 

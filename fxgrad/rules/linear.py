@@ -65,14 +65,14 @@ def _pad(value, ndim):
     return value.reshape(value.shape[0], *[1] * missing, *value.shape[1:]) if missing > 0 else value
 
 
-def scaled(g, factor):
+def _scaled(g, factor):
     """g times the conjugate of a number that the forward multiplied by."""
     return computable(g) * (factor.conjugate() if isinstance(factor, complex) else factor)
 
 
 def _either_side(g, left, right, use, names, scale=1):
     """Terms for whichever side of a product holds the parameter."""
-    g = scaled(g, scale) if scale != 1 else g
+    g = _scaled(g, scale) if scale != 1 else g
     out = {}
     if names[0] in use.differentiated:
         out[names[0]] = _product(g, right, left, left=True)
@@ -119,14 +119,14 @@ def mv(g, input, vec):
 def addmm(g, input, mat1, mat2, use, beta=1, alpha=1):
     """y = β b + α x W      dW_n = α Σ_k x_nkᵀ g_nk      db_n = β Σ_k g_nk"""
     out = _either_side(g, mat1, mat2, use, ("mat1", "mat2"), alpha)
-    return out | ({"input": summed_to(scaled(g, beta), input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(_scaled(g, beta), input.shape)} if "input" in use.differentiated else {})
 
 
 @rule(torch.baddbmm, of=("input", "batch1", "batch2"), applies=_samples_beside("batch1", "batch2"))
 def baddbmm(g, input, batch1, batch2, use, beta=1, alpha=1):
     """y = β b + α x W, a batch of products"""
     out = _either_side(g, batch1, batch2, use, ("batch1", "batch2"), alpha)
-    return out | ({"input": summed_to(scaled(g, beta), input.shape)} if "input" in use.differentiated else {})
+    return out | ({"input": summed_to(_scaled(g, beta), input.shape)} if "input" in use.differentiated else {})
 
 
 def _has_plain_letters(use, shapes):

@@ -30,9 +30,8 @@ COSTS = CostTable(
     (k, v, d),
     {
         Way.ROWS: Costs(
-            Work(
-                cache=(3 * e * d + 600) * n * k, call=Integer(15), launch=Integer(15)
-            ),  # finding an id takes as long as 600 bytes
+            # finding an id takes as long as 600 bytes
+            Work(cache=(3 * e * d + 600) * n * k, call=Integer(15), launch=Integer(15)),
             Work(memory=2 * e * n * k * d + 2 * e * v * d, call=Integer(4), launch=Integer(4)),
         ),
         Way.MATERIALISE: Costs(
