@@ -1270,6 +1270,23 @@ def _(host: Any) -> None:
             assert host.traces_backward() is True
 
 
+@check("dynamo.specialize_floats")
+def _(host: Any) -> None:
+    inputs: list[int] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        inputs.append(len(gm.graph.find_nodes(op="placeholder")))
+        if host.specialize_floats(gm):
+            raise host.CaptureAgain
+        return gm
+
+    box = torch.nn.Module()
+    run = torch.compile(lambda x: x * box.number, backend=backend)
+    for box.number in (0.5, 0.7, 0.9):
+        assert run(torch.ones(1)).item() == pytest.approx(box.number)
+    assert inputs == [1, 2, 1, 1], "a float that changed is an input, then a constant, as it is in later captures"
+
+
 @check("dynamo.sizes_apart")
 def _(host: Any) -> None:
     def symbols() -> int:

@@ -26,7 +26,7 @@ from fxgrad.compile.warm_start import warm_start
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout, OptionError
 from fxgrad.graph.context import Context
-from fxgrad.host.dynamo import innermost_fn
+from fxgrad.host.dynamo import CaptureAgain, innermost_fn, specialize_floats
 from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
 from fxgrad.ops.values import memories
@@ -43,7 +43,19 @@ from fxgrad.terms.work import Way
 
 @compilation()
 def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
-    """Compile a graph: Dynamo runs what is returned in the graph's place."""
+    """Compile a graph: Dynamo runs what is returned in the graph's place.
+
+    If that fails, and numbers of the model are inputs since they changed, Dynamo captures it with their values.
+    """
+    try:
+        return _compile_graph(captured, options, store)
+    except Exception as error:
+        if isinstance(error, CaptureAgain) or not specialize_floats(captured.gm):
+            raise
+        raise CaptureAgain from error
+
+
+def _compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
     captured.check_leaves()
     inner = inner_compiler(options.backend)
     if not captured.trainable:
