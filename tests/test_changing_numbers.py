@@ -16,6 +16,25 @@ from tests.quick import TRACED
 
 Body = Callable[["Model", Tensor, Tensor], Tensor]
 
+
+class Model(nn.Module):
+    number: float
+    other: float
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body, self.number, self.other = body, 0.5, 2.0
+        self.first = nn.Linear(4, 4)
+        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x, self.first(x))
+
+
+def attention(h: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(h, h, h, scale=scale)
+
+
 # A symbol in the graph: one graph for all values.
 SYMBOLIC: dict[str, Body] = {
     "temperature": lambda model, x, h: torch.softmax(h / model.number, -1),
@@ -26,26 +45,13 @@ SYMBOLIC: dict[str, Body] = {
 CONSTANT: dict[str, Body] = {
     "layer norm": lambda model, x, h: F.layer_norm(h, (4,), model.scale, model.shift, model.number),
     "group norm": lambda model, x, h: F.group_norm(h, 2, model.scale, model.shift, model.number),
-    "attention": lambda model, x, h: F.scaled_dot_product_attention(
-        *[h[:, None, None] * model.scale] * 3, scale=model.number
-    )[:, 0, 0],
+    "attention": lambda model, x, h: attention(h[:, None, None] * model.scale, model.number)[:, 0, 0],
     "power": lambda model, x, h: (h.abs() + 1) ** model.number * model.scale,
     "alpha": lambda model, x, h: torch.add(h, model.scale, alpha=model.number),
     "addmm": lambda model, x, h: torch.addmm(model.shift, x, model.first.weight, beta=model.number, alpha=model.number),
     "lerp": lambda model, x, h: torch.lerp(h, x, model.number),
     "both": lambda model, x, h: torch.lerp(h * model.other, x, model.number),
 }
-
-
-class Model(nn.Module):
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.body, self.number, self.other = body, 0.5, 2.0
-        self.first = nn.Linear(4, 4)
-        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x, self.first(x))
 
 
 def clipped(model: nn.Module, transformed: nn.Module, x: Tensor) -> list[Tensor]:
@@ -82,7 +88,7 @@ def test_under_torch_compile(name: str) -> None:
     for number in (0.5, 0.7, 0.3):
         model.number = number
         compiled(x).sum().backward()
-        actual = model.first.weight.grad_sample.clone()  # type: ignore[operator, union-attr]
+        actual = model.first.weight.grad_sample.clone()  # type: ignore[attr-defined]
         for i, sample in enumerate(x.split(1)):
             (expected,) = torch.autograd.grad(model(sample).sum(), model.first.weight)
             torch.testing.assert_close(actual[i], expected)

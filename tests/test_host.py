@@ -1280,10 +1280,10 @@ def _(host: Any) -> None:
             raise host.CaptureAgain
         return gm
 
-    box = torch.nn.Module()
-    run = torch.compile(lambda x: x * box.number, backend=backend)
-    for box.number in (0.5, 0.7, 0.9):
-        assert run(torch.ones(1)).item() == pytest.approx(box.number)
+    numbers = {"rate": 0.0}
+    run = torch.compile(lambda x: x * numbers["rate"], backend=backend)
+    for numbers["rate"] in (0.5, 0.7, 0.9):
+        assert run(torch.ones(1)).item() == pytest.approx(numbers["rate"])
     assert inputs == [1, 2, 1, 1], "a float that changed is an input, then a constant, as it is in later captures"
 
 
