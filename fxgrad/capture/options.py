@@ -61,7 +61,8 @@ class Options:
             )
         for quantity in self.quantities:
             quantity.check(self)
-            if not isinstance(quantity.group_size, int) or quantity.group_size < 1:
+            size: Any = quantity.group_size
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise OptionError(
                     f"group_size has to be a positive int, not {quantity.group_size!r}",
                     advice="It is the number of consecutive rows that make one sample. If samples have different "

@@ -31,6 +31,7 @@ from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
 from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
+from fxgrad.quantities.base import check_deliveries
 from fxgrad.quantities.read import changed, read_by
 from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
@@ -65,6 +66,9 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     passes = passes_of(captured.batch_size, options.quantities)
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
+    check_deliveries(options.quantities, captured.batch_size, parameters)
+    functions = [function for quantity in options.quantities for function in quantity.functions()]
+    read = [(function, read_by(function)) for function in functions]  # before they are traced, and may write to it
     room = Room(options.quantities, parameters, options.memory_limit)
     with _own_saved_tensors():
         gm = run_passes(captured.gm, ctx, (*passes, *LAST))
@@ -82,7 +86,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
-    return Transformed(compiled, interface, store, captured.batch_size, room)
+    return Transformed(compiled, interface, store, captured.batch_size, room, read)
 
 
 def _rehearse(gm: fx.GraphModule, ctx: Context, size: int, options: Options, room: Room) -> None:
@@ -219,11 +223,10 @@ class Transformed:
     store: Store
     batch_size: int
     room: Room
+    read: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]  # functions of norms, and what they read
 
     def __post_init__(self) -> None:
         self.names, self.positions = tuple(self.interface.trainable), tuple(self.interface.trainable.values())
-        functions = [function for quantity in self.store.quantities for function in quantity.functions()]
-        self.read = [(function, read_by(function)) for function in functions]
 
     def __call__(self, *args: Any) -> Any:
         n = self.size_of(args)

@@ -202,7 +202,7 @@ class _RememberingTape(Tape):
         """Return how what was just written down is kept to the end; None where gradients are all that is asked for."""
         return None
 
-    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor | None]:
         self.log.clear()
         with self._placed(None):
             return super().results(n, like, given)
@@ -246,7 +246,7 @@ class _RememberingFactorTape(_RememberingTape, FactorTape):
             return Choice(Way.MATERIALISE, f"{dense} multiplies it out")
         return self.log[-1][1] if self.log else Choice(Way.MATERIALISE, "its rule gives the gradient itself")
 
-    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor | None]:
         before = _flops(self.counter)
         results = super().results(n, like, given)
         self.rehearsal.backward -= _flops(self.counter) - before

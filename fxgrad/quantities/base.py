@@ -8,8 +8,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fxgrad.errors import OptionError
 from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.precision import accumulating
 
@@ -91,8 +92,11 @@ class Quantity(ABC):
         """List the deliveries of a backward over n samples, for these trainable parameters."""
 
     @abstractmethod
-    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the deliveries in order; ``grads`` has one entry per parameter, ``given`` the tensors of `inputs`."""
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Compute the deliveries in order, None for zeros.
+
+        ``grads`` has one entry per parameter, ``given`` the tensors of `inputs`.
+        """
 
     def inputs(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         """List the shapes and dtypes of the tensors that `compute` needs besides the gradients, in order."""
@@ -111,6 +115,14 @@ class Quantity(ABC):
 
     def arrived(self, results: Sequence[Tensor | None]) -> None:  # noqa: B027
         """Inspect the results of the whole model before any delivery is stored; raising leaves all as it was."""
+
+    def unreached(self, delivery: Delivery, n: int) -> Tensor:
+        """Return a delivery of n samples whose gradients are all zero, as no backward reached the parameters."""
+        return torch.zeros(delivery.shape, dtype=delivery.dtype, device=delivery.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Quantity:
+        """Return the same object: copies of a transformed model are asked for the same, and follow the same tensors."""
+        return self
 
     def __repr__(self) -> str:
         """Show the fields that are not the default, as the constructor takes them."""
@@ -143,6 +155,49 @@ def of_model(shape: tuple[Any, ...], parameters: Mapping[str, Tensor]) -> Delive
 def like_parameters(place: str, parameters: Mapping[str, Tensor]) -> list[Delivery]:
     """Describe one result for each parameter, of its shape and dtype."""
     return [Delivery(place, name, tuple(p.shape), p.dtype, p.device) for name, p in parameters.items()]
+
+
+def check_deliveries(quantities: Sequence[Quantity], n: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Raise where two results have one place on a parameter, or where a tensor keeps something else there."""
+    taken: dict[tuple[str, str | None], Quantity] = {}
+    for quantity in quantities:
+        for delivery in quantity.deliveries(quantity.units(n), parameters):
+            place, name = delivery.place, delivery.parameter
+            if place == RESULT:
+                continue
+            if place != GRAD and (not place.isidentifier() or hasattr(nn.Parameter, place)):
+                raise OptionError(
+                    f"{quantity} delivers p.{place}, which is no free attribute of a parameter",
+                    advice="Give the Delivery another place, such as 'largest'.",
+                )
+            if (place, name) in taken:
+                raise OptionError(
+                    f"p.{place} of '{name}' is delivered twice, by {taken[place, name]} and by {quantity}",
+                    advice="Ask for one of them, and transform the model once more for the other.",
+                )
+            taken[place, name] = quantity
+
+
+def checked_results(
+    quantity: Quantity, results: Sequence[Tensor | None], n: int, parameters: Mapping[str, Tensor]
+) -> Sequence[Tensor | None]:
+    """Return what a quantity computed, and raise if it is not what the quantity has said that it delivers."""
+    expected = quantity.deliveries(quantity.units(n), parameters)
+    if len(results) != len(expected):
+        raise OptionError(
+            f"{quantity}.compute returned {len(results)} tensors for its {len(expected)} deliveries",
+            advice="Return one for each Delivery, in their order; None stands for zeros.",
+        )
+    for result, delivery in zip(results, expected, strict=True):
+        if result is not None and (not isinstance(result, Tensor) or tuple(result.shape) != tuple(delivery.shape)):
+            shape = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"type {type(result).__name__}"
+            whose = f" of '{delivery.parameter}'" if delivery.parameter else ""
+            raise OptionError(
+                f"{quantity}.compute returned a value of {shape} for {delivery.place}{whose}, "
+                f"which it delivers as {list(delivery.shape)}",
+                advice="Let deliveries() and compute() agree.",
+            )
+    return results
 
 
 def values_of(one: Any) -> dict[str, Any]:

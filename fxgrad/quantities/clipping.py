@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxgrad.errors import NonFinite, OptionError, names_checked, nearest, refuse_choice
 from fxgrad.gradients.sample_grads import SampleGrads
@@ -133,6 +134,29 @@ class ClippedGrad(Quantity):
     alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("sample_weight", "bounded"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(
+                    f"{name} has to be True or False, not {getattr(self, name)!r}",
+                    advice="Pass weights to the calls of the model, not to ClippedGrad.",
+                )
+        if self.groups not in GROUPS and not _are_names(self.groups):
+            refuse_choice("groups", self.groups, GROUPS, "lists of names", "A group of each layer is a list of names.")
+        if not callable(self.weights) and self.weights not in WEIGHTS:
+            refuse_choice("weights", self.weights, WEIGHTS, "a function", "A function gets norms and returns weights.")
+        if self.outside not in OUTSIDE:
+            refuse_choice("outside", self.outside, OUTSIDE)
+        if not is_positive(self.gamma) or self.gamma == math.inf:
+            raise OptionError(
+                f"gamma has to be a positive number, and finite, not {self.gamma!r}",
+                advice="It keeps C / (n + gamma) below C / n; Bu et al. use 0.01.",
+            )
+        if self.nonfinite not in NONFINITE:
+            otherwise = "'zero' leaves such samples out; 'raise' is an error in the backward."
+            refuse_choice("nonfinite", self.nonfinite, NONFINITE, otherwise=otherwise)
+
+    def _check_numbers(self) -> None:
         bound = self.max_grad_norm
         bounds = list(bound) if isinstance(bound, Sequence) else [bound]
         if isinstance(bound, Tensor):
@@ -142,30 +166,17 @@ class ClippedGrad(Quantity):
                     "floating point, 0-dim or with one number for each group",
                     advice="Pass torch.tensor(1.0), and write to it: C.fill_(0.5).",
                 )
-        elif not bounds or not all(is_positive(c) for c in bounds):
+            return
+        if not bounds or not all(is_positive(c) for c in bounds):
             raise OptionError(
-                f"max_grad_norm has to be a positive number, not {bound!r}",
+                f"max_grad_norm has to be a positive number, not {_short(bound)}",
                 advice="It is the largest norm of a sample's gradient, such as 1.0; inf clips nothing.",
             )
-        if self.groups not in GROUPS and not _are_names(self.groups):
-            refuse_choice("groups", self.groups, GROUPS, "lists of names", "A group of each layer is a list of names.")
-        if not callable(self.weights) and self.weights not in WEIGHTS:
-            refuse_choice("weights", self.weights, WEIGHTS, "a function", "A function gets norms and returns weights.")
-        if self.outside not in OUTSIDE:
-            refuse_choice("outside", self.outside, OUTSIDE)
-        if self.weights != "clip" and not isinstance(bound, Tensor) and math.inf in bounds:
+        if self.weights != "clip" and math.inf in bounds:
             raise OptionError(
                 f"max_grad_norm=inf needs weights='clip', not {self.weights!r}: its weights would be Inf or NaN",
                 advice="Pass a finite max_grad_norm; the sum of all gradients, not clipped, is fxgrad.Grad().",
             )
-        if not is_positive(self.gamma) or self.gamma == math.inf:
-            raise OptionError(
-                f"gamma has to be a positive number, and finite, not {self.gamma!r}",
-                advice="It keeps C / (n + gamma) below C / n; Bu et al. use 0.01.",
-            )
-        if self.nonfinite not in NONFINITE:
-            otherwise = "'zero' leaves such samples out; 'raise' is an error in the backward."
-            refuse_choice("nonfinite", self.nonfinite, NONFINITE, otherwise=otherwise)
 
     def check(self, options: Any) -> None:
         if options.mixing != "error":
@@ -193,6 +204,9 @@ class ClippedGrad(Quantity):
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         like = first(parameters)
         groups = 1 if self.groups == "flat" else len(self._groups(list(parameters)))
+        if self._several() is not None:  # a list, or a tensor, may have changed
+            self._check_numbers()
+            self._check_bounds(groups)
         bounds = self._bounds(groups, like.device)
         if isinstance(self.max_grad_norm, Tensor):
             written = version(self.max_grad_norm) if are_saved_tensors_hooked() else None
@@ -274,7 +288,7 @@ class ClippedGrad(Quantity):
 
     def _weight(self, norms: Tensor, c: Tensor) -> Tensor:
         if callable(self.weights):
-            weight = self.weights(norms)
+            weight = self._asked(norms.clone())  # it may write to its argument
             if not isinstance(weight, Tensor) or weight.shape != norms.shape:
                 shape = f"the shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
                 raise OptionError(
@@ -286,6 +300,17 @@ class ClippedGrad(Quantity):
         if self.weights == "automatic":
             return c / (norms + self.gamma)
         return (c / (norms + EPSILON)).clamp(max=1)
+
+    def _asked(self, norms: Tensor) -> Any:
+        """Call the user's function, which is traced."""
+        assert callable(self.weights)
+        try:
+            return self.weights(norms)
+        except GuardOnDataDependentSymNode as error:
+            raise OptionError(
+                "weights= decides by the numbers of the norms, which its graph does not have",
+                advice="Choose by torch.where(norms > 1, .., ..).",
+            ) from error
 
     def _groups(self, names: Sequence[str]) -> list[list[str]]:
         if self.groups == "flat":
@@ -351,7 +376,15 @@ def _plain(value: Any) -> Any:
 
 
 def is_positive(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+    """Return whether a value is a positive number that a float can hold."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+    except OverflowError:
+        return False
+
+
+def _short(value: Any) -> str:
+    return repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:40]}.."
 
 
 def _are_names(groups: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -78,7 +79,7 @@ class GradVariance(Quantity):
     """The unbiased variance of the gradients over the samples, element by element.
 
     Delivers:
-        ``p.grad_variance = Σ_i (g_i - ḡ)² / (B - 1)``, ``[*p.shape]`` in p's dtype; NaN at B = 1.
+        ``p.grad_variance = Σ_i (g_i - ḡ)² / (B - 1)``, ``[*p.shape]`` in p's dtype; NaN for fewer than two samples.
 
     Args:
         group_size: how many consecutive rows of a batch are one sample.
@@ -100,3 +101,7 @@ class GradVariance(Quantity):
 
     def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
         return [g.variance().to(g.dtype) for g in grads]
+
+    def unreached(self, delivery: Delivery, n: int) -> Tensor:
+        zeros = super().unreached(delivery, n)
+        return zeros if n > 1 else zeros.fill_(math.nan)

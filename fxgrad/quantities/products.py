@@ -16,6 +16,8 @@ from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.kernels.precision import accumulating
 from fxgrad.quantities.base import Delivery, Quantity, of_model
 
+SEEDS = 1 << 32  # how many seeds of random signs there are
+
 
 @names_checked
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +61,11 @@ class GradDot(Quantity):
                 + (" as a vector" if is_mapping else ""),
                 advice="Pass one such as {name: direction for name, p in model.named_parameters()}, each of p's shape.",
             )
+        for name, vector in self.vectors.items():
+            if not vector.is_floating_point():
+                raise OptionError(
+                    f"the vector for '{name}' has dtype {vector.dtype}", advice="Give it one of real floating point."
+                )
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:
         several = self._several(parameters)
@@ -84,14 +91,15 @@ class GradDot(Quantity):
             if name in self.vectors
         ]
 
-    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> list[Tensor]:
+    def compute(self, grads: Sequence[SampleGrads], n: int, given: Sequence[Tensor]) -> Sequence[Tensor | None]:
         dtype, asked = grads[0].accumulating, [g for g in grads if g.name in self.vectors]
+        if not asked:  # one of several graphs; how many directions there are, the others know
+            return [None]
         dots = [
             g.dot(vector) if vector.dim() == len(g.shape) else torch.stack([g.dot(v) for v in vector.unbind(0)], 1)
             for g, vector in zip(asked, given, strict=True)
         ]
-        zeros = grads[0].like.new_zeros(n, dtype=dtype)
-        return [reduce(torch.add, [each.to(dtype) for each in dots]) if dots else zeros]
+        return [reduce(torch.add, [each.to(dtype) for each in dots])]
 
     def _several(self, parameters: Mapping[str, Tensor]) -> int | None:
         """Return the number of directions; None for a single one."""
@@ -104,6 +112,8 @@ class GradDot(Quantity):
                         f"the vector for '{name}' has shape {list(shape)}, the parameter {list(p.shape)}",
                         advice="Give it the parameter's shape, or [K, *shape] for K directions.",
                     )
+                if shape != tuple(p.shape) and not shape[0]:
+                    raise OptionError(f"there are no directions for '{name}'", advice="Give it one or more.")
                 counts.add(None if len(shape) == p.dim() else shape[0])
         if len(counts) > 1:
             raise OptionError(
@@ -185,14 +195,14 @@ class GradProjection(Quantity):
 
     Args:
         dim: the number of rows of P.
-        seed: the seed of P. An entry of P depends only on the seed, the parameter's name and the element's index. It is
-            the same for every batch size, device and order of parameters.
+        seed: the seed of P, from 0 to 2**32 - 1. An entry of P depends only on the seed, the parameter's name and the
+            element's index. It is the same for every batch size, device and order of parameters.
         group_size: how many consecutive rows of a batch are one sample.
 
     fxgrad computes P and the gradients one block of columns at a time and never stores them.
 
     Raises:
-        OptionError: at once, if dim is not a positive int.
+        OptionError: at once, if dim is not a positive int, or seed not one from 0 to 2**32 - 1.
 
     Source: Johnson and Lindenstrauss 1984; Achlioptas 2003 (signs); Park et al. 2023, "TRAK".
 
@@ -205,7 +215,7 @@ class GradProjection(Quantity):
     """
 
     dim: int
-    seed: int = 0
+    seed: int = 0  # below 2**32
     adds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -213,6 +223,11 @@ class GradProjection(Quantity):
             raise OptionError(
                 f"dim has to be a positive int, not {self.dim!r}",
                 advice="It is the number of projections, such as 512.",
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEEDS:
+            raise OptionError(
+                f"seed has to be an int from 0 to 2**32 - 1, not {self.seed!r}",
+                advice="Pass one such as 0; seeds of other tools may be taken modulo 2**32.",
             )
 
     def deliveries(self, n: Any, parameters: Mapping[str, Tensor]) -> list[Delivery]:

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.modules.module as global_hooks
@@ -40,6 +40,7 @@ from fxgrad.runtime.slot import STAMPS, Slot, expect_all, forget_all, hold_all, 
 
 P = ParamSpec("P")
 T = TypeVar("T")
+S = TypeVar("S", bound="Withdraws")
 
 
 class Watched(NamedTuple):
@@ -270,16 +271,24 @@ def _can_have_grad(parameter: Tensor) -> bool:
 # What arrives that was not delivered
 
 
-def undone(method: Callable[P, T]) -> Callable[P, T]:
-    """Let every p.grad be as before the running backward call where the method raises an error of fxgrad's in it."""
+class Withdraws(Protocol):
+    """Keeps results of backward calls."""
+
+    def withdraw(self) -> None:
+        """Let results be as before the running backward call."""
+
+
+def undone(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Let p.grad and results be as before the running backward call where the method raises an fxgrad error in it."""
 
     @as_it_is
     @functools.wraps(method)  # no context manager: three of these run in each step
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+    def guarded(store: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return method(*args, **kwargs)
+            return method(store, *args, **kwargs)
         except FxgradError as error:
             put_back()
+            store.withdraw()
             tell(error)
             raise
 

@@ -53,6 +53,14 @@ def two_sizes(earlier: int, later: int) -> AlreadySet:
     )
 
 
+def two_shapes(quantity: Quantity, earlier: Tensor, later: Tensor) -> AlreadySet:
+    return AlreadySet(
+        f"results of {quantity} of shapes {list(earlier.shape)} and {list(later.shape)} meet in one backward, and "
+        "cannot be added",
+        advice="Run every forward on as many samples, or call backward for each.",
+    )
+
+
 def used_outside(names: Sequence[str]) -> OutsideGraph:
     return OutsideGraph(
         f"trainable parameters were used outside of every transformed graph: {', '.join(names)}",

@@ -38,7 +38,7 @@ from fxgrad.quantities import Quantity
 from fxgrad.runtime import refusals
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
-from fxgrad.runtime.deliveries import Asked, ask, for_grad, zeros
+from fxgrad.runtime.deliveries import Asked, ask, for_grad
 from fxgrad.runtime.exchange import exchanges_of
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
@@ -83,6 +83,7 @@ class Store:
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self.current = CurrentForward()
         self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
+        self.replaced: dict[int, list[Any] | None] = {}  # by place: what results were before the running call
         self.asked: dict[Any, Asked] = {}
         self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
         self.forwards: dict[int, weakref.ref[Forward]] = {}  # by number: those that wait for a backward, or run
@@ -216,6 +217,8 @@ class Store:
         forward.sent.clear()
         forward.stored.clear()
         forward.met = False
+        if self.last is None or self.last[0] != forward.task():  # the last call may have raised PyTorch's error
+            self.replaced.clear()
         if self.observers:  # asked first: a WeakSet's iterator costs a microsecond
             for observer in self.observers:
                 observer.began(forward)
@@ -280,16 +283,17 @@ class Store:
         self.forwards.pop(forward.number, None)
         if self.guard is not None:
             self.guard.check_held(task, forward.averaged)
-        for place, kinds in enumerate(self.asked_of(forward).by_quantity):
+        for place, (quantity, kinds) in enumerate(zip(self.delivered, self.asked_of(forward).by_quantity, strict=True)):
+            unreached = partial(quantity.unreached, n=quantity.units(forward.size))
             unsent = [name for _, name in kinds.grads if name not in forward.sent]
             if unsent and not forward.reduces_at_once():
                 self._fill(forward, unsent)
             if kinds.results and not self._reported(place, task):
-                self._report(place, [zeros(delivery) for _, delivery in kinds.results], task)
+                self._report(place, [unreached(delivery) for _, delivery in kinds.results], task)
             for _, delivery in kinds.attributes:
                 parameter = forward.parameters[delivery.parameter or ""]
                 if _task_of(getattr(parameter, delivery.place, None)) != task:
-                    self.put(parameter, delivery.place, zeros(delivery), forward)
+                    self.put(parameter, delivery.place, unreached(delivery), forward)
         for place, exchange in self.exchanges.items():
             (own,) = self.results.pop(place)  # an exchange that raises leaves none
             self._report(place, [exchange.end(own, forward, self.quantities[place].group_size)], task)
@@ -303,7 +307,17 @@ class Store:
             self.reports.ended(task, stepped, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
+        self.replaced.clear()
         forward.view = None  # autograd's nodes and a forward hold each other
+
+    def withdraw(self) -> None:
+        """Let results be as before the running backward call."""
+        for place, before in self.replaced.items():
+            if before is None:
+                self.results.pop(place, None)
+            else:
+                self.results[place] = before
+        self.replaced.clear()
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:
         """Zeros as p.grad of parameters that nothing was sent to."""
@@ -355,7 +369,12 @@ class Store:
     def _report(self, place: int, results: list[Tensor], task: int) -> None:
         """What belongs to the model as a whole: that of the last backward, several forwards of which add up."""
         if self._reported(place, task):
-            results = [one + other for one, other in zip(self.results[place], results, strict=True)]
+            pairs = list(zip(self.results[place], results, strict=True))
+            if other := next((one for one in pairs if one[0].shape != one[1].shape), None):
+                raise refusals.two_shapes(self.quantities[place], *other)
+            results = [torch.add(*pair) for pair in pairs]
+        else:
+            self.replaced.setdefault(place, self.results.get(place))
         for result in results:
             setattr(result, _TASK, task)
         self.results[place], self.reported = results, next(_REPORTS)
@@ -370,6 +389,8 @@ class Store:
             last = earlier.pop() if _task_of(earlier[-1]) == task else None
         if isinstance(last, Tensor) and (self.policy == "sum" or _task_of(last) == task):
             forward.met = forward.met or forward.stored.get((id(parameter), place)) != identity(last)
+            if last.shape != grad.shape:
+                raise refusals.two_sizes(len(last), len(grad))
             grad = last + grad
         setattr(grad, _TASK, task)
         setattr(parameter, place, [*earlier, grad] if earlier else grad)

@@ -21,6 +21,7 @@ from fxgrad.host.autograd import current_task
 from fxgrad.kernels.partitioning import in_backward
 from fxgrad.kernels.precision import WIDE, accumulating, cast
 from fxgrad.quantities import Quantity
+from fxgrad.quantities.base import checked_results
 from fxgrad.rules.strategies import Contributions, Strategy, matched
 from fxgrad.rules.uses import Use
 from fxgrad.runtime.pullback import pulled_back
@@ -104,20 +105,28 @@ class Tape(ABC):
         """Return the parameter's name; none for a function of parameters."""
         return self.likes[key].name if key < len(self.likes) else ""
 
-    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+    def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor | None]:
         """Return what the quantities make of all that was written down, in the order of their deliveries."""
         scale = self.results_scale(n)
         grads_of_all = [
             self.grads(param.name, param.shape, param.dtype, n, like, self.parts.get(key, []), self.planner, scale)
             for key, param in enumerate(self.likes)
         ]
-        results: list[Tensor] = []
+        results: list[Tensor | None] = []
         left = list(given)
         for quantity, wanted in zip(self.quantities, self.given, strict=True):
             grads = [grads.grouped(quantity.group_size) for grads in grads_of_all]
-            results += quantity.compute(grads, quantity.units(n), left[:wanted])
+            found = quantity.compute(grads, quantity.units(n), left[:wanted])
+            if not type(quantity).__module__.startswith("fxgrad."):
+                found = checked_results(quantity, found, n, self._stand_ins(like))
+            results += found
             del left[:wanted]
         return results
+
+    def _stand_ins(self, like: Tensor) -> dict[str, Tensor]:
+        """Return values that a user's quantity can take for the parameters, to say what it delivers."""
+        empty = {dtype: like.new_empty((), dtype=dtype) for dtype in {one.dtype for one in self.likes}}
+        return {one.name: empty[one.dtype].expand(one.shape) for one in self.likes}
 
 
 class DenseTape(Tape):
