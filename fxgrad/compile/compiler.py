@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     keep_memory()
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
-    return Transformed(compiled, interface, store, captured.batch_size, room, read)
+    given = [tuple(map(_number, value.shape)) for value in inputs[len(inputs) - len(ctx.given(1)) :]]
+    return Transformed(compiled, interface, store, captured.batch_size, room, read, given)
 
 
 def _rehearse(gm: fx.GraphModule, ctx: Context, size: int, options: Options, room: Room) -> None:
@@ -210,6 +212,18 @@ def _empty(delivery: Delivery) -> Tensor:
     return torch.empty((), dtype=delivery.dtype, device=delivery.device).expand(delivery.shape)
 
 
+_shape = attrgetter("shape")  # for `map`, which adds no Python frame
+
+
+def _number(size: Any) -> int | None:
+    """Return a size that a graph is made for; None for one that varies."""
+    return size if isinstance(size, int) else None
+
+
+def _fits(size: int, made_for: int | None) -> bool:
+    return made_for in (size, None)
+
+
 def _full(delivery: Delivery) -> Tensor:
     return torch.empty(delivery.shape, dtype=delivery.dtype, device=delivery.device)
 
@@ -224,9 +238,11 @@ class Transformed:
     batch_size: int
     room: Room
     read: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]  # functions of norms, and what they read
+    shapes: Sequence[tuple[int | None, ...]]  # of what the quantities are given; None for sizes that vary
 
     def __post_init__(self) -> None:
         self.names, self.positions = tuple(self.interface.trainable), tuple(self.interface.trainable.values())
+        self.last_shapes: list[torch.Size] = []
 
     def __call__(self, *args: Any) -> Any:
         n = self.size_of(args)
@@ -243,6 +259,9 @@ class Transformed:
             check_frozen(interface.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
         placeholders = Placeholders.of(self.store, forward, names, parameters.values())
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
+        shapes = [*map(_shape, given)]
+        if shapes != self.last_shapes:
+            self._check_given(shapes)
         if interface.writes is not None:
             interface.writes.check((*args, *given))
         if forward.first_batch is not None:
@@ -259,6 +278,17 @@ class Transformed:
             self.store.began(forward, placeholders[0].grad_fn)
             watch(outputs, self.store, forward)
         return outputs
+
+    def _check_given(self, shapes: list[torch.Size]) -> None:
+        """Raise where a quantity gives other tensors than its graph was made for, as when directions were added."""
+        fits = [map(_fits, shape, sizes) for shape, sizes in zip(shapes, self.shapes, strict=False)]
+        if [*map(len, shapes)] != [*map(len, self.shapes)] or not all(map(all, fits)):
+            raise OptionError(
+                f"{' and '.join(map(str, self.store.quantities))}: given are tensors of the shapes "
+                f"{[*map(list, shapes)]}, and the graph was made for {[*map(list, self.shapes)]}",
+                advice="Keep the names and shapes of vectors, or transform the model again.",
+            )
+        self.last_shapes = shapes
 
     def _check_read(self) -> None:
         """Raise where a function of the user's, which is traced once, would read something else by now."""

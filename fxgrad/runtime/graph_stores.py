@@ -17,7 +17,7 @@ STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 def latest_with(quantity: Quantity, parameters: Iterable[Tensor]) -> Store | None:
     """Return the store of these parameters that has reported last, if it was made for this very object."""
     stores = [one for one in _stores_of(parameters) if any(asked is quantity for asked in one.quantities)]
-    latest = max(stores, key=attrgetter("reported"), default=None)
+    latest = max(stores, key=attrgetter("results.last"), default=None)
     return latest if latest is not None and latest.results else None
 
 

@@ -20,7 +20,6 @@ A refusal raises in the state where it is; `undone` then puts every p.grad back.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -44,11 +43,11 @@ from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
 from fxgrad.runtime.idle_steps import watch_steps
+from fxgrad.runtime.model_results import ModelResults, mark, task_of
 from fxgrad.runtime.policies import Accumulate, check_policy, how_to_clear
 from fxgrad.runtime.reports import OnResult, Reports, no_result, not_asked, packed
 
 _KINDS = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")  # of a tensor; for `map`, without frames
-_TASK = "_fxgrad_task"  # on a result: the backward call that set it
 
 
 class Observer(Protocol):
@@ -82,13 +81,11 @@ class Store:
         self.reports = None if on_result is None else Reports(on_result, self.quantities)
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self.current = CurrentForward()
-        self.results: dict[int, list[Any]] = {}  # of the quantity at each place of the list
-        self.replaced: dict[int, list[Any] | None] = {}  # by place: what results were before the running call
+        self.results = ModelResults()
         self.asked: dict[Any, Asked] = {}
         self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
         self.forwards: dict[int, weakref.ref[Forward]] = {}  # by number: those that wait for a backward, or run
         self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
-        self.reported = 0  # the number of its last report, among those of all stores
         self.owned: frozenset[int] = frozenset()  # ids of its parameters: graph_stores.py
 
     def deliver_instead(self, quantities: Sequence[Quantity]) -> None:
@@ -137,7 +134,7 @@ class Store:
         for place in self.asked_of(forward).attributes:
             for name, parameter in forward.parameters.items():
                 result = getattr(parameter, place, None)
-                if result is not None and (task == -1 or _task_of(result) != task):
+                if result is not None and (task == -1 or task_of(result) != task):
                     raise AlreadySet(
                         f"{what} while {place} of '{name}' is still set from an earlier backward",
                         advice=how_to_clear(self.quantities, bool(self.observers)),
@@ -217,8 +214,6 @@ class Store:
         forward.sent.clear()
         forward.stored.clear()
         forward.met = False
-        if self.last is None or self.last[0] != forward.task():  # the last call may have raised PyTorch's error
-            self.replaced.clear()
         if self.observers:  # asked first: a WeakSet's iterator costs a microsecond
             for observer in self.observers:
                 observer.began(forward)
@@ -255,7 +250,7 @@ class Store:
             return
         for delivery in (one for one in asked.every if one.place == "grad_sample"):
             earlier = getattr(forward.parameters[delivery.parameter or ""], "grad_sample", None)
-            adds = self.policy == "sum" or _task_of(earlier) == forward.task()
+            adds = self.policy == "sum" or task_of(earlier) == forward.task()
             if isinstance(earlier, Tensor) and adds and len(earlier) != delivery.shape[0]:
                 raise refusals.two_sizes(len(earlier), delivery.shape[0])
 
@@ -288,11 +283,11 @@ class Store:
             unsent = [name for _, name in kinds.grads if name not in forward.sent]
             if unsent and not forward.reduces_at_once():
                 self._fill(forward, unsent)
-            if kinds.results and not self._reported(place, task):
+            if kinds.results and not self.results.has(place, task):
                 self._report(place, [unreached(delivery) for _, delivery in kinds.results], task)
             for _, delivery in kinds.attributes:
                 parameter = forward.parameters[delivery.parameter or ""]
-                if _task_of(getattr(parameter, delivery.place, None)) != task:
+                if task_of(getattr(parameter, delivery.place, None)) != task:
                     self.put(parameter, delivery.place, unreached(delivery), forward)
         for place, exchange in self.exchanges.items():
             (own,) = self.results.pop(place)  # an exchange that raises leaves none
@@ -307,17 +302,12 @@ class Store:
             self.reports.ended(task, stepped, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
-        self.replaced.clear()
+        self.results.ended()
         forward.view = None  # autograd's nodes and a forward hold each other
 
     def withdraw(self) -> None:
         """Let results be as before the running backward call."""
-        for place, before in self.replaced.items():
-            if before is None:
-                self.results.pop(place, None)
-            else:
-                self.results[place] = before
-        self.replaced.clear()
+        self.results.withdraw()
 
     def _fill(self, forward: Forward, names: Sequence[str]) -> None:
         """Zeros as p.grad of parameters that nothing was sent to."""
@@ -352,7 +342,7 @@ class Store:
                 if grad is not None:
                     parameter = forward.parameters[delivery.parameter or ""]
                     earlier = getattr(parameter, delivery.place, None)
-                    if not self.quantities[place].adds and _task_of(earlier) == forward.delivered:
+                    if not self.quantities[place].adds and task_of(earlier) == forward.delivered:
                         raise refusals.two_norms(delivery)
                     self.put(parameter, delivery.place, grad.detach(), forward)
             results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
@@ -363,21 +353,8 @@ class Store:
             self.guard.deliver(forward.parameters, sent, forward.delivered, node)
         return [sent.get(name) for name in names]
 
-    def _reported(self, place: int, task: int) -> bool:
-        return place in self.results and _task_of(self.results[place][0]) == task
-
     def _report(self, place: int, results: list[Tensor], task: int) -> None:
-        """What belongs to the model as a whole: that of the last backward, several forwards of which add up."""
-        if self._reported(place, task):
-            pairs = list(zip(self.results[place], results, strict=True))
-            if other := next((one for one in pairs if one[0].shape != one[1].shape), None):
-                raise refusals.two_shapes(self.quantities[place], *other)
-            results = [torch.add(*pair) for pair in pairs]
-        else:
-            self.replaced.setdefault(place, self.results.get(place))
-        for result in results:
-            setattr(result, _TASK, task)
-        self.results[place], self.reported = results, next(_REPORTS)
+        self.results.report(place, self.quantities[place], results, task)
 
     def put(self, parameter: Tensor, place: str, grad: Tensor, forward: Forward) -> None:
         """One parameter's results of one forward; several forwards of one backward add up."""
@@ -386,25 +363,19 @@ class Store:
         earlier: list[Tensor] = []
         if self.policy == "append" and last is not None:
             earlier = list(last) if isinstance(last, list) else [last]
-            last = earlier.pop() if _task_of(earlier[-1]) == task else None
-        if isinstance(last, Tensor) and (self.policy == "sum" or _task_of(last) == task):
+            last = earlier.pop() if task_of(earlier[-1]) == task else None
+        if isinstance(last, Tensor) and (self.policy == "sum" or task_of(last) == task):
             forward.met = forward.met or forward.stored.get((id(parameter), place)) != identity(last)
             if last.shape != grad.shape:
                 raise refusals.two_sizes(len(last), len(grad))
             grad = last + grad
-        setattr(grad, _TASK, task)
+        mark(grad, task)
         setattr(parameter, place, [*earlier, grad] if earlier else grad)
         forward.stored[id(parameter), place] = identity(grad)
         _PLACES.add(place)
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
-_REPORTS = itertools.count(1)
-
-
-def _task_of(result: Any) -> int | None:
-    """Return the backward call that set a result."""
-    return getattr(result[-1] if isinstance(result, list) else result, _TASK, None)
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,0 +1,68 @@
+"""Results of the model as a whole, by the place of their quantity in the list that was asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.quantities import Quantity
+from fxgrad.runtime import refusals
+
+_TASK = "_fxgrad_task"  # on a result: the backward call that set it
+_REPORTS = itertools.count(1)
+
+
+class ModelResults(dict[int, list[Any]]):
+    """The results of the last backward call, several forwards of which add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: dict[int, list[Any] | None] = {}  # by place: what was there before the running call
+        self.running: int | None = None  # the call that has reported last
+        self.last = 0  # the number of the last report, among those of all models
+
+    def has(self, place: int, task: int) -> bool:
+        """Return whether a backward call has reported this."""
+        return place in self and task_of(self[place][0]) == task
+
+    def report(self, place: int, quantity: Quantity, results: list[Tensor], task: int) -> None:
+        """Set a quantity's results, or add them to those of another forward of the call."""
+        if task != self.running:
+            self.running = task
+            self.replaced.clear()
+        if self.has(place, task):
+            pairs = list(zip(self[place], results, strict=True))
+            if other := next((pair for pair in pairs if pair[0].shape != pair[1].shape), None):
+                raise refusals.two_shapes(quantity, *other)
+            results = [torch.add(*pair) for pair in pairs]
+        else:
+            self.replaced.setdefault(place, self.get(place))
+        for result in results:
+            mark(result, task)
+        self[place], self.last = results, next(_REPORTS)
+
+    def withdraw(self) -> None:
+        """Let all be as before the running call, which ends in an error."""
+        for place, before in self.replaced.items():
+            self.pop(place, None)
+            if before is not None:
+                self[place] = before
+        self.replaced.clear()
+
+    def ended(self) -> None:
+        """Keep what was reported."""
+        self.replaced.clear()
+
+
+def mark(result: Tensor, task: int) -> None:
+    """Note on a result which backward call has set it."""
+    setattr(result, _TASK, task)
+
+
+def task_of(result: Sequence[Tensor] | Tensor | None) -> int | None:
+    """Return the backward call that set a result, or the last of several."""
+    return getattr(result[-1] if isinstance(result, list) else result, _TASK, None)
