@@ -1275,8 +1275,9 @@ def _(host: Any) -> None:
     inputs: list[int] = []
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-        inputs.append(len(gm.graph.find_nodes(op="placeholder")))
-        if host.specialize_floats(gm):
+        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        inputs.append(len(values))
+        if host.specialize_floats(values):
             raise host.CaptureAgain
         return gm
 

@@ -38,6 +38,9 @@ class _VarianceAndSum(GradVariance):
         ones = {g.accumulating: g.like.new_ones(n, dtype=g.accumulating) for g in grads}
         return super().compute(grads, n, given) + [g.weighted(ones[g.accumulating]) for g in grads]
 
+    def unreached(self, delivery: Delivery, n: int) -> Tensor:
+        return Quantity.unreached(self, delivery, n)  # the samples of all processes decide whether it is NaN
+
     def __repr__(self) -> str:
         return super().__repr__().replace(type(self).__name__, GradVariance.__name__)
 

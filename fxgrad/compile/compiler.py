@@ -52,7 +52,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     try:
         return _compile_graph(captured, options, store)
     except Exception as error:
-        if isinstance(error, CaptureAgain) or not specialize_floats(captured.gm):
+        if isinstance(error, CaptureAgain) or not specialize_floats(captured.values):
             raise
         raise CaptureAgain from error
 

@@ -140,15 +140,16 @@ def recurrent_modules_allowed() -> contextlib.AbstractContextManager[Any]:
     return allowed
 
 
-def specialize_floats(gm: fx.GraphModule) -> bool:
-    """Let Dynamo's next capture of a frame take floats that are a graph's inputs as constants; False if there is none.
+def specialize_floats(inputs: Sequence[Any]) -> bool:
+    """Let Dynamo's next capture of a frame take floats among a graph's inputs as constants; False if there is none.
+
+    ``inputs`` are as Dynamo traced them: a float is a 0-dim tensor whose number was read.
 
     Why: a float that changed between calls becomes an input, and PyTorch asks of some ops' arguments what they are.
     Without: a model whose attention scale, or epsilon, is set anew before each call is refused in the second one.
     """
     state = symbolic_convert.TensorifyState
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    read = [memo for value in values if isinstance(memo := getattr(value, "item_memo", None), torch.SymFloat)]
+    read = [memo for value in inputs if isinstance(memo := getattr(value, "item_memo", None), torch.SymFloat)]
     names = [str(one.node._expr) for one in read]  # not `expr`: another trace may have replaced it
     fresh = [name for name in names if not state.should_specialize(name)]
     for name in fresh:

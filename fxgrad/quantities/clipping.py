@@ -204,7 +204,7 @@ class ClippedGrad(Quantity):
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         like = first(parameters)
         groups = 1 if self.groups == "flat" else len(self._groups(list(parameters)))
-        if self._several() is not None:  # a list, or a tensor, may have changed
+        if isinstance(self.max_grad_norm, Sequence | Tensor):  # which may have changed
             self._check_numbers()
             self._check_bounds(groups)
         bounds = self._bounds(groups, like.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fxgrad.quantities import Quantity
 from fxgrad.runtime import refusals
 
-_TASK = "_fxgrad_task"  # on a result: the backward call that set it
+TASK = "_fxgrad_task"  # on a result: the backward call that set it
 _REPORTS = itertools.count(1)
 
 
@@ -21,7 +21,9 @@ class ModelResults(dict[int, list[Any]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced: dict[int, list[Any] | None] = {}  # by place: what was there before the running call
+        self.replaced: dict[
+            int, list[Any] | None
+        ] = {}  # by place: what was there before the running call, while it may fail
         self.running: int | None = None  # the call that has reported last
         self.last = 0  # the number of the last report, among those of all models
 
@@ -42,7 +44,7 @@ class ModelResults(dict[int, list[Any]]):
         else:
             self.replaced.setdefault(place, self.get(place))
         for result in results:
-            mark(result, task)
+            setattr(result, TASK, task)
         self[place], self.last = results, next(_REPORTS)
 
     def withdraw(self) -> None:
@@ -53,16 +55,7 @@ class ModelResults(dict[int, list[Any]]):
                 self[place] = before
         self.replaced.clear()
 
-    def ended(self) -> None:
-        """Keep what was reported."""
-        self.replaced.clear()
-
-
-def mark(result: Tensor, task: int) -> None:
-    """Note on a result which backward call has set it."""
-    setattr(result, _TASK, task)
-
 
 def task_of(result: Sequence[Tensor] | Tensor | None) -> int | None:
     """Return the backward call that set a result, or the last of several."""
-    return getattr(result[-1] if isinstance(result, list) else result, _TASK, None)
+    return getattr(result[-1] if isinstance(result, list) else result, TASK, None)

@@ -33,7 +33,7 @@ from fxgrad.errors import AlreadySet
 from fxgrad.host.autograd import autograd_engine, compiles_backward, current_task, retains_graph
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import identity
-from fxgrad.quantities import Quantity
+from fxgrad.quantities import Delivery, Quantity
 from fxgrad.runtime import refusals
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
@@ -43,7 +43,7 @@ from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
 from fxgrad.runtime.guard import Guard, undone
 from fxgrad.runtime.idle_steps import watch_steps
-from fxgrad.runtime.model_results import ModelResults, mark, task_of
+from fxgrad.runtime.model_results import TASK, ModelResults, task_of
 from fxgrad.runtime.policies import Accumulate, check_policy, how_to_clear
 from fxgrad.runtime.reports import OnResult, Reports, no_result, not_asked, packed
 
@@ -279,19 +279,20 @@ class Store:
         if self.guard is not None:
             self.guard.check_held(task, forward.averaged)
         for place, (quantity, kinds) in enumerate(zip(self.delivered, self.asked_of(forward).by_quantity, strict=True)):
-            unreached = partial(quantity.unreached, n=quantity.units(forward.size))
+            unreached = partial(_unreached, quantity, forward.size)
             unsent = [name for _, name in kinds.grads if name not in forward.sent]
             if unsent and not forward.reduces_at_once():
                 self._fill(forward, unsent)
             if kinds.results and not self.results.has(place, task):
-                self._report(place, [unreached(delivery) for _, delivery in kinds.results], task)
+                self.results.report(place, quantity, [unreached(delivery) for _, delivery in kinds.results], task)
             for _, delivery in kinds.attributes:
                 parameter = forward.parameters[delivery.parameter or ""]
                 if task_of(getattr(parameter, delivery.place, None)) != task:
                     self.put(parameter, delivery.place, unreached(delivery), forward)
         for place, exchange in self.exchanges.items():
             (own,) = self.results.pop(place)  # an exchange that raises leaves none
-            self._report(place, [exchange.end(own, forward, self.quantities[place].group_size)], task)
+            quantity = self.quantities[place]
+            self.results.report(place, quantity, [exchange.end(own, forward, quantity.group_size)], task)
         if forward.units is not None:  # queued first: observers look at p.grad of the shards
             forward.units.reduce(task, self.adds_to_grad(forward), forward.parameters, forward.size)
         if self.observers:
@@ -302,7 +303,7 @@ class Store:
             self.reports.ended(task, stepped, self.asked_of(forward).by_quantity, self.results)
         if self.guard is not None and forward.enclosing == -1:
             self.guard.ended()
-        self.results.ended()
+        self.results.replaced.clear()
         forward.view = None  # autograd's nodes and a forward hold each other
 
     def withdraw(self) -> None:
@@ -347,14 +348,11 @@ class Store:
                     self.put(parameter, delivery.place, grad.detach(), forward)
             results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
             if results:
-                self._report(place, results, forward.delivered)
+                self.results.report(place, self.quantities[place], results, forward.delivered)
         forward.sent.update(sent)
         if self.guard is not None:
             self.guard.deliver(forward.parameters, sent, forward.delivered, node)
         return [sent.get(name) for name in names]
-
-    def _report(self, place: int, results: list[Tensor], task: int) -> None:
-        self.results.report(place, self.quantities[place], results, task)
 
     def put(self, parameter: Tensor, place: str, grad: Tensor, forward: Forward) -> None:
         """One parameter's results of one forward; several forwards of one backward add up."""
@@ -369,10 +367,15 @@ class Store:
             if last.shape != grad.shape:
                 raise refusals.two_sizes(len(last), len(grad))
             grad = last + grad
-        mark(grad, task)
+        setattr(grad, TASK, task)
         setattr(parameter, place, [*earlier, grad] if earlier else grad)
         forward.stored[id(parameter), place] = identity(grad)
         _PLACES.add(place)
+
+
+def _unreached(quantity: Quantity, rows: int, delivery: Delivery) -> Tensor:
+    """Return what a backward that reached no parameter delivers."""
+    return quantity.unreached(delivery, quantity.units(rows))
 
 
 _PLACES = {"grad_sample"}  # attributes that were ever set
