@@ -140,6 +140,11 @@ def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     return errors
 
 
+def distance(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest of `relative_errors`."""
+    return max(relative_errors(actual, expected).values(), default=0.0)
+
+
 def _alike(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 

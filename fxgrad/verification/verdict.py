@@ -14,7 +14,8 @@ from fxgrad.graph.printing import table
 class ParameterVerdict:
     """The comparison of one parameter's ``grad_sample`` with that of the loop over samples.
 
-    ``verdict`` is "right", "wrong", "unused" (zeros, as they should be), "frozen", "refused" or "not compared".
+    ``verdict`` is "right", "wrong", "unused" (zeros, as they should be), "frozen", "refused", "not compared" or "no
+    reference" (each sample's share of a loss inside the model is unknown).
     ``error`` is ``max|a - b| / max(max|b|, 1e-3 of the model's largest |b|)``, and ``sample`` the sample with the
     largest error; both are None without a comparison.
     """

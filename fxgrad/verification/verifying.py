@@ -17,14 +17,15 @@ from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.errors import BatchSizeError, FxgradError, OptionError
 from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host.pytree import tree_leaves
-from fxgrad.kernels.precision import TOLERANCE, wide
+from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.quantities import GradSample
 from fxgrad.quantities.products import of_one_process
 from fxgrad.samples.batch import map_tensors, tensors_in
 from fxgrad.tracing import settled_batch
 from fxgrad.untouched import random_numbers_kept
-from fxgrad.verification.oracle import Grads, LossFn, dense, relative_errors
+from fxgrad.verification.oracle import Grads, LossFn, dense, distance, relative_errors
 from fxgrad.verification.probe import probe
+from fxgrad.verification.undivided import shares, weighted
 from fxgrad.verification.verdict import Influence, ParameterVerdict, Verdict
 from fxgrad.verification.witness import Inputs, Nest, NotAlone, Whole, Witness, copied_alike
 
@@ -47,8 +48,9 @@ def verify(model: nn.Module, *args: Any, loss_fn: LossFn | None = None, **kwargs
         args: as the model takes them.
         loss_fn: a function of the model's output for the whole batch that returns the loss, a scalar or one number
             per sample; it may use the batch's targets. None: a sum in which each element of the output has another
-            term. The rows of ``grad_sample`` are compared with dL/dW(i) as `transform` defines it. For a mean over
-            samples, pass a model transformed with ``loss_reduction="mean"``; otherwise the gradients are divided by B.
+            term. A loss inside the model, such as a mean over the batch's tokens, counts with each sample's share.
+            The rows of ``grad_sample`` are compared with dL/dW(i) as `transform` defines it. For a mean over samples,
+            pass a model transformed with ``loss_reduction="mean"``; otherwise the gradients are divided by B.
         kwargs: as the model takes them. ``sample_weight=`` of a clipping quantity has no part in what is compared.
 
     Returns:
@@ -106,6 +108,7 @@ class _Verification:
     witness: Witness = field(init=False)
     transformed: nn.Module = field(init=False)
     dtype: torch.dtype = torch.float64
+    coarsest: torch.dtype = torch.float64  # of all that is computed
     tolerance: float = TOLERANCE[torch.float64]
     refusal: FxgradError | None = None
     output_error: float | None = None
@@ -118,7 +121,7 @@ class _Verification:
             self.notes.append('through "aot_eager": Inductor draws other random numbers than the plain model')
             self.transformed = transform(self.witness.model, **{**self.options, "backend": "aot_eager"})
         grads, influences = self._probe(whole)
-        if whole.draws and self._undivided(whole):
+        if whole.draws and self._without_rows(whole):
             self.notes.append("the model draws random numbers and returns a loss of all samples: tried in eval mode")
             self.witness.model.eval()
             whole = self.witness.whole()
@@ -153,7 +156,7 @@ class _Verification:
             first = (str(error).splitlines() or [""])[0]
             self.notes.append(f"not in float64, where the model raises {type(error).__name__}: {first}")
         self.dtype = max(dtypes, key=_tolerance)
-        self.tolerance = _tolerance(self.dtype)
+        self.coarsest, self.tolerance = self.dtype, _tolerance(self.dtype)
         return self._prepare(convert=False)
 
     def _prepare(self, *, convert: bool) -> Whole:
@@ -173,14 +176,13 @@ class _Verification:
         whole = self.witness.whole()
         coarsest = max(whole.dtypes, key=_tolerance, default=self.dtype)
         if _tolerance(coarsest) > self.tolerance:
-            self.tolerance = _tolerance(coarsest)
+            self.coarsest, self.tolerance = coarsest, _tolerance(coarsest)
             self.notes.append(f"the model computes in {_name(coarsest)} inside")
         return whole
 
-    def _undivided(self, whole: Whole) -> bool:
-        """Decide whether the loss has a gradient at an output without a sample layout."""
-        pairs = zip(whole.by_output, whole.places, strict=True)
-        return self.witness.n > 1 and any(g is not None and place is None for g, place in pairs)
+    def _without_rows(self, whole: Whole) -> bool:
+        """Decide whether each sample's part of the loss shows only in the samples alone."""
+        return self.witness.n > 1 and any(one.through is None for one in whole.undivided)
 
     def _probe(self, whole: Whole) -> tuple[Grads | None, list[Influence]]:
         """Return the transformed model's grad_sample, None if fxgrad refuses it, and the influences between samples."""
@@ -191,7 +193,9 @@ class _Verification:
                 grads = self._transformed_grads(self.witness.inputs.fresh(), whole)
             except FxgradError as error:
                 self.refusal = error
-        return grads, probe(self.witness, whole, self._transformed_grads, grads)
+        influences = probe(self.witness, whole, self._transformed_grads, grads)
+        whole.undivided = self.witness.undivided(whole, self.tolerance)
+        return grads, influences
 
     def _transformed_grads(self, nest: Nest, whole: Whole | None = None) -> Grads:
         """Return ``grad_sample`` of every parameter; with ``whole``, compare the outputs with the plain model's."""
@@ -216,30 +220,67 @@ class _Verification:
         """Compare ``grad_sample`` with the ordinary gradient and, if the samples are independent, with single ones."""
         plain = dense(whole.grads, self.witness.parameters)
         by_sum = {name: g.sum(0) for name, g in grads.items()}
-        self.sum_error = _distance(by_sum, {name: g * self.witness.scale for name, g in plain.items()})
+        self.sum_error = distance(by_sum, {name: g * self.witness.scale for name, g in plain.items()})
         if any(influence.what.startswith("output") for influence in influences):
             self.notes.append("not compared with single samples, which do not see each other")
             return dict.fromkeys(grads, ("not compared", None, None))
-        if whole.draws and self._undivided(whole):
+        if whole.draws and self._without_rows(whole):
             self.notes.append("not compared: the model draws random numbers in eval mode too")
             return dict.fromkeys(grads, ("not compared", None, None))
         truth = self._truth(whole)
-        if self._undivided(whole) and self.sum_error <= self.tolerance:
-            truth = self._shares(grads, truth)
+        if truth is None:
+            return dict.fromkeys(grads, ("no reference", None, None))
         return self._compare(grads, truth, whole)
 
-    def _truth(self, whole: Whole) -> Grads:
-        """Return every sample's gradients by plain autograd."""
+    def _truth(self, whole: Whole) -> Grads | None:
+        """Return every sample's gradients by plain autograd, as `transform` scales them; None if they are unknown."""
+        scale = torch.full([self.witness.n], self.witness.scale, dtype=torch.float64)
         if not whole.draws:
             try:
-                self.method = "the loop over single samples"
-                return self.witness.alone(whole, self.tolerance)
+                truth, undivided = self.witness.alone(whole, self.tolerance)
             except NotAlone as reason:
                 self.notes.append(str(reason))
             except Exception as error:  # the model rejects a batch of one
                 self.notes.append(f"one sample alone raises {type(error).__name__}")
+            else:
+                self.method = "the loop over single samples"
+                weighed = self._with_shares(truth, undivided, whole)
+                return None if weighed is None else weighted(weighed, scale)
+        if self._without_rows(whole):
+            self.notes.append("each sample's share of the model's own loss is unknown without samples alone")
+            return None
         self.method = "one sample's outputs at a time, in forwards of the batch under one seed"
-        return self.witness.within(whole)
+        return weighted(self.witness.within(whole), scale)
+
+    def _with_shares(self, truth: Grads, undivided: list[Grads], whole: Whole) -> Grads | None:
+        """Add each sample's share of the undivided outputs; None if a share is unknown."""
+        for one, rows in zip(whole.undivided, undivided, strict=True):
+            weights = shares(rows, one.grads, self.tolerance, torch.finfo(self.coarsest).eps)
+            if weights is not None:
+                self._note_shares(weights * self.witness.scale)
+            elif one.through is None:
+                self.method = ""  # of no reference
+                self.notes.append(
+                    f"each sample's share of output {one.index} is unknown: "
+                    "pass a loss_fn of outputs with samples, or fewer samples"
+                )
+                return None
+            if weights is not None and one.through is None:
+                own = weighted(rows, weights)
+                truth = {name: g + own[name] for name, g in truth.items()}
+        return truth
+
+    def _note_shares(self, weights: Tensor) -> None:
+        """Note the factor of each sample's own loss, unless it is 1."""
+        n = self.witness.n
+        if largest(weights - 1) < self.tolerance:
+            return
+        mean = largest(weights - 1 / n) < self.tolerance
+        factors = ", ".join(f"{round(weight, 9) + 0.0:.3g}" for weight in weights.tolist())  # no -0, no 1e-17
+        advice = '1/B: pass loss_reduction="mean" to undo it' if mean else factors
+        note = f"the model's own loss weighs each sample's by {advice}"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _compare(self, grads: Grads, truth: Grads, whole: Whole) -> dict[str, Row]:
         """Return the verdict, the error and the worst sample of every trainable parameter."""
@@ -250,23 +291,6 @@ class _Verification:
             verdict = "wrong" if error > self.tolerance else "unused" if whole.grads[name] is None else "right"
             rows[name] = (verdict, error, sample)
         return rows
-
-    def _shares(self, grads: Grads, truth: Grads) -> Grads:
-        """Scale each sample's true gradients by one number if they match then: the model's loss may weight samples."""
-        if _distance(grads, truth) <= self.tolerance:
-            return truth
-        n = self.witness.n
-        a = torch.cat([wide(grads[name]).reshape(n, -1) for name in truth], 1)
-        b = torch.cat([wide(truth[name]).reshape(n, -1) for name in truth], 1)
-        shares = (a * b).sum(1) / (b * b).sum(1).clamp_min(1e-300)
-        weighed = {name: g * shares.to(g).view(-1, *[1] * (g.dim() - 1)) for name, g in truth.items()}
-        if _distance(grads, weighed) > self.tolerance:
-            return truth
-        mean = largest(shares - 1 / n) < self.tolerance
-        advice = '1/B: pass loss_reduction="mean" to undo it'
-        factors = advice if mean else ", ".join(f"{share:.3g}" for share in shares.tolist())
-        self.notes.append(f"the model's own loss weighs each sample's by {factors}")
-        return weighed
 
     def _verdicts(self, rows: dict[str, Row]) -> Iterator[ParameterVerdict]:
         first: dict[int, str] = {}
@@ -300,8 +324,4 @@ def _name(dtype: torch.dtype) -> str:
 
 def _outputs_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     named = [{f"output {k}": y.detach() for k, y in enumerate(outputs)} for outputs in (actual, expected)]
-    return _distance(*named)
-
-
-def _distance(actual: Grads, expected: Grads) -> float:
-    return max(relative_errors(actual, expected).values(), default=0.0)
+    return distance(*named)

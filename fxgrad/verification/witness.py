@@ -16,12 +16,15 @@ from fxgrad.first_batch.changes import between
 from fxgrad.first_batch.compared_rows import difference, largest
 from fxgrad.host.dispatch import TorchDispatchMode
 from fxgrad.host.tensors import version
+from fxgrad.kernels.precision import computable
 from fxgrad.samples.batch import SHARED, Batch, map_tensors, tensors_in
 from fxgrad.samples.layouts import Layout, samples_first
 from fxgrad.untouched import cuda_devices
 from fxgrad.verification.oracle import Grads, LossFn, default_loss, dense, gradients, state_restored
+from fxgrad.verification.undivided import ByOutput, Undivided, added, undivided_outputs
 
 SEED = 0  # of every forward, so that all draw the same random numbers
+MOST = 1e3  # the largest factor between the weights of outputs: more would magnify rounding errors
 
 Nest = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
@@ -85,11 +88,20 @@ class Whole:
     """One forward and backward of the whole batch."""
 
     outputs: list[Tensor]
-    by_output: list[Tensor | None]  # the loss's gradient by each output
+    by_output: ByOutput
     grads: dict[str, Tensor | None]  # by each parameter; None if the loss does not depend on it
     draws: bool  # whether the model drew random numbers
     dtypes: set[torch.dtype]  # of all floating values that it computed
     places: list[Layout | None] = field(default_factory=list)  # the samples in each output, as `probe` saw them
+    undivided: list[Undivided] = field(default_factory=list)  # the outputs without
+
+    @property
+    def by_divided(self) -> ByOutput:
+        """Return the loss's gradient by each output with samples, also through undivided outputs."""
+        rows: ByOutput = [None if place is None else g for g, place in zip(self.by_output, self.places, strict=True)]
+        for one in self.undivided:
+            rows = rows if one.through is None else added(rows, one.through)
+        return rows
 
 
 class Witness:
@@ -100,6 +112,7 @@ class Witness:
         self.scale = scale  # of the gradients, in place of the loss
         self.n = inputs.batch.size
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.weight = 1.0  # of outputs without dims in the default loss
 
     @contextmanager
     def forward(self, model: nn.Module, nest: Nest) -> Iterator[Any]:
@@ -112,7 +125,7 @@ class Witness:
     def loss(self, output: Any) -> Tensor:
         """Return the user's loss of an output, or the default one; several losses are summed."""
         if self.loss_fn is None:
-            return default_loss(tensors_in(output))
+            return default_loss([computable(y) * self.weight if _is_loss(y) else y for y in tensors_in(output)])
         loss = self.loss_fn(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn has to return a tensor, not {type(loss).__name__}")
@@ -126,14 +139,34 @@ class Witness:
             self.inputs.written.update(k for k, new, before in copied if version(new) != before)
             after = _random_state(self.model)
             leaves = tensors_in(output)
-            by_output = self.by_output(output)
+            by_output = self._balanced(output, leaves)
             grads = gradients(leaves, self.parameters, by_output)
         torch.manual_seed(SEED)
         before = _random_state(self.model)
         draws = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         return Whole([leaf.detach().clone() for leaf in leaves], by_output, grads, draws, dtypes.seen)
 
-    def by_output(self, output: Any) -> list[Tensor | None]:
+    def _balanced(self, output: Any, leaves: Sequence[Tensor]) -> ByOutput:
+        """Choose the weight by which losses among the outputs count about as much as the others; return dL/dy.
+
+        A mean loss has a far smaller gradient than the default loss of its logits, whose tolerance would hide it.
+        """
+        by_output = self.by_output(output)
+        if self.loss_fn is None:
+            losses = [g if not y.dim() else None for g, y in zip(by_output, leaves, strict=True)]
+            others = [g if y.dim() else None for g, y in zip(by_output, leaves, strict=True)]
+            by_losses, by_others = (self._largest(leaves, part) for part in (losses, others))
+            if by_losses and by_others:
+                self.weight *= min(max(by_others / by_losses, 1 / MOST), MOST)
+                by_output = self.by_output(output)
+        return by_output
+
+    def _largest(self, leaves: Sequence[Tensor], by_output: ByOutput) -> float:
+        """Return the largest element of the parameters' gradients."""
+        grads = dense(gradients(leaves, self.parameters, by_output), self.parameters)
+        return max(map(largest, grads.values()), default=0.0)
+
+    def by_output(self, output: Any) -> ByOutput:
         """Return dL/dy for every tensor y of an output, as independent variables."""
         cut: list[Tensor] = []
 
@@ -145,12 +178,20 @@ class Witness:
         grads = gradients([loss], {k: y for k, y in enumerate(cut) if y.requires_grad})
         return [grads.get(k) for k in range(len(cut))]
 
-    def alone(self, whole: Whole, tolerance: float) -> Grads:
-        """Return the gradients of all samples, by a forward and a backward of each sample alone.
+    def undivided(self, whole: Whole, tolerance: float) -> list[Undivided]:
+        """Return the outputs without a sample layout that the loss depends on."""
+        if all(g is None or place is not None for g, place in zip(whole.by_output, whole.places, strict=True)):
+            return []
+        with self.forward(self.model, self.inputs.fresh()) as output:
+            return undivided_outputs(tensors_in(output), whole.by_output, whole.places, self.parameters, tolerance)
 
-        Raise `NotAlone` if that forward does not give the sample's rows of the batch's outputs, up to a tolerance.
+    def alone(self, whole: Whole, tolerance: float) -> tuple[Grads, list[Grads]]:
+        """Return the gradients of all samples through outputs with samples, and through each undivided output.
+
+        They are from a forward and backwards of each sample alone, and not scaled. Raise `NotAlone` if that forward
+        does not give the sample's rows of the batch's outputs, up to a tolerance.
         """
-        grads = []
+        by_divided, grads = whole.by_divided, []
         for i in range(self.n):
             with self.forward(self.model, self.inputs.sample(i)) as output:
                 leaves = tensors_in(output)
@@ -158,27 +199,48 @@ class Witness:
                     rows = y if place is None else row(all_y, place, self.n, i)
                     if y.shape != rows.shape or differs(y, rows, tolerance).any():
                         raise NotAlone(f"sample {i} alone has other outputs than in the batch")
-                grads.append(self._backward(leaves, whole, partial(row, n=self.n, i=i)))
-        return _stacked(grads)
+                several = [self._backward(leaves, by_divided, whole.places, partial(row, n=self.n, i=i))]
+                for one in whole.undivided:
+                    alone: ByOutput = [g if k == one.index else None for k, g in enumerate(whole.by_output)]
+                    several.append(dense(gradients(leaves, self.parameters, alone), self.parameters))
+                grads.append(several)
+        divided, *undivided = (_stacked(samples) for samples in zip(*grads, strict=True))
+        return divided, undivided
 
     def within(self, whole: Whole) -> Grads:
-        """Return the gradients of all samples, by one forward of the batch and a backward from each one's outputs."""
-        with self.forward(self.model, self.inputs.fresh()) as output:
-            leaves = tensors_in(output)
-            return _stacked([self._backward(leaves, whole, partial(_masked, n=self.n, i=i)) for i in range(self.n)])
+        """Return the gradients of all samples through outputs with samples, by one forward of the batch.
 
-    def _backward(self, leaves: Sequence[Tensor], whole: Whole, part: Callable[[Tensor, Layout], Tensor]) -> Grads:
+        Each is from a backward from the sample's own part of the outputs, and not scaled.
+        """
+        if self.n == 1:  # all outputs are the sample's own
+            return _stacked([dense(whole.grads, self.parameters)])
+        with self.forward(self.model, self.inputs.fresh()) as output:
+            leaves, by_divided = tensors_in(output), whole.by_divided
+            parts = [partial(_masked, n=self.n, i=i) for i in range(self.n)]
+            return _stacked([self._backward(leaves, by_divided, whole.places, part) for part in parts])
+
+    def _backward(
+        self,
+        leaves: Sequence[Tensor],
+        by_output: ByOutput,
+        places: Sequence[Layout | None],
+        part: Callable[[Tensor, Layout], Tensor],
+    ) -> Grads:
         """Return the gradients by one sample's part of the loss's gradient."""
-        pairs = zip(whole.by_output, whole.places, strict=True)
-        by_output = [g if place is None or g is None else part(g, place) * self.scale for g, place in pairs]
-        return dense(gradients(leaves, self.parameters, by_output), self.parameters)
+        pairs = zip(by_output, places, strict=True)
+        own: ByOutput = [None if g is None or place is None else part(g, place) for g, place in pairs]
+        return dense(gradients(leaves, self.parameters, own), self.parameters)
 
 
 class NotAlone(Exception):
     """Raised if a sample alone has other outputs than in the batch, so the loop over samples is no reference."""
 
 
-def _stacked(samples: list[Grads]) -> Grads:
+def _is_loss(y: Tensor) -> bool:
+    return not y.dim() and (y.is_floating_point() or y.is_complex())
+
+
+def _stacked(samples: Sequence[Grads]) -> Grads:
     return {name: torch.stack([grads[name] for grads in samples]) for name in samples[0]}
 
 
