@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
-from fxgrad.graph.context import Context
+from fxgrad.graph.context import Context, place_beside, without_gradients
 from fxgrad.graph.edit import made_of
 from fxgrad.ops.calls import alike, bind, equal, op_name
 from fxgrad.ops.facts import EXAMPLE
@@ -30,18 +30,70 @@ def join_pieces(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
 
     ``cat([f(c) for c in h.chunk(2)])`` -> ``f(h)``, where f does the same to each row, whatever the other rows are.
     Pieces of the batch hold several samples each, in places that no number of samples has in common with another.
+    ``cat(list(h))`` -> ``h.clone().flatten(0, 1)``, and ``stack(list(h))`` -> ``h.clone()``.
     """
     for node in list(gm.graph.nodes):
-        if node.op in ("call_function", "call_method") and op_name(node.target) in ("cat", "concat", "concatenate"):
+        name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+        if name == "stack":
+            _join_rows(gm.graph, node, flat=False)
+        elif name == "cat" and not _join_rows(gm.graph, node, flat=True):
             _join(gm.graph, node)
     return gm
 
 
+def _join_rows(graph: fx.Graph, joined: fx.Node, *, flat: bool) -> bool:
+    """Replace all rows of a value, put together in their order, by a copy of it; return whether they are that."""
+    rows = [_row(one) for one in _joined(joined)]
+    whole = rows[0][0] if rows else None
+    value = None if whole is None else EXAMPLE.get(whole)
+    if whole is None or not isinstance(value, Tensor) or value.dim() < 1 + flat:
+        return False
+    # Dynamo took the rows one by one, so its graph is for this number of rows alone.
+    if len(rows) < 2 or expression(value.shape[0]) != len(rows) or rows != [(whole, i) for i in range(len(rows))]:
+        return False
+    taken = {arg for one in _joined(joined) for arg in (one, *one.all_input_nodes)} - {whole}
+    stopped = without_gradients(graph)
+    if any((node in stopped) != (joined in stopped) for node in taken):
+        return False
+    if memory(whole) is None or writers_by_memory(graph)[memory(whole)]:
+        return False
+    with graph.inserting_before(joined):
+        result = graph.call_method("clone", (whole,), {"memory_format": torch.contiguous_format})
+        place_beside(joined, result)
+        EXAMPLE.put(result, value.clone(memory_format=torch.contiguous_format))
+        if flat:
+            result = graph.call_method("flatten", (result, 0, 1))
+    result.meta = dict(joined.meta)
+    joined.replace_all_uses_with(result)
+    for node in [joined, *sorted(taken, reverse=True)]:
+        if not node.users:
+            graph.erase_node(node)
+    return True
+
+
+def _joined(node: fx.Node) -> Sequence[Any]:
+    """Return what a ``cat`` or ``stack`` along dimension 0 puts together; nothing for any other call of them."""
+    values = node.args[0] if node.args else None
+    if not isinstance(values, tuple | list) or not all(isinstance(one, fx.Node) for one in values):
+        return ()
+    first = not any(node.args[1:]) and node.kwargs.keys() <= {"dim"} and node.kwargs.get("dim", 0) == 0
+    return values if first else ()
+
+
+def _row(node: fx.Node) -> tuple[fx.Node | None, Any]:
+    """Return the value of which a node is a row, and the row's place: ``h[2]``, ``h.unbind()[2]``."""
+    source, place = node.args if op_name(node.target) == "getitem" and len(node.args) == 2 else (None, None)
+    if not isinstance(source, fx.Node) or type(place) is not int:
+        return None, None
+    if op_name(source.target) == "unbind" and not any(source.args[1:]) and not any(source.kwargs.values()):
+        whole = source.args[0] if source.args else None
+        return (whole, place) if isinstance(whole, fx.Node) else (None, None)
+    return source, place
+
+
 def _join(graph: fx.Graph, cat: fx.Node) -> None:
-    results = cat.args[0] if cat.args else None
-    if not isinstance(results, tuple | list) or not all(isinstance(one, fx.Node) for one in results):
-        return
-    if any(cat.args[1:]) or not cat.kwargs.keys() <= {"dim"} or cat.kwargs.get("dim", 0) != 0 or not results:
+    results = _joined(cat)
+    if not results:
         return
     cut = _cut(results[0])
     pieces = None if cut is None else _pieces(cut)

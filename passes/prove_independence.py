@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxgrad.errors import MixedSamples
+from fxgrad.errors import FxgradError, MixedSamples, UnknownOp
 from fxgrad.graph.context import Context, path_to, source_line
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.fake import FunctionalTensorMode
@@ -51,11 +51,12 @@ def _walk(gm: fx.GraphModule, ctx: Context, *, share: bool) -> None:
         walk.run(*walk.inputs())
 
 
-def _refusal(met: Met, ctx: Context) -> MixedSamples:
+def _refusal(met: Met, ctx: Context) -> FxgradError:
     node, reason, call = met.node, met.blame.reason, CALL.get(met.node)
     sentence = call.op + MEET if reason is Reason.MEET and call is not None else met.blame.sentence
     advice = _ADVICE.get(reason, ctx.keep_apart)
-    return MixedSamples(sentence, where=source_line(node), path=path_to(node, ctx), advice=advice)
+    error = UnknownOp if reason is Reason.NO_RULE else MixedSamples
+    return error(sentence, where=source_line(node), path=path_to(node, ctx), advice=advice)
 
 
 _ADVICE = {

@@ -179,6 +179,8 @@ CALLS: dict[str, tuple[Any, Sequence[tuple[int, ...]]]] = {
     "nansum": (lambda x: aten.nansum(x, [1]), [A]),
     "count_nonzero": (lambda x: aten.count_nonzero.dim_IntList(x > 0.5, [1]), [A]),
     "softmax": (lambda x: aten._softmax(x, 1, False), [A]),
+    "_softmax_backward_data": (lambda g, y: aten._softmax_backward_data(g, y, 1, torch.float64), [X, X]),
+    "_log_softmax_backward_data": (lambda g, y: aten._log_softmax_backward_data(g, y, -1, torch.float64), [X, X]),
     "_weight_norm_interface": (lambda v, g: aten._weight_norm_interface(v, g, 0), [A, (4, 1)]),
     "_weight_norm_interface, last": (lambda v, g: aten._weight_norm_interface(v, g, 1), [A, (1, 3)]),
     "_linalg_eigvals": (lambda x: aten._linalg_eigvals(x), [(4, 3, 3)]),

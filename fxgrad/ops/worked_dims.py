@@ -44,4 +44,5 @@ OVER_NAMED: dict[str, int | None] = {
     **dict.fromkeys((f"fft_{kind}" for kind in "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2".split()), 2),
     **dict.fromkeys((f"fft_{kind}" for kind in "fftn ifftn rfftn irfftn hfftn ihfftn".split()), None),
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), None),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), 1),
 }

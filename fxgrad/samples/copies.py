@@ -43,9 +43,17 @@ def copied(op: Op, output: Tensor) -> Samples:
             return Samples(Kind.BATCHED, copies, traced=True)
         if op.call.op in ("expand", "expand_as", "broadcast_to"):
             return UNDECIDED
-    if len(dims) == 1 and op.family is Family.ELEMENTWISE:
+    if len(dims) == 1 and (op.family is Family.ELEMENTWISE or _looked_up(op, dims[0])):
         return UNDECIDED  # every row has a copy of its own, as it had above
     raise LostCopies(op.node)
+
+
+def _looked_up(op: Op, dim: int) -> bool:
+    """Decide whether an op looks up a parameter by ids without samples: ``embedding(ids.expand(B * C, T), w)``."""
+    ids = op.operand("input")
+    if op.family is not Family.LOOKUP or ids is None or op.call.get("max_norm") is not None:
+        return False
+    return op.symbols.batch_dims(ids.fake.shape) == [dim]  # and none is in the table
 
 
 def decide(op: Op) -> bool:

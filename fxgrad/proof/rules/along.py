@@ -93,8 +93,9 @@ def _spread(ids: Tensor, rank: int) -> Tensor:
     return ids.reshape([*ids.shape, *[1] * (rank - ids.dim())])
 
 
-@follows("linalg_cross")
-def cross(call: Call) -> Tensor:
+@follows("linalg_cross _softmax_backward_data _log_softmax_backward_data")
+def over_one_dim(call: Call) -> Tensor:
+    """Join the ids of both operands, and over the dimension that the op names."""
     both = joined(*call.all_ids())
     return folded(both, [call.get("dim")])
 
