@@ -52,6 +52,7 @@ from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, a
 from fxgrad.host.modules import on_other_tensors, without_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
+from fxgrad.ops.families import CHANGES
 from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
@@ -84,7 +85,7 @@ class Engine:
     store: Store
     first_batch: FirstBatch | None = None  # until it is checked
     units: Division | None = None  # of a model that is divided over processes
-    compiled: dict[tuple[str, ...], Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.named = NamedParameters(self.model)
@@ -268,7 +269,7 @@ class Engine:
         method, fullgraph = forward.method, self.options.fullgraph
         # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
         gathered = () if self.units is None else self.units.in_graph()
-        key = method, *forward.parameters, *map(str, gathered)
+        key = method, len(CHANGES), *forward.parameters, *map(str, gathered)
         compiled = self.compiled.get(key)
         if compiled is None:
             function = fresh_function(self._original(method))

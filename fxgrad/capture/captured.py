@@ -19,6 +19,8 @@ from fxgrad.samples.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, 
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
 
+_KEY, _FIELD = re.compile(r"'[^']*'"), re.compile(r"\.\w")  # in the name of an input: batch['a.b'].mask
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -121,6 +123,20 @@ class Captured:
                     advice="Register it: as an attribute of a module, in an nn.ParameterList or nn.ParameterDict, or "
                     "its layer in an nn.ModuleList or nn.ModuleDict: a plain list, a closure and a global are none of "
                     "these. As an argument pass a tensor, such as p.detach().",
+                )
+
+    def check_objects(self) -> None:
+        """Refuse tensors of objects among the arguments that are as long as the batch: nobody said what they hold."""
+        for i, role in self.roles.items():
+            name, shape = self.names[i], self.examples[i].shape
+            field = is_argument(self.placeholders[i]) and _FIELD.search(_KEY.sub("", name))
+            if role == SHARED and field and any(shape[d : d + 1] == (self.batch_size,) for d in {*self.dims.values()}):
+                raise LostLayout(
+                    f"input '{name}' is as long as the batch, and a field of an object: it would count as one value "
+                    "for all samples",
+                    where=_first_use(self.placeholders[i]),
+                    advice="Pass it by itself, or in a list, tuple, dict or dataclass, and make the object inside "
+                    "forward. A table for all samples is passed by itself, with in_dims= None for it.",
                 )
 
     def aliases(self) -> dict[str, str]:

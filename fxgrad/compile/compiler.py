@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ from fxgrad.graph.context import Context
 from fxgrad.host.dynamo import CaptureAgain, innermost_fn, specialize_floats
 from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
+from fxgrad.ops.calls import op_name
 from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
 from fxgrad.quantities.base import check_deliveries
 from fxgrad.quantities.read import changed, read_by
+from fxgrad.rules.registry import RULES
 from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Placeholders, watch
@@ -59,6 +62,7 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
 
 def _compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
     captured.check_leaves()
+    captured.check_objects()
     inner = inner_compiler(options.backend)
     if not captured.trainable:
         return _without_parameters(captured, options, inner)
@@ -68,8 +72,8 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
     check_deliveries(options.quantities, captured.batch_size, parameters)
-    functions = [function for quantity in options.quantities for function in quantity.functions()]
-    read = [(function, read_by(function)) for function in functions]  # before they are traced, and may write to it
+    # Before they are traced, and may write to what they read.
+    read = [(function, read_by(function)) for function in _functions(captured.gm, options)]
     room = Room(options.quantities, parameters, options.memory_limit)
     with _own_saved_tensors():
         gm = run_passes(captured.gm, ctx, (*passes, *LAST))
@@ -89,6 +93,17 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
     given = [tuple(map(_number, value.shape)) for value in inputs[len(inputs) - len(ctx.given(1)) :]]
     return Transformed(compiled, interface, store, captured.batch_size, room, read, given)
+
+
+def _functions(gm: fx.GraphModule, options: Options) -> list[Callable[..., Any]]:
+    """Return the functions of the user's that are traced once: of quantities, rules, and ops that are no node's own."""
+    ops = {node.target for node in gm.graph.nodes if node.op == "call_function"}
+    rules = [RULES[name] for name in dict.fromkeys(map(op_name, ops)) if name in RULES]
+    return [
+        *(function for quantity in options.quantities for function in quantity.functions()),
+        *(rule.function for rule in rules if not rule.own),
+        *(op for op in ops if isinstance(op, FunctionType)),
+    ]
 
 
 def _rehearse(gm: fx.GraphModule, ctx: Context, size: int, options: Options, room: Room) -> None:
@@ -212,6 +227,11 @@ def _empty(delivery: Delivery) -> Tensor:
     return torch.empty((), dtype=delivery.dtype, device=delivery.device).expand(delivery.shape)
 
 
+def _named(function: Callable[..., Any]) -> str:
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return "a function of norms" if "<lambda>" in name else name.rpartition("<locals>.")[2]
+
+
 _shape = attrgetter("shape")  # for `map`, which adds no Python frame
 
 
@@ -296,7 +316,7 @@ class Transformed:
             name = changed(before, function)
             if name is not None:
                 raise OptionError(
-                    f"{name!r}, which a function of norms reads, is not what it was when its graph was made",
+                    f"{name!r}, which {_named(function)} reads, is not what it was when its graph was made",
                     advice="For a bound that changes pass a tensor as max_grad_norm, and write to it; for other "
                     "numbers transform the model again.",
                 )

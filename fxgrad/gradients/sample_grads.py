@@ -34,6 +34,7 @@ class SampleGrads:
     parts: list[Part] = field(default_factory=list)
     planner: Planner = field(default_factory=Planner)  # what chooses
     scale: float = 1  # D_n is this times the parts' sum: of all that is asked for, no factor is rounded for it
+    lent: bool = False  # to a quantity of the user's, which may write to what it gets
 
     @property
     def accumulating(self) -> torch.dtype:
@@ -44,7 +45,8 @@ class SampleGrads:
         """``[n, *shape]``"""
         if not self.parts:
             return self.like.new_zeros(self.n, *self.shape, dtype=self.dtype)
-        return self._scaled(summed(self.parts).reshape(self.n, *self.shape))
+        rows = self._scaled(summed(self.parts).reshape(self.n, *self.shape))
+        return rows.clone() if self.lent else rows
 
     def grouped(self, size: int) -> SampleGrads:
         """Return the same with ``size`` consecutive samples as one."""
@@ -58,7 +60,8 @@ class SampleGrads:
 
     def norms(self) -> Tensor:
         """``[2, n]``, in float64: the norms, and bounds that hold for the gradients in exact arithmetic."""
-        return self._scaled(self._norms())
+        norms = self._scaled(self._norms())
+        return norms.clone() if self.lent else norms
 
     def _norms(self) -> Tensor:
         parts = merged(self.parts)

@@ -140,6 +140,7 @@ _NAMES: dict[Family, Iterable[str]] = {
 }
 _TABLE = [(frozenset(names), family) for family, names in _NAMES.items()]
 _REGISTERED: dict[str, Family] = {}
+CHANGES: list[str] = []  # the ops that something was said of, each time; what was compiled before is not right any more
 
 
 def draws(call: Call) -> bool:
@@ -167,6 +168,7 @@ def family_of(op: str) -> Family | None:
 def register_family(op: Any, family: Family) -> None:
     """Say how an op of one's own treats samples."""
     _REGISTERED[op_name(op)] = family
+    CHANGES.append(op_name(op))
     family_of.cache_clear()
 
 

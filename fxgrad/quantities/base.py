@@ -83,6 +83,11 @@ class Quantity(ABC):
     alone: ClassVar[bool] = False  # whether it describes single samples, so that outputs which mix samples are refused
     sums: ClassVar[bool] = True  # whether it may need a weighted sum, which the cost model then counts
 
+    @property
+    def own(self) -> bool:
+        """Return whether the quantity is fxgrad's own and not a user's."""
+        return type(self).__module__.startswith("fxgrad.")
+
     def units(self, n: Any) -> Any:
         """Return the number of samples in n rows."""
         return n if self.group_size == 1 else n // self.group_size
@@ -108,7 +113,7 @@ class Quantity(ABC):
 
     def functions(self) -> list[Callable[..., Any]]:
         """Return the user's functions that the backward calls: they are traced once."""
-        return []
+        return [] if self.own else [self.compute]
 
     def check(self, options: Any) -> None:  # noqa: B027 - most have no check
         """Raise OptionError if the quantity conflicts with the other options."""
@@ -165,6 +170,17 @@ def check_deliveries(quantities: Sequence[Quantity], n: Any, parameters: Mapping
             place, name = delivery.place, delivery.parameter
             if place == RESULT:
                 continue
+            if name is None or name not in parameters:
+                raise OptionError(
+                    f"{quantity} delivers p.{place} of {name!r}, which is no trainable parameter here",
+                    advice=f"Deliver to the parameters that it gets, or to {RESULT!r} for the whole model.",
+                )
+            if place == GRAD and tuple(delivery.shape) != tuple(parameters[name].shape):
+                raise OptionError(
+                    f"{quantity} delivers p.grad of '{name}' as {list(delivery.shape)}, and p has the shape "
+                    f"{list(parameters[name].shape)}",
+                    advice="Sum over the samples.",
+                )
             if place != GRAD and (not place.isidentifier() or hasattr(nn.Parameter, place)):
                 raise OptionError(
                     f"{quantity} delivers p.{place}, which is no free attribute of a parameter",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from fxgrad.errors import RuleError
 from fxgrad.ops.calls import Call, op_name
+from fxgrad.ops.families import CHANGES
 from fxgrad.rules.uses import Use
 from fxgrad.terms import Term
 
@@ -90,7 +90,7 @@ def _check_shape(op: str, name: str, grad: Any, samples: Any, parameter: Tensor)
         shape = list(grad.shape)
     else:
         return
-    if not shape or shape[0] != samples or math.prod(shape[1:]) != parameter.numel():
+    if shape != [samples, *parameter.shape]:
         raise RuleError(
             f"the rule of {op} returned a gradient of '{name}' of shape {shape}: it has to be "
             f"{[samples, *parameter.shape]}",
@@ -121,6 +121,7 @@ def rule(
 
     def register(function: F) -> F:
         names = tuple(name for name in inspect.signature(function).parameters if name != "g")
+        CHANGES.extend(map(str, ops))
         for op in ops:
             name = op if isinstance(op, str) else op_name(op)
             if name in RULES and not override:

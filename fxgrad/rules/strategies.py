@@ -120,8 +120,9 @@ class ByRule(Strategy):
         arguments = {name: use.fill(use.arguments[name], values) for name in names}
         if "use" in self.rule.arguments:
             arguments["use"] = use
-        by_argument = self.rule.function(g, **arguments)
-        if not self.rule.own:
+        own = self.rule.own
+        by_argument = self.rule.function(g if own else g.clone(), **arguments)  # g goes on to the layers below
+        if not own:
             self.rule.check_returned(use.op, by_argument, g, {name: arguments.get(name) for name in use.differentiated})
         parts: Contributions = []
         for name, slots in use.differentiated.items():

@@ -61,6 +61,16 @@ def placeholder(delivery: Delivery) -> Tensor:
     return torch.empty_strided(delivery.shape, strides, dtype=delivery.dtype, device=delivery.device)
 
 
+def apart(result: Tensor, memories: set[int]) -> Tensor:
+    """Return a result in memory of its own: the biases of ``a(x) + b(x)`` have one gradient."""
+    if result.layout is torch.strided and result.numel():
+        memory = result.untyped_storage().data_ptr()
+        if memory in memories:
+            return result.clone()
+        memories.add(memory)
+    return result
+
+
 def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]) -> Asked:
     """Ask the quantities what they deliver of n samples, and make a placeholder for each delivery."""
     check_deliveries(quantities, n, parameters)

@@ -37,7 +37,7 @@ from fxgrad.quantities import Delivery, Quantity
 from fxgrad.runtime import refusals
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
-from fxgrad.runtime.deliveries import Asked, ask, for_grad
+from fxgrad.runtime.deliveries import Asked, apart, ask, for_grad
 from fxgrad.runtime.exchange import exchanges_of
 from fxgrad.runtime.forward import CurrentForward, Forward
 from fxgrad.runtime.grad_scaler import check_unscaled
@@ -333,6 +333,7 @@ class Store:
         for quantity, kinds in zip(self.quantities, by_quantity, strict=True):
             quantity.arrived([grads[i] for i, _ in kinds.results])
         sent: dict[str, Tensor] = {}
+        memories: set[int] = set()
         for place, kinds in enumerate(by_quantity):
             if kinds.grads:
                 if forward.sums is not None:
@@ -345,7 +346,7 @@ class Store:
                     earlier = getattr(parameter, delivery.place, None)
                     if not self.quantities[place].adds and task_of(earlier) == forward.delivered:
                         raise refusals.two_norms(delivery)
-                    self.put(parameter, delivery.place, grad.detach(), forward)
+                    self.put(parameter, delivery.place, apart(grad.detach(), memories), forward)
             results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
             if results:
                 self.results.report(place, self.quantities[place], results, forward.delivered)

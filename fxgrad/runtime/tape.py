@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -116,8 +116,10 @@ class Tape(ABC):
         left = list(given)
         for quantity, wanted in zip(self.quantities, self.given, strict=True):
             grads = [grads.grouped(quantity.group_size) for grads in grads_of_all]
+            if not quantity.own:
+                grads = [replace(one, lent=True) for one in grads]
             found = quantity.compute(grads, quantity.units(n), left[:wanted])
-            if not type(quantity).__module__.startswith("fxgrad."):
+            if not quantity.own:
                 found = checked_results(quantity, found, n, self._stand_ins(like))
             results += found
             del left[:wanted]
