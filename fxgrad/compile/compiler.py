@@ -35,7 +35,7 @@ from fxgrad.ops.calls import op_name
 from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
 from fxgrad.quantities.base import check_deliveries
-from fxgrad.quantities.read import changed, read_by
+from fxgrad.quantities.read import changed, is_users, read_by
 from fxgrad.rules.registry import RULES
 from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
@@ -102,7 +102,7 @@ def _functions(gm: fx.GraphModule, options: Options) -> list[Callable[..., Any]]
     return [
         *(function for quantity in options.quantities for function in quantity.functions()),
         *(rule.function for rule in rules if not rule.own),
-        *(op for op in ops if isinstance(op, FunctionType)),
+        *(op for op in ops if isinstance(op, FunctionType) and is_users(op)),
     ]
 
 

@@ -38,6 +38,11 @@ def read_by(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
+def is_users(function: FunctionType) -> bool:
+    """Return whether a function's code is followed: it is not of PyTorch, nor of Python's library."""
+    return (function.__module__ or "").partition(".")[0] not in _OTHERS
+
+
 def changed(before: Mapping[str, Any], function: Callable[..., Any]) -> str | None:
     """Return the name of something that a function reads and that is not what it was; None where all is the same."""
     now = read_by(function)
@@ -66,7 +71,7 @@ def _follow(value: Any, name: str, found: dict[str, Any], seen: set[tuple[int, i
 
 def _follow_code(function: FunctionType, owner: Any, found: dict[str, Any], seen: set[tuple[int, int]]) -> None:
     code = function.__code__
-    if (id(code), id(owner)) in seen or (function.__module__ or "").partition(".")[0] in _OTHERS:
+    if (id(code), id(owner)) in seen or not is_users(function):
         return
     seen.add((id(code), id(owner)))
     roots = dict(_cells(function)) if owner is None else {**_cells(function), code.co_varnames[0]: owner}
