@@ -723,7 +723,7 @@ def test_what_weights_read_has_to_stay(what: str, monkeypatch: pytest.MonkeyPatc
         model.zero_grad()
         private(torch.ones(4, 3)).sum().backward()
     change()
-    with pytest.raises(OptionError, match=f"'{name}', which a function of norms reads, is not what it was"):
+    with pytest.raises(OptionError, match=f"'{name}', which [a-zA-Z_. ]+ reads, is not what it was"):
         private(torch.ones(4, 3))
     again = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0, weights=weights), backend="eager")
     again(torch.ones(4, 3))

@@ -317,7 +317,7 @@ def test_a_function_that_changes_what_it_reads_is_refused(backend: str) -> None:
 
     quantity = fxgrad.ClippedGrad(1.0, weights=Schedule())
     transformed = fxgrad.transform(linear(), quantity=quantity, backend=backend)
-    with pytest.raises(OptionError, match=r"'self\.step', which a function of norms reads"):
+    with pytest.raises(OptionError, match=r"'self\.step', which [a-zA-Z_. ]+ reads"):
         for _ in range(2):
             transformed(torch.ones(4, 3)).sum().backward()
             transformed.zero_grad()
