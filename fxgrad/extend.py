@@ -27,6 +27,8 @@ def implements_per_sample_grads(
     is called on sample n alone, with the sample dimension kept, of size 1. The function returns a dict from
     argument name to the parameter's gradient: a tensor ``[n, *shape]`` or a `fxgrad.Term`.
 
+    The rule is traced once. The numbers that it reads have to stay: fxgrad refuses a step after a change.
+
     Args:
         op: the function or custom op. A plain Python function becomes one node of the graph.
         of: the arguments that the rule differentiates by; None for all that the function names besides ``g``.

@@ -53,6 +53,9 @@ class Quantity(ABC):
     tensors in the same order, from the gradients of each parameter. `SampleGrads.dense` materialises the gradients;
     `norms`, `weighted` and `dot` need not.
 
+    `compute` is traced once. It may write to the tensors that it gets. The numbers that it reads, such as
+    ``self.rate``, have to stay: fxgrad refuses a step after a change.
+
     Delivers:
         The tensors of `deliveries`: attributes of parameters, or ``fxgrad.result(model, quantity)``.
 
