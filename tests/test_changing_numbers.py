@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,25 @@ def test_a_value_for_each_call_comes_to_the_limit_of_graphs() -> None:
             model.number = number / 10
             transformed(torch.randn(3, 4)).sum().backward()
             fxgrad.zero_grad(model)
+
+
+def test_the_numbers_of_another_model_stay_symbols() -> None:
+    made: list[Any] = []
+
+    def counted(gm: Any, inputs: Any) -> Any:
+        made.append(gm)
+        return gm
+
+    x = torch.randn(3, 4)
+    for body, graphs in ((CONSTANT["layer norm"], 4), (lambda model, x, h: h * model.number, 2)):
+        made.clear()
+        model = Model(body)
+        transformed = fxgrad.transform(model, backend=counted)
+        for number in (0.5, 0.7, 0.9, 0.3):
+            model.number = number
+            transformed(x).sum().backward()
+            fxgrad.zero_grad(model)
+        assert len(made) == graphs
 
 
 def test_per_sample_grads_of_the_module() -> None:

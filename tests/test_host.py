@@ -1270,7 +1270,7 @@ def _(host: Any) -> None:
             assert host.traces_backward() is True
 
 
-@check("dynamo.specialize_floats")
+@check("dynamo.specialize_floats", "dynamo.release_floats")
 def _(host: Any) -> None:
     inputs: list[int] = []
 
@@ -1286,6 +1286,11 @@ def _(host: Any) -> None:
     for numbers["rate"] in (0.5, 0.7, 0.9):
         assert run(torch.ones(1)).item() == pytest.approx(numbers["rate"])
     assert inputs == [1, 2, 1, 1], "a float that changed is an input, then a constant, as it is in later captures"
+    host.release_floats()
+    numbers["rate"] = 0.4
+    run(torch.ones(1))
+    assert inputs[4:] == [2, 1], "until it is released"
+    host.release_floats()
 
 
 @check("dynamo.sizes_apart")

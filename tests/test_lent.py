@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -186,6 +187,26 @@ def test_a_number_that_a_rule_and_its_op_read_may_not_change(monkeypatch: pytest
         transformed(torch.randn(3, 1, 4))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_quantity_may_keep_a_cache(backend: str) -> None:
+    class Cached(Own):
+        dims: Any = None
+        plans: ClassVar[dict[Any, Any]] = {}
+
+        def compute(self, grads: Sequence[Any], n: int, given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            if self.dims is None:
+                object.__setattr__(self, "dims", {g.name: tuple(range(1, len(g.shape) + 1)) for g in grads})
+            self.plans.setdefault("plan", len(grads))
+            return [g.dense().sum(self.dims[g.name]) for g in grads]
+
+    model: Any = net()
+    transformed = fxgrad.transform(model, quantity=Cached(), backend=backend)
+    for size in (3, 2, 3):
+        transformed(torch.ones(size, 4, dtype=torch.float64)).sum().backward()
+        assert model[2].bias.own.tolist() == [2.0] * size
+        fxgrad.zero_grad(model)
+
+
 # Where results are
 
 
@@ -245,6 +266,20 @@ def test_a_field_as_long_as_the_batch_is_refused(of: Callable[[Any], Tensor]) ->
     transformed = fxgrad.transform(Reads(of), backend="eager")
     with pytest.raises(LostLayout, match=r"input 'held\.k' is as long as the batch, and a field of an object"):
         transformed(torch.randn(3, 4), SimpleNamespace(k=torch.randn(3, 4)))
+
+
+@dataclass
+class Table:
+    k: Tensor
+
+
+def test_in_dims_says_what_a_dataclass_holds() -> None:
+    model: Any = Reads(lambda held: held.k)
+    transformed = fxgrad.transform(model, backend="eager", in_dims=(0, None))
+    for size in (3, 4, 5):
+        transformed(torch.ones(size, 4), Table(torch.arange(4.0))).sum().backward()
+        assert model.linear.bias.grad_sample.tolist() == [[0.0, 1.0, 2.0, 3.0]] * size
+        fxgrad.zero_grad(model)
 
 
 def test_a_field_of_another_length_is_one_value_for_all() -> None:

@@ -130,7 +130,13 @@ class Captured:
         for i, role in self.roles.items():
             name, shape = self.names[i], self.examples[i].shape
             field = is_argument(self.placeholders[i]) and _FIELD.search(_KEY.sub("", name))
-            if role == SHARED and field and any(shape[d : d + 1] == (self.batch_size,) for d in {*self.dims.values()}):
+            unseen = getattr(self.examples[i], SAMPLE_DIM, None) is None  # not SHARED by in_dims=
+            if (
+                role == SHARED
+                and unseen
+                and field
+                and any(shape[d : d + 1] == (self.batch_size,) for d in {*self.dims.values()})
+            ):
                 raise LostLayout(
                     f"input '{name}' is as long as the batch, and a field of an object: it would count as one value "
                     "for all samples",

@@ -28,14 +28,14 @@ from fxgrad.compile.warm_start import warm_start
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout, OptionError
 from fxgrad.graph.context import Context
-from fxgrad.host.dynamo import CaptureAgain, innermost_fn, specialize_floats
+from fxgrad.host.dynamo import CaptureAgain, innermost_fn, release_floats, specialize_floats
 from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
 from fxgrad.quantities.base import check_deliveries
-from fxgrad.quantities.read import changed, is_users, read_by
+from fxgrad.quantities.read import changed, changed_number, is_users, numbers_read_by, read_by, settled
 from fxgrad.rules.registry import RULES
 from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
@@ -53,11 +53,14 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     If that fails, and numbers of the model are inputs since they changed, Dynamo captures it with their values.
     """
     try:
-        return _compile_graph(captured, options, store)
+        compiled = _compile_graph(captured, options, store)
     except Exception as error:
-        if isinstance(error, CaptureAgain) or not specialize_floats(captured.values):
-            raise
-        raise CaptureAgain from error
+        if not isinstance(error, CaptureAgain) and specialize_floats(captured.values):
+            raise CaptureAgain from error
+        release_floats()
+        raise
+    release_floats()
+    return compiled
 
 
 def _compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
@@ -72,8 +75,9 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
     check_deliveries(options.quantities, captured.batch_size, parameters)
-    # Before they are traced, and may write to what they read.
-    read = [(function, read_by(function)) for function in _functions(captured.gm, options)]
+    functions = [function for quantity in options.quantities for function in quantity.functions()]
+    others = _functions(captured.gm, options)
+    before = [*map(read_by, functions)], [*map(numbers_read_by, others)]  # they are traced, and may write to it
     room = Room(options.quantities, parameters, options.memory_limit)
     with _own_saved_tensors():
         gm = run_passes(captured.gm, ctx, (*passes, *LAST))
@@ -92,7 +96,9 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
     given = [tuple(map(_number, value.shape)) for value in inputs[len(inputs) - len(ctx.given(1)) :]]
-    return Transformed(compiled, interface, store, captured.batch_size, room, read, given)
+    read = [(one, settled(was, read_by(one))) for one, was in zip(functions, before[0], strict=True)]
+    numbers = [(one, settled(was, numbers_read_by(one))) for one, was in zip(others, before[1], strict=True)]
+    return Transformed(compiled, interface, store, captured.batch_size, room, read, numbers, given)
 
 
 def _functions(gm: fx.GraphModule, options: Options) -> list[Callable[..., Any]]:
@@ -100,7 +106,7 @@ def _functions(gm: fx.GraphModule, options: Options) -> list[Callable[..., Any]]
     ops = {node.target for node in gm.graph.nodes if node.op == "call_function"}
     rules = [RULES[name] for name in dict.fromkeys(map(op_name, ops)) if name in RULES]
     return [
-        *(function for quantity in options.quantities for function in quantity.functions()),
+        *(quantity.compute for quantity in options.quantities if not quantity.own),
         *(rule.function for rule in rules if not rule.own),
         *(op for op in ops if isinstance(op, FunctionType) and is_users(op)),
     ]
@@ -258,6 +264,7 @@ class Transformed:
     batch_size: int
     room: Room
     read: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]  # functions of norms, and what they read
+    numbers: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]  # others of the user's, and the numbers they read
     shapes: Sequence[tuple[int | None, ...]]  # of what the quantities are given; None for sizes that vary
 
     def __post_init__(self) -> None:
@@ -271,7 +278,7 @@ class Transformed:
         forward = self.store.current.forward or self._own_forward(n, parameters, args)
         if n != forward.size:
             raise self._other_size(n, forward.size)
-        if self.read:
+        if self.read or self.numbers:
             self._check_read()
         if n > self.room.largest:
             self.room.check(n)
@@ -312,8 +319,9 @@ class Transformed:
 
     def _check_read(self) -> None:
         """Raise where a function of the user's, which is traced once, would read something else by now."""
-        for function, before in self.read:
-            name = changed(before, function)
+        stale = [(function, changed(before, read_by(function))) for function, before in self.read]
+        stale += [(function, changed_number(before, numbers_read_by(function))) for function, before in self.numbers]
+        for function, name in stale:
             if name is not None:
                 raise OptionError(
                     f"{name!r}, which {_named(function)} reads, is not what it was when its graph was made",

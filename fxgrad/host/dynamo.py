@@ -154,7 +154,21 @@ def specialize_floats(inputs: Sequence[Any]) -> bool:
     fresh = [name for name in names if not state.should_specialize(name)]
     for name in fresh:
         state.specialize(name)
+    _FORCED.update(fresh)
     return bool(fresh)
+
+
+_FORCED: set[str] = set()  # names of floats, which those of other models may have, too
+
+
+def release_floats() -> None:
+    """Let other captures take such floats as inputs again.
+
+    Why: Dynamo keeps the names for the process.
+    Without: a float of another model that has the same name needs a graph for each value.
+    """
+    symbolic_convert.TensorifyState.force_specializations -= _FORCED
+    _FORCED.clear()
 
 
 def traces_backward() -> bool:

@@ -116,7 +116,7 @@ class Quantity(ABC):
 
     def functions(self) -> list[Callable[..., Any]]:
         """Return the user's functions that the backward calls: they are traced once."""
-        return [] if self.own else [self.compute]
+        return []
 
     def check(self, options: Any) -> None:  # noqa: B027 - most have no check
         """Raise OptionError if the quantity conflicts with the other options."""
@@ -201,7 +201,7 @@ def checked_results(
     quantity: Quantity, results: Sequence[Tensor | None], n: int, parameters: Mapping[str, Tensor]
 ) -> Sequence[Tensor | None]:
     """Return what a quantity computed, and raise if it is not what the quantity has said that it delivers."""
-    expected = quantity.deliveries(quantity.units(n), parameters)
+    results, expected = list(results), quantity.deliveries(quantity.units(n), parameters)
     if len(results) != len(expected):
         raise OptionError(
             f"{quantity}.compute returned {len(results)} tensors for its {len(expected)} deliveries",

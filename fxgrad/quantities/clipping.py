@@ -219,7 +219,7 @@ class ClippedGrad(Quantity):
         return [bounds, forward.sample_weight.detach().to(like.device, dtype)]
 
     def functions(self) -> list[Callable[..., Any]]:
-        return [*super().functions(), *([self.weights] if callable(self.weights) else [])]
+        return [self.weights] if callable(self.weights) else []
 
     def _bounds(self, groups: int, device: torch.device) -> Tensor:
         """Return C for each group. See Note [C as an input]."""

@@ -50,6 +50,7 @@ class GradDot(Quantity):
     """
 
     vectors: Mapping[str, Tensor] = field(repr=False)
+    _names: ClassVar[frozenset[str]]  # of each object: a graph is made for these
     adds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -61,6 +62,7 @@ class GradDot(Quantity):
                 + (" as a vector" if is_mapping else ""),
                 advice="Pass one such as {name: direction for name, p in model.named_parameters()}, each of p's shape.",
             )
+        object.__setattr__(self, "_names", frozenset(self.vectors))
         for name, vector in self.vectors.items():
             if not vector.is_floating_point():
                 raise OptionError(
@@ -79,6 +81,11 @@ class GradDot(Quantity):
         ]
 
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        if self.vectors.keys() != self._names:
+            raise OptionError(
+                f"vectors are of {', '.join(sorted(self.vectors))}, and were of {', '.join(sorted(self._names))}",
+                advice="Keep the names; vectors of zeros leave a parameter out.",
+            )
         unknown = sorted(self.vectors.keys() - forward.parameters.keys())
         if unknown:
             raise OptionError(

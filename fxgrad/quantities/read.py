@@ -38,40 +38,64 @@ def read_by(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
+def numbers_read_by(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the numbers and texts alone: containers may be caches, and take long to read."""
+    found: dict[str, Any] = {}
+    _follow(function, "", found, set(), plain=True)
+    return found
+
+
+def settled(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function read in its trace: a cache that it filled is as it is now, a number as it was then."""
+    return {
+        name: before[name] if isinstance(before.get(name), str) and before[name] != "None" else value
+        for name, value in after.items()
+    }
+
+
 def is_users(function: FunctionType) -> bool:
     """Return whether a function's code is followed: it is not of PyTorch, nor of Python's library."""
     return (function.__module__ or "").partition(".")[0] not in _OTHERS
 
 
-def changed(before: Mapping[str, Any], function: Callable[..., Any]) -> str | None:
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the name of something that a function reads and that is not what it was; None where all is the same."""
-    now = read_by(function)
     return next((name for name in [*before, *now] if before.get(name) != now.get(name)), None)
 
 
-def _follow(value: Any, name: str, found: dict[str, Any], seen: set[tuple[int, int]]) -> None:
+def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the name of a number that is another one."""
+    return next((name for name in before.keys() & now.keys() if before[name] != now[name]), None)
+
+
+def _follow(value: Any, name: str, found: dict[str, Any], seen: set[tuple[int, int]], plain: bool = False) -> None:
     """Enter a value under its name, or what a function reads."""
     if isinstance(value, partial):
-        _follow(value.func, name, found, seen)
+        _follow(value.func, name, found, seen, plain)
         value = (value.args, value.keywords)
     if isinstance(value, BuiltinMethodType) and _is_array(value.__self__):  # ``rates.item()``
         value = value.__self__
     if isinstance(value, FunctionType):
-        _follow_code(value, None, found, seen)
+        _follow_code(value, None, found, seen, plain)
     elif isinstance(value, MethodType):
         if isinstance(value.__func__, FunctionType):
-            _follow_code(value.__func__, value.__self__, found, seen)
+            _follow_code(value.__func__, value.__self__, found, seen, plain)
     elif isinstance(value, (*_PLAIN, *_CONTAINERS)) or _is_array(value):
-        found[name] = _shown(value, frozenset())
+        if not plain or isinstance(value, _PLAIN):
+            found[name] = _shown(value, frozenset())
     elif not isinstance(value, type):
         called = getattr(type(value), "forward" if isinstance(value, nn.Module) else "__call__", None)
         if isinstance(called, FunctionType):
-            _follow_code(called, value, found, seen)
+            _follow_code(called, value, found, seen, plain)
 
 
-def _follow_code(function: FunctionType, owner: Any, found: dict[str, Any], seen: set[tuple[int, int]]) -> None:
+def _follow_code(
+    function: FunctionType, owner: Any, found: dict[str, Any], seen: set[tuple[int, int]], plain: bool
+) -> None:
     code = function.__code__
     if (id(code), id(owner)) in seen or not is_users(function):
+        return
+    if plain and "site-packages" in code.co_filename:  # a library's own tables
         return
     seen.add((id(code), id(owner)))
     roots = dict(_cells(function)) if owner is None else {**_cells(function), code.co_varnames[0]: owner}
@@ -84,8 +108,10 @@ def _follow_code(function: FunctionType, owner: Any, found: dict[str, Any], seen
                 value = getattr(value, attribute)
         except Exception:  # not there now: whoever reads it gets the error
             continue
-        _follow(value, ".".join((variable, *attributes)), found, seen)
-    _follow((function.__defaults__, function.__kwdefaults__), f"the defaults of {function.__name__}", found, seen)
+        _follow(value, ".".join((variable, *attributes)), found, seen, plain)
+    _follow(
+        (function.__defaults__, function.__kwdefaults__), f"the defaults of {function.__name__}", found, seen, plain
+    )
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:

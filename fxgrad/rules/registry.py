@@ -90,12 +90,16 @@ def _check_shape(op: str, name: str, grad: Any, samples: Any, parameter: Tensor)
         shape = list(grad.shape)
     else:
         return
-    if shape != [samples, *parameter.shape]:
+    if shape[:1] != [samples] or _without_ones(shape[1:]) != _without_ones(parameter.shape):
         raise RuleError(
             f"the rule of {op} returned a gradient of '{name}' of shape {shape}: it has to be "
             f"{[samples, *parameter.shape]}",
             advice="Sum over what is no sample, and keep the samples on dimension 0.",
         )
+
+
+def _without_ones(shape: Iterable[Any]) -> list[Any]:
+    return [size for size in shape if size != 1]
 
 
 RULES: dict[str, Rule] = {}
