@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxgrad.errors import BatchSizeError, FxgradError, LostLayout, UnsupportedOp
 from fxgrad.graph.context import Context, source_line
 from fxgrad.graph.edit import made_of
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.tensors import version
-from fxgrad.kernels.sizes import hint
 from fxgrad.ops.calls import bind, op_name
-from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
+from fxgrad.ops.facts import FAKE, TRACED
 from fxgrad.ops.values import memory
 from fxgrad.ops.written import tensors_written
 from fxgrad.samples.symbols import bends, expression
@@ -43,8 +40,6 @@ _FIXED_ADVICE = {
     "one_hot": "Its number of classes is the batch size: column j stands for sample j, so a product with it picks "
     "other samples' rows. Use a number of classes that does not depend on the batch, or gather within a sample.",
 }
-
-_QUOTED, _ATTRIBUTE = re.compile(r"'[^']*'"), re.compile(r"\.\w")  # in the name of an input: batch['a.b'].mask
 
 
 class _Propagate(fx.Interpreter):
@@ -107,18 +102,11 @@ class _Propagate(fx.Interpreter):
         return LostLayout(
             f"{op_name(at.target)} does not work for every number of samples: {said if at is n else self._shapes(at)}",
             where=source_line(at),
-            advice=self._advice(n),
+            advice=self._advice(),
         )
 
-    def _advice(self, n: fx.Node) -> str:
+    def _advice(self) -> str:
         """Return what to do where sizes do not go with B: a single sample without its dimension is known by its own."""
-        held = next(self._as_long_in_objects(n), None)
-        if held is not None:
-            return (
-                f"Input '{held}' is as long as the batch. As a field of an object it counts as one value for all "
-                "samples. If it holds samples, pass it by itself, or in a list, tuple, dict or dataclass, and make "
-                "the object inside forward."
-            )
         for name, dim in self.ctx.sample_dims.items():
             value, shown = self.ctx.inputs[name], self.ctx.names.get(name, name)
             if dim != 0:
@@ -132,18 +120,6 @@ class _Propagate(fx.Interpreter):
                     f"{shown}.unsqueeze(0). Else write sizes in terms of x.shape[0]."
                 )
         return "Write sizes in terms of x.shape[0], or use -1 in view and reshape."
-
-    def _as_long_in_objects(self, n: fx.Node) -> Iterator[str]:
-        """Yield the inputs of an op that are as long as the batch, and are tensors of objects in the arguments."""
-        inputs: dict[str, Any] = {node.name: EXAMPLE.get(node) for node in n.graph.find_nodes(op="placeholder")}
-        lengths = {dim: hint(inputs[name].shape[dim]) for name, dim in self.ctx.sample_dims.items() if name in inputs}
-        for name in (arg.name for arg in made_of(n) if arg.op == "placeholder"):
-            value, shown = inputs[name], self.ctx.names.get(name, "")
-            tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            if not tensor or name in self.ctx.sample_dims or not _ATTRIBUTE.search(_QUOTED.sub("", shown)):
-                continue
-            if any(dim < value.dim() and hint(value.shape[dim]) == length for dim, length in lengths.items()):
-                yield shown
 
     def _divides_batch(self, n: fx.Node) -> bool:
         """Return whether a reshape divides the number of samples by a number: ``x.reshape(8, -1)``."""
