@@ -54,8 +54,10 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     """
     try:
         compiled = _compile_graph(captured, options, store)
+    except CaptureAgain:
+        raise
     except Exception as error:
-        if not isinstance(error, CaptureAgain) and specialize_floats(captured.values):
+        if specialize_floats(captured.values):
             raise CaptureAgain from error
         release_floats()
         raise
