@@ -182,21 +182,16 @@ class LogSoftmax(Function):
         return torch._log_softmax_backward_data(g, out, ctx.dim, out.dtype), None, None
 
 
-class XSoftmax(Function):
+class XSoftmax(Softmax):
     """DeBERTa's, with a mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Tensor, dim: int) -> Tensor:  # type: ignore[override]
         ctx.dim = dim
         hidden = ~mask
         out = torch.softmax(x.masked_fill(hidden, torch.finfo(x.dtype).min), dim).masked_fill(hidden, 0)
         ctx.save_for_backward(out)
         return out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (out,) = ctx.saved_tensors
-        return torch._softmax_backward_data(g, out, ctx.dim, out.dtype), None, None
 
 
 class Scored(nn.Module):

@@ -35,7 +35,7 @@ from fxgrad.ops.calls import op_name
 from fxgrad.ops.values import memories
 from fxgrad.quantities import Delivery
 from fxgrad.quantities.base import check_deliveries
-from fxgrad.quantities.read import changed, changed_number, is_users, numbers_read_by, read_by, settled
+from fxgrad.quantities.read import Reading, is_users
 from fxgrad.rules.registry import RULES
 from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
@@ -77,9 +77,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
     check_deliveries(options.quantities, captured.batch_size, parameters)
-    functions = [function for quantity in options.quantities for function in quantity.functions()]
-    others = _functions(captured.gm, options)
-    before = [*map(read_by, functions)], [*map(numbers_read_by, others)]  # they are traced, and may write to it
+    read = _read(captured.gm, options)  # before it is traced, as it may write to it
     room = Room(options.quantities, parameters, options.memory_limit)
     with _own_saved_tensors():
         gm = run_passes(captured.gm, ctx, (*passes, *LAST))
@@ -98,20 +96,22 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     if isinstance(options.backend, str):
         compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
     given = [tuple(map(_number, value.shape)) for value in inputs[len(inputs) - len(ctx.given(1)) :]]
-    read = [(one, settled(was, read_by(one))) for one, was in zip(functions, before[0], strict=True)]
-    numbers = [(one, settled(was, numbers_read_by(one))) for one, was in zip(others, before[1], strict=True)]
-    return Transformed(compiled, interface, store, captured.batch_size, room, read, numbers, given)
+    for one in read:
+        one.settle()
+    return Transformed(compiled, interface, store, captured.batch_size, room, read, given)
 
 
-def _functions(gm: fx.GraphModule, options: Options) -> list[Callable[..., Any]]:
-    """Return the functions of the user's that are traced once: of quantities, rules, and ops that are no node's own."""
+def _read(gm: fx.GraphModule, options: Options) -> list[Reading]:
+    """Return what the user's functions read that are traced once: those of quantities, rules, and Python ops."""
     ops = {node.target for node in gm.graph.nodes if node.op == "call_function"}
     rules = [RULES[name] for name in dict.fromkeys(map(op_name, ops)) if name in RULES]
-    return [
+    others: list[Callable[..., Any]] = [
         *(quantity.compute for quantity in options.quantities if not quantity.own),
         *(rule.function for rule in rules if not rule.own),
         *(op for op in ops if isinstance(op, FunctionType) and is_users(op)),
     ]
+    of_norms = [function for quantity in options.quantities for function in quantity.functions()]
+    return [*map(Reading, of_norms), *(Reading(one, plain=True) for one in others)]
 
 
 def _rehearse(gm: fx.GraphModule, ctx: Context, size: int, options: Options, room: Room) -> None:
@@ -235,6 +235,10 @@ def _empty(delivery: Delivery) -> Tensor:
     return torch.empty((), dtype=delivery.dtype, device=delivery.device).expand(delivery.shape)
 
 
+def _full(delivery: Delivery) -> Tensor:
+    return torch.empty(delivery.shape, dtype=delivery.dtype, device=delivery.device)
+
+
 def _named(function: Callable[..., Any]) -> str:
     name: str = getattr(function, "__qualname__", type(function).__qualname__)
     return "a function of norms" if "<lambda>" in name else name.rpartition("<locals>.")[2]
@@ -252,10 +256,6 @@ def _fits(size: int, made_for: int | None) -> bool:
     return made_for in (size, None)
 
 
-def _full(delivery: Delivery) -> Tensor:
-    return torch.empty(delivery.shape, dtype=delivery.dtype, device=delivery.device)
-
-
 @dataclass
 class Transformed:
     """A compiled graph with its gradient placeholders."""
@@ -265,8 +265,7 @@ class Transformed:
     store: Store
     batch_size: int
     room: Room
-    read: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]  # functions of norms, and what they read
-    numbers: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]  # others of the user's, and the numbers they read
+    read: Sequence[Reading]  # by functions of the user's
     shapes: Sequence[tuple[int | None, ...]]  # of what the quantities are given; None for sizes that vary
 
     def __post_init__(self) -> None:
@@ -280,7 +279,7 @@ class Transformed:
         forward = self.store.current.forward or self._own_forward(n, parameters, args)
         if n != forward.size:
             raise self._other_size(n, forward.size)
-        if self.read or self.numbers:
+        if self.read:
             self._check_read()
         if n > self.room.largest:
             self.room.check(n)
@@ -321,12 +320,11 @@ class Transformed:
 
     def _check_read(self) -> None:
         """Raise where a function of the user's, which is traced once, would read something else by now."""
-        stale = [(function, changed(before, read_by(function))) for function, before in self.read]
-        stale += [(function, changed_number(before, numbers_read_by(function))) for function, before in self.numbers]
-        for function, name in stale:
+        for one in self.read:
+            name = one.changed()
             if name is not None:
                 raise OptionError(
-                    f"{name!r}, which {_named(function)} reads, is not what it was when its graph was made",
+                    f"{name!r}, which {_named(one.function)} reads, is not what it was when its graph was made",
                     advice="For a bound that changes pass a tensor as max_grad_norm, and write to it; for other "
                     "numbers transform the model again.",
                 )

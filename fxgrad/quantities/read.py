@@ -15,7 +15,7 @@ import dis
 import enum
 import numbers
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -31,26 +31,32 @@ _VARIABLES = frozenset("LOAD_GLOBAL LOAD_NAME LOAD_DEREF LOAD_FAST LOAD_FAST_BOR
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 
 
-def read_by(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a function reads, by name, as values that can be compared later."""
-    found: dict[str, Any] = {}
-    _follow(function, "", found, set())
-    return found
+class Reading:
+    """What a function of the user's reads by name, to be compared later.
 
+    ``plain``: numbers and texts alone; containers may be caches, and take long to read.
+    """
 
-def numbers_read_by(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the numbers and texts alone: containers may be caches, and take long to read."""
-    found: dict[str, Any] = {}
-    _follow(function, "", found, set(), plain=True)
-    return found
+    def __init__(self, function: Callable[..., Any], *, plain: bool = False) -> None:
+        self.function, self.plain = function, plain
+        self.values = self._now()
 
+    def _now(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        _follow(self.function, "", found, set(), self.plain)
+        return found
 
-def settled(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a function read in its trace: a cache that it filled is as it is now, a number as it was then."""
-    return {
-        name: before[name] if isinstance(before.get(name), str) and before[name] != "None" else value
-        for name, value in after.items()
-    }
+    def settle(self) -> None:
+        """The function was traced: a cache that it filled is as it is now, a number as it was before."""
+        before, after = self.values, self._now()
+        number = {name for name, value in before.items() if isinstance(value, str) and value != "None"}
+        self.values = {name: before[name] if name in number else value for name, value in after.items()}
+
+    def changed(self) -> str | None:
+        """Return the name of something that is not what it was; None where all is the same."""
+        before, now = self.values, self._now()
+        names = before.keys() & now.keys() if self.plain else [*before, *now]
+        return next((name for name in names if before.get(name) != now.get(name)), None)
 
 
 def is_users(function: FunctionType) -> bool:
@@ -58,17 +64,7 @@ def is_users(function: FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] not in _OTHERS
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the name of something that a function reads and that is not what it was; None where all is the same."""
-    return next((name for name in [*before, *now] if before.get(name) != now.get(name)), None)
-
-
-def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the name of a number that is another one."""
-    return next((name for name in before.keys() & now.keys() if before[name] != now[name]), None)
-
-
-def _follow(value: Any, name: str, found: dict[str, Any], seen: set[tuple[int, int]], plain: bool = False) -> None:
+def _follow(value: Any, name: str, found: dict[str, Any], seen: set[tuple[int, int]], plain: bool) -> None:
     """Enter a value under its name, or what a function reads."""
     if isinstance(value, partial):
         _follow(value.func, name, found, seen, plain)

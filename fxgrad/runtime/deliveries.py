@@ -17,7 +17,6 @@ from torch import Tensor
 from fxgrad.host.dispatch import disable_current_modes
 from fxgrad.host.tensors import is_view
 from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
-from fxgrad.quantities.base import check_deliveries
 
 # For `map`, which adds no Python frame: they are read of each parameter in each step.
 _dtype = attrgetter("dtype")
@@ -73,7 +72,6 @@ def apart(result: Tensor, memories: set[int]) -> Tensor:
 
 def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]) -> Asked:
     """Ask the quantities what they deliver of n samples, and make a placeholder for each delivery."""
-    check_deliveries(quantities, n, parameters)
     kinds: list[Kinds] = []
     every: list[Delivery] = []
     for quantity in quantities:

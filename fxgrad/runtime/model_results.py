@@ -21,9 +21,7 @@ class ModelResults(dict[int, list[Any]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced: dict[
-            int, list[Any] | None
-        ] = {}  # by place: what was there before the running call, while it may fail
+        self.replaced: dict[int, list[Any] | None] = {}  # by place: what was there before the running call
         self.running: int | None = None  # the call that has reported last
         self.last = 0  # the number of the last report, among those of all models
 

@@ -34,6 +34,7 @@ from fxgrad.host.autograd import autograd_engine, compiles_backward, current_tas
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import identity
 from fxgrad.quantities import Delivery, Quantity
+from fxgrad.quantities.base import check_deliveries
 from fxgrad.runtime import refusals
 from fxgrad.runtime.accumulation import check_undivided
 from fxgrad.runtime.autograd_graph import accumulates, check_runs_again, roots_of_backward
@@ -171,6 +172,8 @@ class Store:
             return last[1]
         asked = self.asked.get(key)
         if asked is None:
+            if not self.asked:  # what is asked of other sizes has the same places
+                check_deliveries(self.delivered, n, parameters)
             if len(self.asked) >= 64:
                 self.asked.clear()
             asked = self.asked[key] = ask(self.delivered, n, parameters)
