@@ -244,6 +244,24 @@ def test_a_known_graph_does_not_configure_dynamo(net: Net, x: Tensor, monkeypatc
     assert right(gs, torch.cat([x, x])) and not configured
 
 
+def test_marks_of_other_compiled_models_do_not_configure_dynamo(
+    net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd marks what a compiled model returns, and what it saves: a frozen part in front of ours, say."""
+    front = torch.compile(nn.Linear(3, 3).to(x), backend="aot_eager", dynamic=True)
+    x = front(torch.cat([x, x])).detach()
+    x._dynamo_propagated_dynamic_indices = {0}  # type: ignore[attr-defined]  # as it is left on what is saved
+    before, others = dict(x.__dict__), front(torch.ones_like(x))
+    gs = fxgrad.transform(net, backend="aot_eager")
+    assert right(gs, x) and x.__dict__ == before
+    fxgrad.zero_grad(gs)
+    configured: list[CapturedCall] = []
+    monkeypatch.setattr(CapturedCall, "configure", configured.append)
+    assert right(gs, x) and not configured
+    assert x.__dict__ == before
+    assert torch.equal(front(torch.ones_like(x)), others)  # its graph is found again
+
+
 def test_a_compilation_that_nobody_announced(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo announces a compilation where nothing else is under way, CUDA graphs among it."""
     monkeypatch.setattr(callback_handler, "run_start_callbacks", lambda _: None)

@@ -103,10 +103,15 @@ class CapturedCall:
         if _on_start not in compilation.start_callbacks:  # torch._dynamo.reset() forgets it
             compilation.register_start_callback(_on_start)
         enclosing, _CURRENT.call = _CURRENT.call, self
+        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what other compiled models marked, and their marks
         try:
             for tensor in self.batch.tensors:
-                if not _MARKED.isdisjoint(tensor.__dict__):
-                    self.configure()  # guards would see the user's marks
+                attributes = tensor.__dict__
+                if not _MARKED.isdisjoint(attributes):
+                    marks = {mark: attributes.pop(mark) for mark in MARKS_OF_SAVED if mark in attributes}
+                    saved.append((attributes, marks))
+                    if not _MARKED.isdisjoint(attributes):
+                        self.configure()  # guards would see the user's marks
             try:
                 return compiled(*self.args, **self.kwargs)
             except TorchDynamoException:
@@ -123,6 +128,8 @@ class CapturedCall:
                 for tensor in self.batch.tensors:  # AOTAutograd marks what it saves
                     for mark in MARKS_OF_SAVED:
                         tensor.__dict__.pop(mark, None)
+            for attributes, marks in saved:
+                attributes.update(marks)
 
     def configure(self) -> None:
         """Configure Dynamo from now to the end of the call."""
