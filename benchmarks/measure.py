@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import math
 import random
 import statistics
 import time
@@ -24,6 +25,7 @@ from benchmarks.tasks import Quantity, Task
 MEMORY_ALLOWANCE = 1.1  # times B * |P| * itemsize, above the plain step's peak
 FEWEST_ROUNDS = 25
 LONG_ROUND = 1.0  # seconds; above it there are fewer rounds
+SHORT_TURN = 0.01  # seconds; a shorter step is taken several times in its turn: the first finds cold caches
 BOOTSTRAP_SAMPLES = 4000
 
 
@@ -148,17 +150,20 @@ def warm_up(task: Task, engine: Engine, limit: int = 20) -> None:
 
 
 def time_rounds(task: Task, engines: dict[str, Engine], rounds: int, label: str, seed: int) -> dict[str, list[float]]:
-    """Seconds of each engine in each round; a round runs every engine once, in random order."""
+    """Seconds of each engine's step in each round; every engine has one turn in a round, in random order."""
     rng = random.Random(seed)
     times: dict[str, list[float]] = {name: [] for name in engines}
-    round_seconds = sum(timed(task, engine.step) for engine in engines.values())
+    seconds = [
+        timed(task, engine.step, 5 if timed(task, engine.step) < SHORT_TURN else 1) for engine in engines.values()
+    ]
+    round_seconds, steps = sum(seconds), max(1, math.ceil(SHORT_TURN / max(seconds)))
     if round_seconds > LONG_ROUND:
         rounds = min(rounds, max(FEWEST_ROUNDS, round(rounds * LONG_ROUND / round_seconds)))
     with _no_collection():
         for _ in tqdm(range(rounds), desc=f"{task.name} {label}", leave=False):
             gc.collect()
             for name in rng.sample(list(engines), len(engines)):
-                times[name].append(timed(task, engines[name].step))
+                times[name].append(timed(task, engines[name].step, steps))
     return times
 
 
@@ -185,13 +190,14 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> Interval:
     return Interval(float(ratios.quantile(0.5)), float(low), float(high))
 
 
-def timed(task: Task, step: Callable[[], None]) -> float:
-    """Seconds of one step, the device's work included."""
+def timed(task: Task, step: Callable[[], None], steps: int = 1) -> float:
+    """Seconds of one step, the mean of several, the device's work included."""
     _synchronize(task)
     start = time.perf_counter()
-    step()
+    for _ in range(steps):
+        step()
     _synchronize(task)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / steps
 
 
 def _synchronize(task: Task) -> None:

@@ -243,7 +243,7 @@ def _view(model: M, engine: Engine, arguments: dict[str, Any]) -> M:
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             engine.model.zero_grad(set_to_none)
-            _clear_results(engine.model, engine)
+            _clear_results(list(engine.model.parameters()), engine)
 
         def compile(self, *_: Any, **__: Any) -> None:
             raise OptionError(
@@ -298,16 +298,17 @@ def zero_grad(model: nn.Module) -> None:
     >>> getattr(model.weight, "grad_sample", None)
     """
     check_module("zero_grad", model)
-    for parameter in model.parameters():
+    parameters = list(model.parameters())
+    for parameter in parameters:
         parameter.grad = None
-    _clear_results(model, engine_of(model))
+    _clear_results(parameters, engine_of(model))
 
 
 @torch.compiler.disable(reason="fxgrad's results are no part of a graph")  # type: ignore[untyped-decorator]
-def _clear_results(model: nn.Module, engine: Engine | None) -> None:
-    clear(model.parameters())
+def _clear_results(parameters: Sequence[nn.Parameter], engine: Engine | None) -> None:
+    clear(parameters)
     if engine is None:
-        clear_results(model.parameters())
+        clear_results(parameters)
     else:
         if engine.units is not None:
             whole_and_shards = engine.units.parameters()
@@ -315,7 +316,7 @@ def _clear_results(model: nn.Module, engine: Engine | None) -> None:
             for parameter in whole_and_shards:
                 parameter.grad = None
         engine.store.results.clear()
-        engine.store.cleared(model.parameters())
+        engine.store.cleared(parameters)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
