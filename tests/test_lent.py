@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -264,8 +265,14 @@ class Reads(nn.Module):
 @pytest.mark.parametrize("of", [lambda held: held.k.mean(0), lambda held: held.k[0], lambda held: held.k.sum()])
 def test_a_field_as_long_as_the_batch_is_refused(of: Callable[[Any], Tensor]) -> None:
     transformed = fxgrad.transform(Reads(of), backend="eager")
-    with pytest.raises(LostLayout, match=r"input 'held\.k' is as long as the batch, and a field of an object"):
+    with pytest.raises(LostLayout, match=r"input 'held\.k' is as long as the batch, and in an object"):
         transformed(torch.randn(3, 4), SimpleNamespace(k=torch.randn(3, 4)))
+
+
+def test_a_deque_is_an_object_as_well() -> None:
+    transformed = fxgrad.transform(Reads(lambda held: held[0].mean(0)), backend="eager")
+    with pytest.raises(LostLayout, match=r"input 'held\[0\]' is as long as the batch, and in an object"):
+        transformed(torch.randn(3, 4), deque([torch.randn(3, 4)]))
 
 
 @dataclass

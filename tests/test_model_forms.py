@@ -291,7 +291,7 @@ class Cached(nn.Module):
 
 def test_samples_in_an_object() -> None:
     """The error names them, and the way that it shows leads on."""
-    said = r"input 'past.layers\[0\]' is as long as the batch, and a field of an object"
+    said = r"input 'past.layers\[0\]' is as long as the batch, and in an object"
     with pytest.raises(LostLayout, match=said):
         fxgrad.transform(Cached(), backend="eager")(values(), Cache(values()))
     assert_per_sample_grads(Cached(lambda past: Cache(*past)), values(), [values()])

@@ -19,8 +19,6 @@ from fxgrad.samples.batch import LOST, PACKED_DATA, PACKED_ORDER, PACKED_SIZES, 
 
 SAMPLE_DIM = "_fxgrad_sample_dim"  # on an input tensor, during a call: where it holds the samples
 
-_KEY, _FIELD = re.compile(r"'[^']*'"), re.compile(r"\.\w")  # in the name of an input: batch['a.b'].mask
-
 
 @dataclass(frozen=True)
 class Captured:
@@ -126,21 +124,17 @@ class Captured:
                 )
 
     def check_objects(self) -> None:
-        """Refuse tensors of objects among the arguments that are as long as the batch: nobody said what they hold."""
+        """Refuse tensors as long as the batch in what no call looks into: nobody said what they hold."""
         for i, role in self.roles.items():
-            name, shape = self.names[i], self.examples[i].shape
-            field = is_argument(self.placeholders[i]) and _FIELD.search(_KEY.sub("", name))
-            unseen = getattr(self.examples[i], SAMPLE_DIM, None) is None  # not SHARED by in_dims=
-            if (
-                role == SHARED
-                and unseen
-                and field
-                and any(shape[d : d + 1] == (self.batch_size,) for d in {*self.dims.values()})
-            ):
+            shape, node = self.examples[i].shape, self.placeholders[i]
+            unseen = role == SHARED and getattr(self.examples[i], SAMPLE_DIM, None) is None  # in_dims= marks it
+            if not unseen or not is_argument(node):
+                continue
+            if any(shape[d : d + 1] == (self.batch_size,) for d in {*self.dims.values()}):
                 raise LostLayout(
-                    f"input '{name}' is as long as the batch, and a field of an object: it would count as one value "
-                    "for all samples",
-                    where=_first_use(self.placeholders[i]),
+                    f"input '{self.names[i]}' is as long as the batch, and in an object that fxgrad does not look "
+                    "into: it would count as one value for all samples",
+                    where=_first_use(node),
                     advice="Pass it by itself, or in a list, tuple, dict or dataclass, and make the object inside "
                     "forward. A table for all samples is passed by itself, with in_dims= None for it.",
                 )
