@@ -16,7 +16,8 @@ from fxgrad.terms import Term
 @rule(F.layer_norm, of=("weight", "bias"), batched=("input",), ignore={"cudnn_enable": "it chooses a kernel"})
 def layer_norm(g, input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y = x̂ ⊙ w + b      dw_n = Σ_k g_nk ⊙ x̂_nk      db_n = Σ_k g_nk"""
-    x_hat = F.layer_norm(computable(input), normalized_shape, eps=eps)
+    rows = computable(input).flatten(0, 1)
+    x_hat = F.layer_norm(rows, normalized_shape, eps=eps).view_as(input)
     keep = len(normalized_shape)
     return {"weight": sum_positions(computable(g) * x_hat, keep), "bias": sum_positions(g, keep)}
 
@@ -24,7 +25,8 @@ def layer_norm(g, input, normalized_shape, weight=None, bias=None, eps=1e-5):
 @rule(F.rms_norm, of=("weight",), batched=("input",))
 def rms_norm(g, input, normalized_shape, weight=None, eps=None):
     """y = x̂ ⊙ w          dw_n = Σ_k g_nk ⊙ x̂_nk"""
-    x_hat = F.rms_norm(computable(input), normalized_shape, eps=eps)
+    rows = computable(input).flatten(0, 1)
+    x_hat = F.rms_norm(rows, normalized_shape, eps=eps).view_as(input)
     return {"weight": sum_positions(computable(g) * x_hat, len(normalized_shape))}
 
 
