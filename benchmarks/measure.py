@@ -153,10 +153,8 @@ def time_rounds(task: Task, engines: dict[str, Engine], rounds: int, label: str,
     """Seconds of each engine's step in each round; every engine has one turn in a round, in random order."""
     rng = random.Random(seed)
     times: dict[str, list[float]] = {name: [] for name in engines}
-    seconds = [
-        timed(task, engine.step, 5 if timed(task, engine.step) < SHORT_TURN else 1) for engine in engines.values()
-    ]
-    round_seconds, steps = sum(seconds), max(1, math.ceil(SHORT_TURN / max(seconds)))
+    seconds = [timed(task, engine.step) for engine in engines.values()]
+    round_seconds, steps = sum(seconds), math.ceil(SHORT_TURN / max(seconds))
     if round_seconds > LONG_ROUND:
         rounds = min(rounds, max(FEWEST_ROUNDS, round(rounds * LONG_ROUND / round_seconds)))
     with _no_collection():

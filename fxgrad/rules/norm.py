@@ -13,11 +13,15 @@ from fxgrad.rules.registry import rule
 from fxgrad.terms import Term
 
 
+def _like_forward(input, normalise):
+    """x̂ as the forward computes it, of its own tensor: a compiler that looks for common subexpressions finds it."""
+    return normalise(computable(input).flatten(0, 1)).view_as(input)
+
+
 @rule(F.layer_norm, of=("weight", "bias"), batched=("input",), ignore={"cudnn_enable": "it chooses a kernel"})
 def layer_norm(g, input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """y = x̂ ⊙ w + b      dw_n = Σ_k g_nk ⊙ x̂_nk      db_n = Σ_k g_nk"""
-    rows = computable(input).flatten(0, 1)
-    x_hat = F.layer_norm(rows, normalized_shape, eps=eps).view_as(input)
+    x_hat = _like_forward(input, lambda rows: F.layer_norm(rows, normalized_shape, eps=eps))
     keep = len(normalized_shape)
     return {"weight": sum_positions(computable(g) * x_hat, keep), "bias": sum_positions(g, keep)}
 
@@ -25,8 +29,7 @@ def layer_norm(g, input, normalized_shape, weight=None, bias=None, eps=1e-5):
 @rule(F.rms_norm, of=("weight",), batched=("input",))
 def rms_norm(g, input, normalized_shape, weight=None, eps=None):
     """y = x̂ ⊙ w          dw_n = Σ_k g_nk ⊙ x̂_nk"""
-    rows = computable(input).flatten(0, 1)
-    x_hat = F.rms_norm(rows, normalized_shape, eps=eps).view_as(input)
+    x_hat = _like_forward(input, lambda rows: F.rms_norm(rows, normalized_shape, eps=eps))
     return {"weight": sum_positions(computable(g) * x_hat, len(normalized_shape))}
 
 
@@ -71,8 +74,7 @@ def instance_norm(
     """y = x̂ ⊙ w + b, x̂ normalised over each channel's positions"""
     if not use_input_stats:
         return _per_channel(g, _standardised(input, running_mean, running_var, eps))
-    rows = F.instance_norm(computable(input).flatten(0, 1), eps=eps)
-    return _per_channel(g, rows.view_as(input))
+    return _per_channel(g, _like_forward(input, lambda rows: F.instance_norm(rows, eps=eps)))
 
 
 @rule(
