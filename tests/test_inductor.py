@@ -131,6 +131,16 @@ def test_group_norm_s_statistics_are_the_forward_s(device: torch.device) -> None
     assert "welford" not in backward
 
 
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_statistics_of_a_norm_over_features_are_the_forward_s(kind: type[nn.Module], device: torch.device) -> None:
+    model = fxgrad.transform(kind(64).to(device), quantity=fxgrad.ClippedGrad(1.0))
+    x = torch.randn(BATCH, 8, 64, device=device)
+    _, (forward, backward, *_) = run_and_get_code(lambda: default_loss(model(x)).backward())
+    root = re.compile(r"rsqrt\(|1 / std::sqrt\(")
+    assert root.search(forward)
+    assert not root.search(backward)
+
+
 def test_a_weight_is_computed_once_for_all_that_read_it(device: torch.device) -> None:
     layers = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
     model = fxgrad.transform(layers, quantity=fxgrad.ClippedGrad(1.0))
