@@ -9,13 +9,13 @@ from torch import fx
 
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, source_line, without_gradients
-from fxgrad.graph.edit import add_placeholders, open_tape
+from fxgrad.graph.edit import HOOKED, add_placeholders, function_of, open_tape
 from fxgrad.ops.calls import bind, op_name
 from fxgrad.ops.facts import EXAMPLE
 from fxgrad.ops.values import memory
 from fxgrad.ops.written import writers_by_memory
 from fxgrad.rules.lookup import OVER_THE_BATCH
-from fxgrad.runtime.targets import SingleTarget
+from fxgrad.runtime.targets import SingleTarget, hook_if_required
 
 
 def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -25,6 +25,7 @@ def take_whole_gradient(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     """
     graph = gm.graph
     _make_dense(graph)
+    _loosen_hooks(graph)
     placeholders, given = add_placeholders(graph, ctx)
     tape, cursor = open_tape(graph, ctx, (placeholders + given)[-1], 1, placeholders, given)
     handle = cursor
@@ -120,6 +121,13 @@ def _make_dense(graph: fx.Graph) -> None:
 _SPARSE: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 _SPARSE_IN_ATEN = {"embedding": 4, "embedding_bag": 5}  # by every spelling
 """Where lookups have the argument ``sparse``."""
+
+
+def _loosen_hooks(graph: fx.Graph) -> None:
+    """Let hooks (register_hook) be where a gradient flows: none does where ``requires_grad_()`` made a leaf of h."""
+    for node in graph.nodes:
+        if function_of(node) == HOOKED:
+            node.target = hook_if_required
 
 
 def _views(parameter: fx.Node, stopped: set[fx.Node]) -> list[fx.Node]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxgrad.errors import UnsupportedOp
 from fxgrad.graph.context import Context, place_beside, source_line, without_gradients
-from fxgrad.graph.edit import function_of
+from fxgrad.graph.edit import HOOKED, function_of
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import EXAMPLE
@@ -31,11 +31,11 @@ def wrap_bodies(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         name = function_of(node)
         if name == "higher_order::autograd_function_apply":
             _wrap_function(gm, node)
-        elif name == _HOOKED:  # the value itself, as PyTorch returns it: a second hook is on that, too
+        elif name == HOOKED:  # the value itself, as PyTorch returns it: a second hook is on that, too
             node.replace_all_uses_with(node.args[0])
         elif name in CONTROL_FLOW:
             _wrap_control_flow(gm, node, CONTROL_FLOW[name])
-    hooks = [node for node in gm.graph.nodes if function_of(node) == _HOOKED]
+    hooks = [node for node in gm.graph.nodes if function_of(node) == HOOKED]
     writers = writers_by_memory(gm.graph) if hooks else {}
     for node in hooks:
         _wrap_hook(gm, node, writers)
@@ -91,13 +91,13 @@ class _Hooked:
 
     def __init__(self, node: fx.Node, value: fx.Node, writes: list[fx.Node]) -> None:
         self.node, self.memory = node, memory(value)
-        self.names = [name for name in names_of(value) if op_name(name.target) != _HOOKED]
+        self.names = [name for name in names_of(value) if op_name(name.target) != HOOKED]
         stopped = without_gradients(node.graph)
         writes = [write for write in writes if write > self.names[0]]
         self.start = max([self.names[0], *(write for write in writes if write < node and write not in stopped)])
         self.later = [write for write in writes if write > self.start]
         readers = {user for name in self.names for user in name.users if user > self.start}
-        self.hooks = [reader for reader in readers if op_name(reader.target) == _HOOKED]
+        self.hooks = [reader for reader in readers if op_name(reader.target) == HOOKED]
         heard = [reader for reader in readers - stopped if reader in self.later or reader not in self.names]
         self.first: Any = min((reader for reader in heard if reader not in self.hooks), default=None)
 
@@ -140,7 +140,6 @@ def _hook_behind(node: fx.Node, hooked: _Hooked, hook: fx.GraphModule, given: li
         name.replace_all_uses_with(out, delete_user_cb=lambda user: not user < first and user not in hooked.hooks)
 
 
-_HOOKED = "higher_order::register_hook"
 _SETTINGS: dict[str, Any] = {"non_differentiable_idx": [], "saved_for_backward_idx": []}
 
 

@@ -1270,6 +1270,33 @@ def _(host: Any) -> None:
             assert host.traces_backward() is True
 
 
+@check("dynamo.leaves_followed")
+def _(host: Any) -> None:
+    """What may require a gradient, tests/test_odd_forwards.py sees."""
+    seen = []
+
+    def inner(x: Tensor) -> Tensor:
+        y = (x * 2).requires_grad_()
+        seen.append((y + 1).requires_grad)
+        return y * 3
+
+    def assigned(x: Tensor) -> Tensor:
+        y = x * 2
+        y.requires_grad = True
+        seen.append((y + 1).requires_grad)
+        return y * 3
+
+    for function in (inner, assigned):
+        with host.leaves_followed():
+            gm = captured(function, torch.ones(1))
+        assert seen == [True] and "requires_grad" not in gm.code
+        seen.clear()
+        torch._dynamo.reset()
+        with pytest.raises(host.Unsupported):
+            captured(function, torch.ones(1))
+        torch._dynamo.reset()
+
+
 @check("dynamo.specialize_floats", "dynamo.release_floats")
 def _(host: Any) -> None:
     inputs: list[int] = []

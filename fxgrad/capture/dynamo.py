@@ -9,8 +9,9 @@ A call that finds its graph needs none of it, so a call configures Dynamo only w
     call            catches the error, configures Dynamo, and calls the compiled function again
     call            leaves all settings
 
-The settings are, in their order: the lock, `marked`, `sizes_unseen`, `traceable_definitions`, `recurrent_modules` and
-`messages_ignored`. The lock comes first and goes last, because all threads share what the others change.
+The settings are, in their order: the lock, `marked`, `sizes_unseen`, `traceable_definitions`, `recurrent_modules`,
+`leaves_followed` and `messages_ignored`. The lock comes first and goes last, because all threads share what the
+others change.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from fxgrad.host.dynamo import (
     compilation,
     compile_lock,
     find_main,
+    leaves_followed,
     mark_dynamic,
     maybe_mark_dynamic,
     sizes_apart,
@@ -138,7 +140,8 @@ class CapturedCall:
         find_main(globals())
         self.settings = contextlib.ExitStack()
         marks = marked(self.batch, self.every_size)
-        patches = (sizes_unseen(), traceable_definitions(), recurrent_modules(self.model), messages_ignored())
+        modules = recurrent_modules(self.model)
+        patches = (sizes_unseen(), traceable_definitions(), modules, leaves_followed(), messages_ignored())
         for setting in (compile_lock, marks, *patches):
             self.settings.enter_context(setting)
         self.settings.callback(progress.end)

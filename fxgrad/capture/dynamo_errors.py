@@ -119,6 +119,11 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "of each sample's own values.",
     ),
     (
+        r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad",
+        "forward sets requires_grad of a tensor, which one graph cannot hold",
+        "Set it before the model is called.",
+    ),
+    (
         r"torch\.nn\.Parameter\(\)` constructor",
         "forward makes a Parameter, which none of the model's parameters is",
         "Make it in __init__ as an attribute of the model, or compute with a plain tensor.",

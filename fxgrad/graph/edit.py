@@ -80,6 +80,9 @@ def replace_outputs(node: fx.Node, values: Sequence[fx.Node]) -> None:
     node.graph.erase_node(node)
 
 
+HOOKED = "higher_order::register_hook"  # what Dynamo writes for it, as `function_of` names it
+
+
 def function_of(node: fx.Node) -> str:
     """Return the name of the function that a node calls; "" for any other node."""
     return op_name(node.target) if node.op == "call_function" else ""

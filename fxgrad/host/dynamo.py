@@ -14,6 +14,7 @@ import torch.fx.experimental._config as _shapes
 from torch import fx
 from torch._dynamo import eval_frame, symbolic_convert
 from torch._dynamo import exc as _exc
+from torch._dynamo.variables import TensorVariable, builtin
 from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -200,6 +201,53 @@ def sizes_apart() -> Iterator[None]:
         _shapes.use_duck_shape = duck
         for log, before in zip(logs, silent, strict=True):
             log.disabled = before
+
+
+@contextlib.contextmanager
+def leaves_followed() -> Iterator[None]:
+    """Let Dynamo follow ``h.requires_grad_()`` on a value of the model to which no gradient belongs yet.
+
+    Later values require a gradient, as in eager PyTorch; the graph has no node of it. ``h.requires_grad = True`` does
+    the same. Inputs are as before, and so are transforms of torch.func and `traces_backward`, for which Dynamo has
+    nodes of its own.
+
+    Why: transformers does so for checkpoints over frozen embeddings (``enable_input_require_grads()``, which peft
+    calls) and for the position bias of T5. No parameter's gradient passes there, and Dynamo breaks the graph.
+    Since: up to torch 2.12 it breaks at any ``requires_grad_()``, then where such a value reaches an output. The class
+    that follows ``setattr`` has another name from 2.13 on.
+    Without: LoRA with gradient checkpoints is refused, and T5 with them.
+    """
+    tensors: Any = TensorVariable
+    builtins: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
+    set_by = "_call_setattr" if builtins is not builtin.BuiltinVariable else "call_setattr"
+    method, setter = tensors.method_requires_grad_, getattr(builtins, set_by)
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        return self if _followed(self, requires_grad) else method(self, tx, requires_grad)
+
+    def call_setattr(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        asked = isinstance(obj, TensorVariable) and name.as_python_constant() == "requires_grad"
+        return value if asked and _followed(obj, value) else setter(self, tx, obj, name, value)
+
+    tensors.method_requires_grad_ = method_requires_grad_
+    setattr(builtins, set_by, call_setattr)
+    try:
+        yield
+    finally:
+        tensors.method_requires_grad_ = method
+        setattr(builtins, set_by, setter)
+
+
+def _followed(tensor: Any, requires_grad: Any) -> bool:
+    """Let a tensor, as Dynamo knows it, require a gradient if no graph has to say so; return whether it does now."""
+    value = tensor.as_proxy().node.meta["example_value"]
+    asked = requires_grad is True or (requires_grad.is_python_constant() and requires_grad.as_python_constant() is True)
+    inside = not tensor.source and torch._C._functorch.peek_interpreter_stack() is None
+    if asked and inside and not traces_backward():
+        value.requires_grad_()
+        tensor.requires_grad = True
+        return True
+    return False
 
 
 def calls_ignored(functions: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -260,6 +260,13 @@ class SingleTarget(Recorder):
         if g is not None:
             tape.note(self.key, tape.scaled(g.detach(), 1).unsqueeze(0))
         return []
+
+
+def hook_if_required(value: Tensor, hook: Callable[..., Any], *given: Tensor) -> Tensor:
+    """Register a hook, as Dynamo writes it into graphs, where the value requires a gradient; return the value."""
+    if value.requires_grad:
+        value.register_hook(lambda grad: hook(grad, *given))
+    return value
 
 
 TAPS = (TapTarget, TapSeveralTarget, OwnTapTarget)

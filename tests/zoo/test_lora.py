@@ -39,6 +39,17 @@ def test_with_dropout() -> None:
     assert_per_sample_grads(model, **inputs, backend="eager", tolerance=TOLERANCE, seed=1)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", LAYERS)
+def test_under_checkpoints(name: str) -> None:
+    """Behind frozen embeddings a hook of transformers calls ``requires_grad_()``, for a checkpoint's backward."""
+    model, inputs = adapted(name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    model.enable_input_require_grads()  # type: ignore[operator]
+    model.train()
+    assert_per_sample_grads(model, **inputs, backend="eager", tolerance=TOLERANCE)
+
+
 def test_nothing_for_frozen_layers() -> None:
     """One tap for every use of an adapter's matrix, and no gradient placeholder for anything else."""
     model, inputs = adapted("llama")
