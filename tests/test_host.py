@@ -1292,7 +1292,7 @@ def _(host: Any) -> None:
         assert seen == [True] and "requires_grad" not in gm.code
         seen.clear()
         torch._dynamo.reset()
-        with pytest.raises(host.Unsupported):
+        with pytest.raises(host.Unsupported, match="requires_grad"):
             captured(function, torch.ones(1))
         torch._dynamo.reset()
 

@@ -240,11 +240,11 @@ def leaves_followed() -> Iterator[None]:
 
 def _followed(tensor: Any, requires_grad: Any) -> bool:
     """Let a tensor, as Dynamo knows it, require a gradient if no graph has to say so; return whether it does now."""
-    value = tensor.as_proxy().node.meta["example_value"]
+    meta = tensor.as_proxy().node.meta
     asked = requires_grad is True or (requires_grad.is_python_constant() and requires_grad.as_python_constant() is True)
     inside = not tensor.source and torch._C._functorch.peek_interpreter_stack() is None
     if asked and inside and not traces_backward():
-        value.requires_grad_()
+        meta["example_value"].requires_grad_()
         tensor.requires_grad = True
         return True
     return False

@@ -84,6 +84,7 @@ def check_values(
 ) -> None:
     """Raise if noise, bounds and clipping do not match, or bound nothing."""
     _check_clipping(clipping, one_backward)
+    _check_takes_hooks(optimizer)
     _check_takes_one_gradient(optimizer)
     check_number("noise_multiplier", noise_multiplier, zero=True)
     _check_bounds(optimizer, max_grad_norm, clipping)
@@ -110,6 +111,22 @@ def _check_clipping(clipping: Any, one_backward: bool) -> None:
             f"clipping={clipping!r} is computed in the backward: Opacus's optimizers do not have it",
             advice="Pass one_backward=True, or grad_sample_mode='ghost' to fxgrad.opacus.PrivacyEngine.",
         )
+
+
+def _check_takes_hooks(optimizer: optim.Optimizer) -> None:
+    """Raise for a wrapper of another library's: the hook of the private step would have no place."""
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        wrapped = isinstance(getattr(optimizer, "optimizer", None), optim.Optimizer)
+        raise OptionError(
+            f"the optimizer is of {type(optimizer)}, which takes no hooks (register_step_pre_hook): the last of them "
+            "sees that a private step releases what was clipped, and nothing else",
+            advice="Pass the one that it wraps, as in make_private(.., optimizer=optimizer.optimizer), and train with "
+            "the one that make_private returns."
+            if wrapped
+            else "Pass an object of torch.optim.Optimizer.",
+        ) from None
 
 
 def _check_takes_one_gradient(optimizer: optim.Optimizer) -> None:

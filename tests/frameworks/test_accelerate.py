@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from opacus import PrivacyEngine
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxgrad
+import fxgrad.opacus
 from fxgrad.errors import OptionError
 from fxgrad.testing import relative_error
 from tests.frameworks.loop import clipped_sum, loop_rows, norms_of
@@ -135,3 +138,29 @@ def test_a_division_of_the_users_own() -> None:
     view = fxgrad.transform(net(), quantity=quantity, loss_reduction=4, backend="eager")
     (F.cross_entropy(view(x), y, reduction="sum") / 4).backward()
     torch.testing.assert_close(fxgrad.result(view, quantity), loop_norms(x, y))
+
+
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off")
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_prepared_optimizer_is_refused(wrapped: bool) -> None:
+    """Accelerate's wrapper takes no hooks; torch's optimizer inside of it does."""
+    model, x, y = net(), *batch()
+    model, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def private() -> Any:
+        return fxgrad.opacus.make_private(
+            PrivacyEngine(),
+            module=model,
+            optimizer=optimizer if wrapped else optimizer.optimizer,
+            data_loader=DataLoader(TensorDataset(x, y), 3),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            backend="eager",
+        )
+
+    if not wrapped:
+        assert private()[1].original_optimizer is optimizer.optimizer
+        return
+    with pytest.raises(OptionError, match="AcceleratedOptimizer'>, which takes no hooks") as caught:
+        private()
+    assert "optimizer=optimizer.optimizer" in caught.value.advice
