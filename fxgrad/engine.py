@@ -35,6 +35,7 @@ from fxgrad.capture.dynamo import (
     runs_as_originals,
 )
 from fxgrad.capture.dynamo_errors import (
+    captured_nothing,
     fails_without_dynamo,
     fixes_the_batch,
     not_captured,
@@ -288,6 +289,9 @@ class Engine:
         except FailOnRecompileLimitHit:
             raise too_many_graphs(compiled, self.roles[method].names) from None
         except Exception as error:
+            if captured_nothing(error):
+                del self.compiled[key]  # Dynamo skips that function from now on
+                raise not_captured(forward.parameters) from None
             if not gathered and fails_without_dynamo(error):  # without the graph the parameters are not whole
                 with torch.no_grad():  # let PyTorch raise its own error
                     self._original(method)(*args, **kwargs)

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture.dynamo import CapturedCall, check_configured, fresh_function
-from fxgrad.capture.dynamo_errors import translated
+from fxgrad.capture.dynamo_errors import captured_nothing, fails_without_dynamo, not_captured, translated
 from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.pipeline import ONE, Pass, passes_of, run_passes
@@ -22,6 +22,7 @@ from fxgrad.graph.context import Context
 from fxgrad.graph.printing import graph_text
 from fxgrad.host.dynamo import BackendCompilerFailed
 from fxgrad.samples.batch import Batch
+from fxgrad.untouched import modules_kept, random_numbers_kept
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class _Captured(Exception):
 def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     """Return the rewritten graph of ``model(*args, **kwargs)``, printable and stable.
 
-    trace runs no computation: it draws no random numbers and changes no buffers. The text has no addresses or paths.
+    trace draws no random numbers, changes no buffers, and computes nothing unless the model fails on the inputs. The
+    text has no addresses or paths.
 
     Args:
         model: a model, or a transformed one, whose options then apply.
@@ -69,6 +71,8 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     Raises:
         FxgradError: any error of the transformed model's first call, such as `MixedSamples`; also if the model uses no
             trainable parameter.
+        RuntimeError, TypeError, ..: the model's own, for inputs of a wrong shape or number. To raise it, trace calls
+            the model, and puts its buffers, attributes and random numbers back.
 
     Source: the passes of ``fxgrad.compile.pipeline``, on the graph that TorchDynamo captures.
 
@@ -120,11 +124,21 @@ def capture(
             return error.inner_exception.trace
         if moves_states(error):
             return capture(engine, args, kwargs, passes)
+        if captured_nothing(error):
+            raise not_captured(engine.parameters()) from None
+        if fails_without_dynamo(error):
+            _raise_own_error(engine.model, args, kwargs)
         raise translated(error, engine.options, engine.model) from error
     raise FxgradError(
         "the model has no graph: it uses no trainable parameter in any tensor op",
         advice="Pass a model whose forward computes with its parameters.",
     )
+
+
+def _raise_own_error(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the model raise what it raises without Dynamo, of wrong shapes or arguments; it stays as it is."""
+    with torch.no_grad(), random_numbers_kept(model), modules_kept(model):
+        model(*args, **kwargs)
 
 
 def settled_batch(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:

@@ -165,9 +165,100 @@ def test_generic_and_opaque_work_is_not_counted_and_said() -> None:
     (step,) = found.parameters[0].steps
     assert (step.by, step.terms, step.flops) == ("generic", ("per sample",), Cost())
     assert found.notes == ("flops leave out the generic rule, which runs the op's own derivative under vmap",)
-    found = fxgrad.explain(nn.LSTM(3, 4, batch_first=True), torch.randn(4, 5, 3))
-    assert found.notes == ("flops leave out what happens inside of fxgrad::recurrence",)
+
+
+class LSTMOfCells(nn.Module):
+    """What nn.LSTM computes, in products that PyTorch's counter sees."""
+
+    def __init__(self, lstm: nn.LSTM) -> None:
+        super().__init__()
+        self.lstm = lstm
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+        h, c = (one[0] for one in state)
+        w_ih, w_hh, b_ih, b_hh, *w_hr = self.lstm.parameters()
+        for step in x.unbind(1):
+            i, f, n, o = (F.linear(step, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * n.tanh()
+            h = o.sigmoid() * c.tanh()
+            h = h @ w_hr[0].t() if w_hr else h
+        return h
+
+
+@pytest.mark.parametrize("quantity", [fxgrad.GradSample(), fxgrad.Grad()], ids=str)
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM", "projected"])
+def test_recurrent_layers_cost_what_their_products_cost(kind: str, quantity: Any) -> None:
+    """First states require gradients, so that the product at the first step has one by each of its factors."""
+    lstm, more = kind in ("LSTM", "projected"), {"proj_size": 3} if kind == "projected" else {}
+    model = getattr(nn, "LSTM" if lstm else kind)(3, 5, batch_first=True, **more)
+    x, h = torch.randn(4, 7, 3), torch.randn(1, 4, 3 if more else 5, requires_grad=True)
+    state: Any = (h, torch.randn(1, 4, 5, requires_grad=True)) if lstm else h
+    found = fxgrad.explain(model, x, state, quantity=quantity)
+    with FlopCounterMode(display=False) as forward:
+        output = LSTMOfCells(model)(x, state) if lstm else model(x, state)[0]
+    with FlopCounterMode(display=False) as backward:
+        output.sum().backward()
+    totals = {total.what: total for total in found.totals}
+    for what, counter in (("forward", forward), ("backward", backward)):
+        assert totals[what].plain.value == totals[what].fxgrad.value == counter.get_total_flops() > 0
+    assert found.notes == ()
     assert {step.by for p in found.parameters for step in p.steps} == {"own backward"}
+
+
+def test_layers_above_the_first_have_input_gradients() -> None:
+    model, x, h = nn.GRU(3, 5, 2, batch_first=True), torch.randn(4, 7, 3), torch.randn(2, 4, 5, requires_grad=True)
+    backward = fxgrad.explain(model, x, h).totals[1]
+    with FlopCounterMode(display=False) as forward:
+        output = model(x, h)[0]
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    assert backward.plain.value == backward.fxgrad.value == counter.get_total_flops() > forward.get_total_flops()
+
+
+class Halfway(nn.Module):
+    """Gradients reach ``a`` in both of its uses, and neither ``b`` nor ``c``; nothing uses ``d``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(3, 3, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x) + self.a(self.b(x).detach()), self.c(x).argmax(-1)
+
+
+@pytest.mark.parametrize("quantity", [fxgrad.GradSample(), fxgrad.ClippedGrad(1.0)], ids=str)
+def test_what_no_gradient_reaches(quantity: Any) -> None:
+    found = fxgrad.explain(Halfway(), torch.randn(5, 3), quantity=quantity)
+    assert {p.name[0]: p.status for p in found.parameters} == {
+        "a": "trained",
+        "b": "unreached",
+        "c": "unreached",
+        "d": "unused",
+    }
+    terms = [step.terms for p in found.parameters for step in p.steps]
+    assert terms == [("n...o,n...i->noi",), ("n...o,n...i->noi",), ("no gradient",), ("no gradient",)]
+
+
+def test_what_is_pulled_back_through_functions_of_parameters() -> None:
+    """Of what moves no flops are counted; of the rest it is not known how often it is done."""
+    found = fxgrad.explain(Model(), torch.randn(5, 3), quantity=fxgrad.ClippedGrad(1.0))
+    (steps,) = (p.steps for p in found.parameters if p.name == "w")
+    assert [(step.terms[0], step.flops.value) for step in steps] == [
+        ("moved", 0),
+        ("pulled back", None),
+        ("n...o,n...i->noi", 160),
+    ]
+
+
+@pytest.mark.parametrize("run", [fxgrad.explain, fxgrad.trace])
+def test_wrong_inputs_raise_what_the_model_raises(run: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.GroupNorm(2, 4))
+    random = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(4x5 and 3x4\)"):
+        run(model, torch.randn(4, 5, generator=torch.Generator()))
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        run(model, torch.ones(4, 3), torch.ones(4, 3))
+    assert torch.equal(random, torch.get_rng_state())
 
 
 def test_torch_func_inside_the_model() -> None:

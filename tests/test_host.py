@@ -325,6 +325,21 @@ def _(host: Any) -> None:
     assert torch.ops.aten.mul.Tensor in seen and ADD.Tensor not in seen
 
 
+@check("dispatch.any_mode", "dispatch.mode_of_the_user")
+def _(host: Any) -> None:
+    """That Dynamo compiles nothing under such a mode, tests/test_switched_off.py sees."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Mode(host.TorchDispatchMode):  # type: ignore[misc]
+        pass
+
+    assert not host.any_mode() and host.mode_of_the_user() is None
+    with FakeTensorMode():
+        assert host.any_mode() and host.mode_of_the_user() is None
+        with Mode() as mode:
+            assert host.any_mode() == 2 and host.mode_of_the_user() is mode
+
+
 @check("dispatch.enable_python_dispatcher")
 def _(host: Any) -> None:
     assert not torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher")

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch._dynamo.config
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxgrad
 from fxgrad.errors import OptionError, OutsideGraph
@@ -39,6 +41,43 @@ def test_a_stance_for_a_new_graph() -> None:
     view(X).sum().backward()
     with torch.compiler.set_stance("eager_on_recompile"), pytest.raises(OutsideGraph, match=NOT_CAPTURED):
         view(X[:1])
+
+
+def test_dynamo_disabled_for_one_call() -> None:
+    """Dynamo skips the function from then on; later calls have another one."""
+    model = nn.Linear(3, 2)
+    view = view_of(model)
+    with torch._dynamo.config.patch(disable=True):
+        with pytest.raises(OutsideGraph, match=NOT_CAPTURED):
+            view(X)
+        with pytest.raises(OutsideGraph, match=NOT_CAPTURED):
+            fxgrad.trace(nn.Linear(3, 2), X)
+    view(X).sum().backward()
+    assert fxgrad.delivered(model.weight).shape == (5, 2, 3)
+
+
+class Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("mode", [Seeing, lambda: FlopCounterMode(display=False)], ids=["own", "flops"])
+def test_modes_that_see_each_op(mode: Any, fullgraph: bool, before: bool) -> None:
+    """Refused, whether the graph is there or not; the model works outside of the mode."""
+    model = nn.Linear(3, 2)
+    view = fxgrad.transform(model, fullgraph=fullgraph, backend="aot_eager", accumulate="overwrite")
+    if before:
+        view(X).sum().backward()
+    for run in (view, lambda x: fxgrad.explain(view, x)):
+        with mode(), pytest.raises(OutsideGraph, match=r"inside of a .*, a TorchDispatchMode") as caught:
+            run(X)
+        assert "outside of that" in caught.value.advice
+    view(X).sum().backward()
+    assert fxgrad.delivered(model.weight).shape == (5, 2, 3)
+    with torch.no_grad(), mode():
+        view.eval()(X[:0])
 
 
 def test_what_needs_no_gradient_runs_anywhere() -> None:

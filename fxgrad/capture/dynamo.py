@@ -35,6 +35,8 @@ from fxgrad.capture import progress
 from fxgrad.capture.captured import SAMPLE_DIM
 from fxgrad.capture.definitions import traceable_definitions
 from fxgrad.capture.recurrent_modules import recurrent_modules
+from fxgrad.errors import OutsideGraph
+from fxgrad.host.dispatch import any_mode, mode_of_the_user
 from fxgrad.host.dynamo import MARKS as PYTORCH_MARKS
 from fxgrad.host.dynamo import (
     MARKS_OF_SAVED,
@@ -102,6 +104,8 @@ class CapturedCall:
 
     def run(self, compiled: Callable[..., Any]) -> Any:
         """Return ``compiled(*args, **kwargs)``."""
+        if any_mode():
+            _check_modes()
         if _on_start not in compilation.start_callbacks:  # torch._dynamo.reset() forgets it
             compilation.register_start_callback(_on_start)
         enclosing, _CURRENT.call = _CURRENT.call, self
@@ -145,6 +149,17 @@ class CapturedCall:
         for setting in (compile_lock, marks, *patches):
             self.settings.enter_context(setting)
         self.settings.callback(progress.end)
+
+
+def _check_modes() -> None:
+    """Raise under a mode in which Dynamo would not compile, and would skip the function in later calls, too."""
+    mode = mode_of_the_user()
+    if mode is not None:
+        raise OutsideGraph(
+            f"the model is called inside of a {type(mode).__name__}, a TorchDispatchMode, in which TorchDynamo "
+            "captures nothing",
+            advice="Call it outside of that. For flops and memory there is fxgrad.explain(model, *inputs).",
+        )
 
 
 def _on_start(event: Any) -> None:

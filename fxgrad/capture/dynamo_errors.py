@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -29,6 +29,11 @@ def fails_without_dynamo(error: Exception) -> bool:
     raised = "failed to bind arguments|Observed exception|Assertion failed on symbolic shapes|assertion failed"
     own = isinstance(error, Unsupported) and re.search(raised, str(error))
     return bool(own) or isinstance(error, TorchRuntimeError)
+
+
+def captured_nothing(error: Exception) -> bool:
+    """Return whether Dynamo was switched off: torch 2.13 says so where one whole graph was asked for."""
+    return type(error) is RuntimeError and "found no compiled frames" in str(error)
 
 
 def fixes_the_batch(error: Exception) -> bool:
@@ -142,7 +147,7 @@ def too_many_graphs(compiled: Callable[..., Any], positional: Sequence[str]) -> 
     )
 
 
-def not_captured(names: Sequence[str]) -> OutsideGraph:
+def not_captured(names: Iterable[str]) -> OutsideGraph:
     """The model ran as it is: Dynamo was switched off, or told not to compile this call."""
     return OutsideGraph(
         f"TorchDynamo did not capture the model, so its parameters get ordinary gradients: {', '.join(names)}",

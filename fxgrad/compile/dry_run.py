@@ -20,6 +20,7 @@ from fxgrad.gradients.sample_grads import SampleGrads
 from fxgrad.graph.context import Context, path_to, source_line
 from fxgrad.host.dispatch import enable_python_dispatcher
 from fxgrad.host.tensors import identity
+from fxgrad.kernels.recurrent.flops import FLOPS as OF_RECURRENCES
 from fxgrad.ops.families import MOVEMENT
 from fxgrad.ops.values import tensors_of
 from fxgrad.rules.strategies import Contributions, Strategy
@@ -41,7 +42,8 @@ class Part:
     use: Use
     slot: int
     term: Term | None  # None where the rule gave the gradient itself
-    flops: sympy.Expr | None  # None where it was computed behind an opaque operator
+    flops: sympy.Expr | None  # None where it was computed behind an opaque operator, or all rows or sums at once
+    pulled_back: bool = False  # through a function of parameters that does more than move elements
     choice: Choice | None = None  # how it is contracted, where its gradient itself is not asked for
 
 
@@ -76,7 +78,7 @@ def rehearse(gm: fx.GraphModule, ctx: Context, size: int) -> Rehearsal:
 def _rehearse(gm: fx.GraphModule, ctx: Context, size: int | None) -> Rehearsal:
     rehearsal = Rehearsal()
     values = _inputs(gm, ctx, size)
-    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    forward, backward = _counter(), _counter()
     with ctx.symbols.mode, enable_python_dispatcher(), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with _saved(rehearsal, [value for value in values if isinstance(value, Tensor)]), forward:
@@ -88,6 +90,11 @@ def _rehearse(gm: fx.GraphModule, ctx: Context, size: int | None) -> Rehearsal:
     rehearsal.forward = _flops(forward)
     rehearsal.backward += _flops(backward)
     return rehearsal
+
+
+def _counter() -> FlopCounterMode:
+    formulas = {getattr(torch.ops.fxgrad, name.partition("::")[2]): flops for name, flops in OF_RECURRENCES.items()}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def _flops(counter: FlopCounterMode) -> sympy.Expr:
@@ -177,24 +184,38 @@ class _RememberingTape(Tape):
         )
         self.each: sympy.Expr | None = None  # flops of a gradient that is no term
 
-    def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
+    @contextmanager
+    def _counted_by_terms(self) -> Iterator[None]:
+        """Leave out what PyTorch's counter sees here: the flops of each term stand for it."""
         before = _flops(self.counter)
-        moves = strategy.use.op in MOVEMENT
-        self.each = None if strategy.name == "generic" else ZERO if moves else 2 * elements(g)
-        super().record(strategy, g, values, n)
-        self.each = None
+        yield
         self.rehearsal.backward -= _flops(self.counter) - before
 
+    def record(self, strategy: Strategy, g: Tensor, values: list[Any], n: int) -> None:
+        moves = strategy.use.op in MOVEMENT
+        self.each = None if strategy.name == "generic" else ZERO if moves else 2 * elements(g)
+        with self._counted_by_terms():
+            super().record(strategy, g, values, n)
+        self.each = None
+
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
+        if scaled:  # of `record`, or pulled back
+            self._note(use, parts, n, scaled)
+            return
+        with self._counted_by_terms():  # of an op with a backward of its own
+            self._note(use, parts, n, scaled)
+
+    def _note(self, use: Use, parts: Contributions, n: int, scaled: bool) -> None:
         for slot, part in parts:
             term = part if isinstance(part, Term) else None
-            moved = isinstance(part, Materialised | Virtual)  # pulled back through a function of parameters
-            flops = ZERO if moved else self.each if term is None else term.flops()
+            moved = isinstance(part, Materialised | Virtual)  # through a function of parameters
+            pulled_back = moved and use.op not in MOVEMENT
+            flops = None if pulled_back else ZERO if moved else self.each if term is None else term.flops()
             self.log.clear()
             with self._placed(use):
                 super().add(use, [(slot, part)], n, scaled=scaled)
             choice = self._choice(use.wrt[slot], moved)
-            self.rehearsal.parts.append(Part(use, slot, term, flops, choice))
+            self.rehearsal.parts.append(Part(use, slot, term, flops, pulled_back, choice))
             if choice is None and term is not None and flops is not None and term.in_flop_counter():
                 self.rehearsal.backward += flops
 
@@ -247,9 +268,8 @@ class _RememberingFactorTape(_RememberingTape, FactorTape):
         return self.log[-1][1] if self.log else Choice(Way.MATERIALISE, "its rule gives the gradient itself")
 
     def results(self, n: int, like: Tensor, given: Sequence[Tensor]) -> list[Tensor | None]:
-        before = _flops(self.counter)
-        results = super().results(n, like, given)
-        self.rehearsal.backward -= _flops(self.counter) - before
+        with self._counted_by_terms():
+            results = super().results(n, like, given)
         self._settle()
         return results
 

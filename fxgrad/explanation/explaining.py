@@ -22,7 +22,17 @@ from fxgrad.errors import BatchSizeError, OptionError
 from fxgrad.explanation.drawing import page
 from fxgrad.explanation.findings import Contracted, Cost, Explained, Findings, Option, Step, Total
 from fxgrad.explanation.text import as_text
-from fxgrad.explanation.values import GraphValues, TapNode, line_of, modules_of, opaque, short_name, term_text, where
+from fxgrad.explanation.values import (
+    NO_GRADIENT,
+    GraphValues,
+    TapNode,
+    line_of,
+    modules_of,
+    opaque,
+    short_name,
+    term_text,
+    where,
+)
 from fxgrad.graph.context import Context
 from fxgrad.graph.printing import dtype_name
 from fxgrad.kernels.compiled import libraries_asked
@@ -86,18 +96,20 @@ def explain(
     The explanation lists each use of a parameter, with the line of the model and the rule that differentiates it: the
     rule of the op, the elementwise one or the generic one. It shows the einsum of the per-sample gradient, the layout
     of the samples, and the flops. A function of parameters (``w.t()``) is a use too, followed by the uses of its value.
-    Frozen and unused parameters are listed as such.
+    Frozen and unused parameters are listed as such, and uses that no gradient reaches, as behind ``detach()``.
 
     Numbers are for this batch; `Cost.formula` has them in B and the other dynamic sizes. One multiplication counts as
     two flops. The totals compare with the plain model's step. They count products and convolutions as
     `torch.utils.flop_counter` does, forward and backward, and the memory saved for the backward, before a compiler
-    recomputes some of it.
+    recomputes some of it. Recurrent layers of the plain step are counted as fxgrad computes them: what PyTorch's own
+    kernels save depends on the device.
 
     If a quantity needs norms or sums instead of the gradients, each use has a strategy, chosen by the cost model or
-    ``strategy=``. `Step.contracted` has the chosen strategy, the reason, and the cost of each one. If the gradients of
-    a parameter are still materialised, at B times its size, `Explained.materialised` is True.
+    ``strategy=``. Its flops are those of its products. `Step.contracted` has the chosen strategy, the reason, and the
+    cost of each one. If the gradients of a parameter are still materialised, at B times its size,
+    `Explained.materialised` is True.
 
-    explain runs no computation and leaves the model unchanged.
+    explain leaves the model unchanged, and computes nothing unless the model fails on the inputs.
 
     Args:
         model: a model, or a transformed one, whose options then apply.
@@ -110,6 +122,7 @@ def explain(
 
     Raises:
         FxgradError: any error of the transformed model's first call: `MixedSamples`, `UnsupportedOp`, ...
+        RuntimeError, TypeError, ..: the model's own, for inputs of a wrong shape or number, as in `fxgrad.trace`.
         OptionError: quantity= is passed with a model that is already transformed.
 
     Source: the graph of `fxgrad.trace`, the cost model of ``fxgrad.costs`` and `torch.utils.flop_counter`.
@@ -222,7 +235,8 @@ class _Explainer:
             names.setdefault(id(p), []).append(name)
         for name, p in self.model.named_parameters():
             steps = tuple(self._steps(keys[name])) if name in keys else ()
-            status = "frozen" if not p.requires_grad else "trained" if steps else "unused"
+            reached = any(step.terms != (NO_GRADIENT,) for step in steps)
+            status = "frozen" if not p.requires_grad else "trained" if reached else "unreached" if steps else "unused"
             size = self.ctx.symbols.symbol * p.numel() * p.element_size()
             aliases = tuple(alias for alias in names[id(p)] if alias != name)
             yield Explained(
@@ -255,7 +269,7 @@ class _Explainer:
             node.name,
             tap.strategy.name,
             of,
-            tuple(term_text(part) for part in parts),
+            tuple(term_text(part) for part in parts) or ((NO_GRADIENT,) if self.transformed is not None else ()),
             (modules_of(node) or [""])[-1],
             line_of(node),
             ", ".join(dtype_name(v.dtype) + self.ctx.symbols.show_shape(v.shape) for v in tensors_of(FAKE.get(node))),

@@ -48,7 +48,7 @@ class Step:
     node: str  # its name in the graph
     by: str  # "rule", "elementwise", "generic" or "own backward"
     of: str  # the function of parameters that it uses: "" for the parameter itself
-    terms: tuple[str, ...]  # the einsums of its per-sample gradient; "summed" if the rule returns a tensor
+    terms: tuple[str, ...]  # the einsums of its per-sample gradient; or "summed", "moved", "pulled back", "no gradient"
     module: str
     line: str  # of the user's source: file, number, code
     output: str  # dtype and shape of its output
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Explained:
-    """One parameter; ``status`` is "trained", "unused" or "frozen".
+    """One parameter; ``status`` is "trained", "unused", "frozen", or "unreached" if no gradient reaches its uses.
 
     If ``materialised`` is False, no value of the compiled graph is its gradients of all samples.
     """

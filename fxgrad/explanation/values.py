@@ -13,12 +13,15 @@ from fxgrad.explanation.findings import Value
 from fxgrad.graph.context import Context, source_line
 from fxgrad.graph.printing import dtype_name
 from fxgrad.host.modules import INNER
+from fxgrad.kernels.recurrent.flops import FLOPS as OF_RECURRENCES
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.values import tensors_of
 from fxgrad.rules.uses import Use
 from fxgrad.runtime.targets import CollectTarget, DeriveTarget, NewTape, OwnTapTarget, TapSeveralTarget, TapTarget
 from fxgrad.samples.layouts import SAMPLES, Kind, Layout, Samples
+
+NO_GRADIENT = "no gradient"  # the term of a use that no gradient reaches
 
 
 class TapNode:
@@ -136,13 +139,16 @@ def short_name(op: str) -> str:
 
 
 def opaque(node: fx.Node) -> str:
-    """Return the name of an operator that PyTorch's flop counter does not count; empty for others."""
+    """Return the name of an operator that no flop counter counts; empty for others."""
     name = op_of(node) if node.op == "call_function" else ""
-    return name if "::" in name and not name.startswith("aten::") else ""
+    counted = name.startswith("aten::") or name in OF_RECURRENCES
+    return name if "::" in name and not counted else ""
 
 
 def term_text(part: Part) -> str:
     """Return a short text for the computation of a contribution."""
+    if part.pulled_back:
+        return "pulled back"
     if part.term is None:
         return "per sample" if part.flops is None else "summed" if part.flops != 0 else "moved"
     return str(part.term.equation)

@@ -20,6 +20,27 @@ computed while a fake mode or a tracer is on.
 Without: nothing is proved, as fake tensors have no values.
 """
 
+any_mode = torch._C._len_torch_dispatch_stack
+"""The number of modes of this thread that are on, PyTorch's own among them.
+
+Why: each call asks.
+Without: as `mode_of_the_user`.
+"""
+
+
+def mode_of_the_user() -> TorchDispatchMode | None:
+    """Return a mode that is on and is not PyTorch's own machinery, such as a FlopCounterMode; None without.
+
+    Why: under one, Dynamo compiles nothing, and skips the function from then on.
+    Without: a call inside of a FlopCounterMode, and all later calls, end in a RuntimeError of PyTorch's.
+    """
+    for i in range(any_mode()):
+        mode: TorchDispatchMode = torch._C._get_dispatch_stack_at(i)
+        if not mode.is_infra_mode() and not mode.ignore_compile_internals():
+            return mode
+    return None
+
+
 enable_python_dispatcher = _python.enable_python_dispatcher
 """Let Python's definitions of composite ops run, which keep symbolic sizes.
 

@@ -32,6 +32,9 @@ def recurrence(grads, outputs, samples_first, mode, x, lengths, h0, c0, w_ih, w_
     }
     if w_hr is not None:
         terms["w_hr"] = Term("n...o,n...i->noi", samples_first(fourth), samples_first(saved[-1]))
-    by_c = None if c0 is None else dc0.to(c0.dtype)
-    dx = input_gradient(dxp, w_ih.to(dxp.dtype)).to(x.dtype)  # no compiled backward computes it where x needs none
-    return {"x": dx, "h0": dh0.to(h0.dtype), "c0": by_c}, terms
+    inputs = {
+        "x": lambda: input_gradient(dxp, w_ih.to(dxp.dtype)).to(x.dtype),
+        "h0": lambda: dh0.to(h0.dtype),
+        "c0": lambda: dc0.to(c0.dtype),
+    }
+    return inputs, terms

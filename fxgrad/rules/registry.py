@@ -162,7 +162,8 @@ def own_backward(op: str, *, of: Iterable[str], rows: str, outputs: int) -> Call
     """Register ``function(grads, outputs, samples_first, **arguments) -> (input gradients, parameters' terms)``.
 
     It stands in for autograd's backward of the op, whose rule would have to compute the same again.
-    ``samples_first`` brings a value with the layout of the argument ``rows`` into a term's form.
+    ``samples_first`` brings a value with the layout of the argument ``rows`` into a term's form. An input's gradient is
+    a function without arguments, called if the input requires one.
     """
 
     def register(function: F) -> F:

@@ -192,9 +192,14 @@ class OwnStrategy:
     name: str = "own backward"
 
     def gradients(
-        self, grads: Sequence[Tensor | None], outputs: Sequence[Tensor], values: Sequence[Any], n: int
+        self,
+        grads: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
+        values: Sequence[Any],
+        n: int,
+        needed: Sequence[bool],
     ) -> tuple[list[Tensor | None], Contributions]:
-        """Return the gradient of every operand, None for a parameter's, and the parameters' per-sample gradients."""
+        """Return the gradients of the operands that need one, and the parameters' per-sample gradients."""
         use, rule = self.use, self.rule
         rows = use.arguments[rule.rows]
         layout = use.layouts[rows.position]
@@ -208,15 +213,15 @@ class OwnStrategy:
         by_operand: list[Tensor | None] = [None] * len(values)
         for name, grad in by_input.items():
             slot = use.arguments[name]
-            if isinstance(slot, Slot):
-                by_operand[slot.position] = grad
+            if isinstance(slot, Slot) and needed[slot.position]:
+                by_operand[slot.position] = grad()
         parts: Contributions = []
         for name, slots in use.differentiated.items():
             if name in by_parameter:
                 parts.append((slots[0], by_parameter[name]))
             else:  # an input of the one sample, made of parameters alone
                 by_operand[slots[0]] = None
-                parts.append((slots[0], by_input[name].unsqueeze(0)))
+                parts.append((slots[0], by_input[name]().unsqueeze(0)))
         return by_operand, parts
 
 

@@ -206,11 +206,13 @@ class OwnTapTarget(_OfOp[OwnStrategy]):
     def kept(self, ctx: Any, operands: Sequence[Any], output: tuple[Tensor, ...]) -> list[Any]:
         ctx.mark_non_differentiable(*output[self.strategy.rule.outputs :])
         n, *others = operands
-        return [n, len(output), *output, *others[self.handles :]]
+        values = others[self.handles :]
+        needed = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(values) :]
+        return [n, needed, len(output), *output, *values]
 
     def backward(self, tape: Tape, grads: Sequence[Tensor | None], kept: list[Any]) -> Sequence[Tensor | None]:
-        n, outputs, *values = kept
-        by_operand, parts = self.strategy.gradients(grads, values[:outputs], values[outputs:], n)
+        n, needed, outputs, *values = kept
+        by_operand, parts = self.strategy.gradients(grads, values[:outputs], values[outputs:], n, needed)
         tape.add(self.strategy.use, parts, n, scaled=False)
         return [None, *[None] * self.handles, *by_operand]
 
