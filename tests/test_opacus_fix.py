@@ -134,6 +134,48 @@ def test_what_is_right_stays_as_it_is() -> None:
     assert model[1] is norm
 
 
+class Named(nn.BatchNorm1d):
+    """Computes what its base class does."""
+
+
+class Activated(nn.BatchNorm1d):
+    """Computes something more."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Lone(nn.modules.batchnorm._BatchNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+def test_subclasses_that_compute_the_same() -> None:
+    model, expected = normed(Named(4)), fix(normed())
+    with pytest.raises(UnsupportedModuleError, match=r"(?s)Named '1'.*Pass fix=True"):
+        fxgrad.opacus.validate(model)
+    weight = model[1].weight
+    train(make(model))
+    assert type(model[1]) is nn.GroupNorm and model[1].weight is weight
+    assert model[1].num_groups == expected[1].num_groups  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", [Activated, Lone])
+def test_subclasses_that_no_fixer_knows(kind: Any) -> None:
+    model = normed(kind(4))
+    norm, parameters = model[1], [*model.parameters()]
+    with pytest.raises(UnsupportedModuleError, match=rf"(?s){kind.__name__} '1'.*Put another layer in its place"):
+        make(model, fix=False)
+    for run in (lambda: fix(model), lambda: make(model)):
+        with pytest.raises(OptionError, match=f"no fixer knows <class '.*{kind.__name__}'>") as caught:
+            run()
+        assert "call its eval()" in caught.value.advice
+    assert model[1] is norm and [*map(id, model.parameters())] == [*map(id, parameters)]
+    norm.eval()
+    fxgrad.opacus.validate(model)
+    assert type(fix(model)[1]) is kind  # type: ignore[index]
+
+
 def test_frozen_parameters_stay_frozen() -> None:
     model = normed(nn.BatchNorm1d(4).requires_grad_(False))
     assert not any(p.requires_grad for p in fix(model)[1].parameters())  # type: ignore[index]

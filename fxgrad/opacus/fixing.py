@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
-from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn, optim
 
 from fxgrad.api import engine_of
 from fxgrad.errors import OptionError
 from fxgrad.host.modules import BatchNorm
-from fxgrad.opacus.validating import objections
+from fxgrad.opacus.fixers import fixer_of
+from fxgrad.opacus.validating import advice, objections
 
 RECURRENT = {DPRNN: nn.RNN, DPLSTM: nn.LSTM, DPGRU: nn.GRU}
 FIRST = "Call model = fxgrad.opacus.fix(model), and make the optimizer of model.parameters(); leave out fix=True."
@@ -39,6 +39,12 @@ def fix(module: nn.Module) -> nn.Module:
     DPMultiheadAttention with ``batch_first=True`` stays, as it computes another function than nn.MultiheadAttention.
     Parameters that are frozen stay frozen. Make the optimizer of the copy's parameters.
 
+    Subclasses of BatchNorm that inherit its forward are replaced like it, and timm's ``BatchNormAct2d`` by timm's
+    ``GroupNormAct``, with the same activation.
+
+    Raises:
+        OptionError: the validator refuses a layer of another class, such as a subclass with a forward of its own.
+
     >>> [type(layer).__name__ for layer in fix(nn.Sequential(DPLSTM(3, 4), nn.BatchNorm2d(8)))]
     ['LSTM', 'GroupNorm']
     """
@@ -52,8 +58,8 @@ def fix_in_place(module: nn.Module, optimizer: optim.Optimizer) -> None:
     See Note [Parameters of a replaced layer].
 
     Raises:
-        OptionError: the model itself would be replaced, or is transformed; the optimizer holds parameters that the
-            fixed model does not have, or has a state of a replaced BatchNorm. The model is then as it was.
+        OptionError: as `fix`; the model itself would be replaced, or is transformed; the optimizer holds parameters
+            that the fixed model does not have, or has a state of a replaced BatchNorm. The model is then as it was.
     """
     replacements = _replacements(module)
     if not replacements:
@@ -108,8 +114,11 @@ def _replacement(old: nn.Module) -> nn.Module | None:
     """Return the layer to put in place of another; None if that stays."""
     kind: Any = type(old)
     flags = {p.requires_grad for p in old.parameters()}
-    if kind in ModuleValidator.FIXERS and objections(old):
-        new: nn.Module = ModuleValidator.FIXERS[kind](old)
+    if objections(old):
+        fixer = fixer_of(old)
+        if fixer is None:
+            raise OptionError(f"no fixer knows {kind}, which Opacus's validator refuses", advice=advice(old).strip())
+        new = fixer(old)
     elif kind in RECURRENT:
         new = _recurrent(old)
     elif kind is DPMultiheadAttention and not old.batch_first and len(flags) == 1:
@@ -172,4 +181,5 @@ def _carried(old: nn.Module, new: nn.Module) -> Iterator[tuple[str, nn.Parameter
     """Yield the name of each parameter that the layers have in common, the old Parameter and the new value."""
     if _alike(old, new):
         values = dict(new.named_parameters())
-        yield from ((name, parameter, values[name]) for name, parameter in list(old.named_parameters()))
+        own = dict(old.named_parameters(recurse=False)) if isinstance(old, BatchNorm) else dict(old.named_parameters())
+        yield from ((name, parameter, values[name]) for name, parameter in own.items())

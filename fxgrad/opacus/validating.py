@@ -12,9 +12,9 @@ from opacus.validators.module_validator import ModuleValidator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fxgrad.api import engine_of
 from fxgrad.errors import OptionError
 from fxgrad.host.modules import BatchNorm
+from fxgrad.opacus.fixers import class_of, fixer_of
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 COVERED = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
@@ -25,6 +25,7 @@ REPLACED = (
 )
 
 MADE_ANEW = "\n  Make it with track_running_stats=False: fix=True does not know this class."
+OWN_FORWARD = "\n  Put another layer in its place, or call its eval(): fix=True does not know this class's forward."
 
 
 def validate(module: nn.Module) -> None:
@@ -32,7 +33,7 @@ def validate(module: nn.Module) -> None:
 
     These are nn.RNN, nn.LSTM, nn.GRU and nn.MultiheadAttention, and BatchNorm in eval mode. BatchNorm in training mode
     is validated even without trainable parameters, as its running statistics depend on the samples. An instance norm
-    with running statistics is refused in every mode, as ``model.train()`` may come later; so are its subclasses.
+    with running statistics is refused in every mode, as ``model.train()`` may come later. So are subclasses of both.
 
     Raises:
         opacus.validators.errors.UnsupportedModuleError: with every reason.
@@ -45,31 +46,34 @@ def validate(module: nn.Module) -> None:
     """
     errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
     for name, part in module.named_modules():
-        advice = REPLACED if _kind(part) in ModuleValidator.FIXERS else MADE_ANEW
-        errors += [type(reason)(f"{_kind(part).__name__} '{name}': {reason}{advice}") for reason in objections(part)]
+        errors += [
+            type(reason)(f"{class_of(part).__name__} '{name}': {reason}{advice(part)}") for reason in objections(part)
+        ]
     if errors:
         raise UnsupportedModuleError(errors)
 
 
-def _kind(part: nn.Module) -> type:
-    transformed = engine_of(part)
-    return type(part if transformed is None else transformed.model)  # the user's class
+def advice(part: nn.Module) -> str:
+    """Return what to do about a layer with objections."""
+    if fixer_of(part) is not None:
+        return REPLACED
+    return OWN_FORWARD if isinstance(part, BatchNorm) else MADE_ANEW
 
 
 def objections(part: nn.Module) -> list[Any]:
     """Return Opacus's reasons against one layer that fxgrad shares."""
-    kind = _kind(part)
+    kind = class_of(part)
     if isinstance(part, INSTANCE_NORMS):  # its validator looks at track_running_stats alone
         return [*ModuleValidator.VALIDATORS[nn.InstanceNorm1d](part)]
+    if isinstance(part, BatchNorm) and part.training:
+        return [*ModuleValidator.VALIDATORS[nn.BatchNorm1d](part)]
     if kind in COVERED or kind not in ModuleValidator.VALIDATORS or not _matters(part):
         return []
     return [*ModuleValidator.VALIDATORS[kind](part)]
 
 
 def _matters(part: nn.Module) -> bool:
-    if isinstance(part, BatchNorm):
-        return part.training
-    return any(p.requires_grad for p in part.parameters(recurse=False))
+    return not isinstance(part, BatchNorm) and any(p.requires_grad for p in part.parameters(recurse=False))
 
 
 def check_not_wrapped(module: nn.Module) -> None:

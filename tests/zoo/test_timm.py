@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import opacus
 import pytest
+import torch
+from timm.layers import BatchNormAct2d, GroupNormAct
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxgrad
+import fxgrad.opacus
 from fxgrad.testing import assert_per_sample_grads
 from tests.examples import load
 from tests.zoo.models import TOLERANCE
@@ -34,6 +40,32 @@ def test_batch_norm_in_training_mode_is_refused() -> None:
     model, inputs = create("xcit_nano_12_p16_224", img_size=32, embed_dim=16, depth=1, num_heads=2, num_classes=5)
     with pytest.raises(fxgrad.errors.MixedSamples, match=r"batch_norm in training mode .*\n.*xcit\.py"):
         fxgrad.transform(model, backend="eager")(inputs["x"])
+
+
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning")
+@pytest.mark.parametrize("name", ["efficientnet_b0", "regnetx_002"])
+def test_batch_norms_with_an_activation_become_group_norms(name: str) -> None:
+    """As fxgrad.opacus.fix makes them of plain batch norms: the activations stay, and so do the Parameter objects."""
+    torch.manual_seed(0)
+    model, _ = create(name, num_classes=3)
+    activations = [layer.act for layer in model.modules() if isinstance(layer, BatchNormAct2d)]
+    before = [*map(id, model.parameters())]
+    fxgrad.opacus.make_private(
+        opacus.PrivacyEngine(),
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.ones(4, 1)), 2),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        fix=True,
+        backend="eager",
+    )
+    norms = [layer for layer in model.modules() if isinstance(layer, GroupNormAct)]
+    assert activations and [layer.act for layer in norms] == activations
+    assert [*map(id, model.parameters())] == before
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    assert {32 % layer.num_groups for layer in norms} == {0}
+    assert_per_sample_grads(model.double(), torch.randn(2, 3, 32, 32).double(), backend="eager", tolerance=TOLERANCE)
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
