@@ -477,6 +477,11 @@ def branch_by_values() -> Any:
     transformed(Branches())(X)
 
 
+@mistake(MixedSamples, "batch_norm in training mode", "in BatchNorm1d, the model itself")
+def a_layer_as_the_model() -> Any:
+    transformed(nn.BatchNorm1d(3))(X)
+
+
 @mistake(MixedSamples, "linear lets samples influence each other", "path: x -> mean -> sub", 'pass mixing="allow"')
 def mean_over_samples() -> Any:
     class Centred(Net):

@@ -123,9 +123,10 @@ def _module(node: fx.Node) -> str:
     if not stack:
         return ""
     path, kind = stack[-1]
-    names = re.findall(r"\['([^']+)'\]|\.(\w+)", str(path))
-    words = [a or b for a, b in names if (a or b) != INNER]
-    return f"in {getattr(kind, '__name__', kind)} '{words[-1] if words else path}'"
+    inside = re.sub(r"^L\['(original|self)'\]", "", str(path))  # fxgrad's and Dynamo's names of the model
+    words = [a or b for a, b in re.findall(r"\['([^']+)'\]|\.(\w+)", inside) if (a or b) != INNER]
+    name = getattr(kind, "__name__", kind)
+    return f"in {name} '{words[-1]}'" if words else f"in {name}, the model itself"
 
 
 def path_to(node: fx.Node, ctx: Context) -> str:
