@@ -240,6 +240,7 @@ class Engine:
             self.first_batch = forward.first_batch = None
         if self.options.fullgraph:
             if not forward.placeholders and (names := used_outside(tensors, self.names())):
+                self.compiled.clear()  # Dynamo may skip that function from now on
                 raise not_captured(names)
         else:
             forward.outside = used_outside(tensors, self.names())

@@ -264,6 +264,7 @@ def required_before_a_checkpoint(m: Any, x: Tensor) -> Tensor:
     return h.sin()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # hooks, before torch 2.13
 @pytest.mark.parametrize("size", [4, 1])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(

@@ -213,8 +213,8 @@ def leaves_followed() -> Iterator[None]:
 
     Why: transformers does so for checkpoints over frozen embeddings (``enable_input_require_grads()``, which peft
     calls) and for the position bias of T5. No parameter's gradient passes there, and Dynamo breaks the graph.
-    Since: up to torch 2.12 it breaks at any ``requires_grad_()``, then where such a value reaches an output. The class
-    that follows ``setattr`` has another name from 2.13 on.
+    Since: torch 2.11 breaks at any ``requires_grad_()``, later ones where such a value reaches an output. Up to 2.12
+    one class follows ``setattr`` and other builtins, and remembers how.
     Without: LoRA with gradient checkpoints is refused, and T5 with them.
     """
     tensors: Any = TensorVariable
@@ -229,13 +229,16 @@ def leaves_followed() -> Iterator[None]:
         asked = isinstance(obj, TensorVariable) and name.as_python_constant() == "requires_grad"
         return value if asked and _followed(obj, value) else setter(self, tx, obj, name, value)
 
-    tensors.method_requires_grad_ = method_requires_grad_
-    setattr(builtins, set_by, call_setattr)
+    def put(of_method: Any, of_setattr: Any) -> None:
+        tensors.method_requires_grad_ = of_method
+        setattr(builtins, set_by, of_setattr)
+        getattr(builtins, "call_function_handler_cache", {}).clear()
+
+    put(method_requires_grad_, call_setattr)
     try:
         yield
     finally:
-        tensors.method_requires_grad_ = method
-        setattr(builtins, set_by, setter)
+        put(method, setter)
 
 
 def _followed(tensor: Any, requires_grad: Any) -> bool:
