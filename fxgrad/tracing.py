@@ -17,7 +17,7 @@ from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.pipeline import ONE, Pass, passes_of, run_passes
 from fxgrad.engine import Engine, moves_states
-from fxgrad.errors import FxgradError
+from fxgrad.errors import BatchSizeError, FxgradError
 from fxgrad.graph.context import Context
 from fxgrad.graph.printing import graph_text
 from fxgrad.host.dynamo import BackendCompilerFailed
@@ -104,6 +104,8 @@ def capture(
     kwargs = dict(kwargs)
     engine.pop_sample_weight("forward", kwargs)  # no graph has it
     batch = engine.roles["forward"].find(args, kwargs)
+    if batch.size == 0:
+        raise BatchSizeError("the batch is empty: a graph needs samples", advice="Pass a batch of one or more.")
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         check_configured()
@@ -125,7 +127,7 @@ def capture(
         if moves_states(error):
             return capture(engine, args, kwargs, passes)
         if captured_nothing(error):
-            raise not_captured(engine.parameters()) from None
+            raise not_captured(name for name, p in engine.parameters().items() if p.requires_grad) from None
         if fails_without_dynamo(error):
             _raise_own_error(engine.model, args, kwargs)
         raise translated(error, engine.options, engine.model) from error

@@ -30,7 +30,7 @@ def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         if op_name(node.target) == "native_dropout":
             _drop_native_dropout(node)
         example = EXAMPLE.get(node)
-        name = _returned(node)
+        name = returned_as_it_is(node)
         if name is None and isinstance(example, Tensor):
             name = first.setdefault(identity(example), node)
             name = None if name is node or node not in stopped else name
@@ -41,7 +41,7 @@ def unite_names(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
     return gm
 
 
-def _returned(node: fx.Node) -> fx.Node | None:
+def returned_as_it_is(node: fx.Node) -> fx.Node | None:
     """Return the argument that a node returns as it is, if that is known: of a dropout that is off, and of ``lift``."""
     if node.op not in ("call_function", "call_method"):
         return None

@@ -1285,9 +1285,9 @@ def _(host: Any) -> None:
             assert host.traces_backward() is True
 
 
-@check("dynamo.leaves_followed")
+@check("dynamo.leaves_followed", "dynamo.BEGINS")
 def _(host: Any) -> None:
-    """What may require a gradient, tests/test_odd_forwards.py sees."""
+    """What is followed, and what is not, tests/test_leaves.py sees."""
     seen = []
 
     def inner(x: Tensor) -> Tensor:
@@ -1305,6 +1305,7 @@ def _(host: Any) -> None:
         with host.leaves_followed():
             gm = captured(function, torch.ones(1))
         assert seen == [True] and "requires_grad" not in gm.code
+        assert [node.target for node in gm.graph.nodes if host.BEGINS in node.meta] == [operator.mul]
         seen.clear()
         torch._dynamo.reset()
         with pytest.raises(host.Unsupported, match="requires_grad"):

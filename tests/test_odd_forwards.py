@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fxgrad
 from fxgrad.errors import (
@@ -222,72 +221,6 @@ def test_collectives_in_the_model_are_refused(program: Any, mixing: Any, tmp_pat
             view(torch.randn(4, 3))
     finally:
         dist.destroy_process_group()
-
-
-# Values inside the model that begin to require a gradient, as behind a frozen embedding
-
-
-def required(m: Any, x: Tensor) -> Tensor:
-    return m((x * 2).requires_grad_()).sin()
-
-
-def required_by_assignment(m: Any, x: Tensor) -> Tensor:
-    h, bias = x * 2, torch.zeros(1, 3, dtype=x.dtype)
-    h.requires_grad = bias.requires_grad = True
-    return m(h + bias).sin()
-
-
-def required_by_hand(m: Any, x: Tensor) -> Tensor:
-    h = m((x * 2).requires_grad_(True)) + m(x.requires_grad_(False))
-    return h.sin()
-
-
-def required_and_looked_at(m: Any, x: Tensor) -> Tensor:
-    h = (x * 2).requires_grad_() + 1
-    return m(h.cos() if h.requires_grad else h).sin()
-
-
-def required_and_hooked(m: Any, x: Tensor) -> Tensor:
-    h = (x * 2).requires_grad_()
-    h.register_hook(lambda g: g * 2)
-    return m(h).sin()
-
-
-def required_behind_the_layer(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        h = m(x).requires_grad_()
-    return m(h + m(x).detach().requires_grad_()).sin()
-
-
-def required_before_a_checkpoint(m: Any, x: Tensor) -> Tensor:
-    h: Tensor = checkpoint(m, (x * 2).requires_grad_(), use_reentrant=False)
-    return h.sin()
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # hooks, before torch 2.13
-@pytest.mark.parametrize("size", [4, 1])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "program",
-    [
-        required,
-        required_by_assignment,
-        required_by_hand,
-        required_and_looked_at,
-        required_and_hooked,
-        required_behind_the_layer,
-        required_before_a_checkpoint,
-    ],
-)
-def test_values_that_begin_to_require_a_gradient(program: Any, backend: str, size: int) -> None:
-    x = torch.randn(size, 3, dtype=torch.float64)
-    assert_per_sample_grads(Model(program).double(), x, backend=backend)
-
-
-def test_a_value_that_requires_a_gradient_mixes_no_samples() -> None:
-    model = Model(lambda m, x: m((x - x.mean(0)).requires_grad_()))
-    with pytest.raises(MixedSamples, match="linear lets samples influence each other"):
-        fxgrad.transform(model, backend="eager")(torch.randn(4, 3))
 
 
 # What one graph cannot hold

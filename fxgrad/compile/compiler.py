@@ -22,6 +22,7 @@ from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.gathers import gather_units
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.compile.interface import Interface, Uniform, input_writes, interface_of, output_roles, outputs_of
+from fxgrad.compile.leaves import check_leaves
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, passes_of, run_passes
 from fxgrad.compile.warm_start import warm_start
@@ -73,6 +74,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
         return _without_parameters(captured, options, inner)
     parameters = {name: captured.examples[i] for name, i in captured.trainable.items()}
     check_parameters(parameters)
+    _check_leaves(captured, options)
     passes = passes_of(captured.batch_size, options.quantities)
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
@@ -166,8 +168,13 @@ def _own_saved_tensors() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
+def _check_leaves(captured: Captured, options: Options) -> None:
+    check_leaves(captured.gm, lambda: run_passes(captured.gm, make_context(captured, options, None), NAMES))
+
+
 def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
     """Run a graph without trainable parameters as it is; a later one has to find the samples in its outputs."""
+    _check_leaves(captured, options)
     dims = {} if captured.fullgraph else captured.dims
     defined = run_passes(captured.gm, make_context(captured, options, None), (*DEFINITIONS, *LAST))
     compiled = inner(defined, captured.values)

@@ -28,18 +28,19 @@ def fixer_of(part: nn.Module) -> Callable[[Any], nn.Module] | None:
     kind: Any = class_of(part)
     base = next((one for one in kind.__mro__ if one in ModuleValidator.FIXERS), None)
     inherits = base is not None and issubclass(base, BatchNorm) and kind.forward is base.forward
-    if base is kind or inherits:
+    added = {name for name, _ in part.named_parameters()} - {"weight", "bias"}
+    if base is kind or (inherits and not added):
         fixer: Callable[[Any], nn.Module] = ModuleValidator.FIXERS[base]
         return fixer
     return _group_norm_of_timm if _is_of_timm(kind) else None
 
 
-def _is_of_timm(kind: type) -> bool:
-    if not kind.__module__.startswith("timm."):
+def _is_of_timm(kind: Any) -> bool:
+    if not any(one.__module__.startswith("timm.") for one in kind.__mro__):
         return False
     from timm.layers import BatchNormAct2d
 
-    return kind is BatchNormAct2d
+    return issubclass(kind, BatchNormAct2d) and kind.forward is BatchNormAct2d.forward
 
 
 def _group_norm_of_timm(old: Any) -> nn.Module:

@@ -92,7 +92,7 @@ def _replacements(module: nn.Module) -> dict[nn.Module, nn.Module]:
         _warn_of_constant(name, part, found.get(part))
     shared = {id(p) for part in module.modules() if part not in found for p in part.parameters(recurse=False)}
     for old in found:
-        if isinstance(old, BatchNorm) and any(id(p) in shared for p in old.parameters()):
+        if isinstance(old, BatchNorm) and any(id(p) in shared for p in old.parameters(recurse=False)):
             raise OptionError(
                 f"a {type(old).__name__} shares a parameter with another layer: GroupNorm begins with other values",
                 advice="Replace it yourself.",

@@ -1,0 +1,70 @@
+"""Values that require a gradient by ``requires_grad_()`` alone stay inside of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxgrad.errors import GraphBreak
+from fxgrad.graph.context import source_line, without_gradients
+from fxgrad.host.dynamo import BEGINS
+from fxgrad.host.pytree import tree_leaves
+from fxgrad.ops.facts import EXAMPLE
+from fxgrad.ops.values import names_of
+from fxgrad.ops.written import tensors_written
+from fxgrad.passes.unite_names import returned_as_it_is
+
+
+def check_leaves(gm: fx.GraphModule, inlined: Callable[[], fx.GraphModule]) -> None:
+    """Refuse what would require a gradient in eager PyTorch, and would not here. See `leaves_followed`.
+
+    ``gm`` is a graph as Dynamo left it, ``inlined()`` the same with the bodies of checkpoints in it.
+    """
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    for node in nodes:
+        other_name = BEGINS in node.meta and returned_as_it_is(node) is not None
+        if other_name or (node.op == "call_method" and node.target == "requires_grad_"):
+            raise GraphBreak(
+                "forward sets requires_grad of a tensor that has another name, which one graph cannot hold",
+                where=source_line(node),
+                advice="Set it before the model is called, or of a copy: h = h.clone().requires_grad_().",
+            )
+    if any(BEGINS in node.meta for node in nodes):
+        _check_outputs(inlined().graph)
+
+
+def _check_outputs(graph: fx.Graph) -> None:
+    reached = _reached(graph)
+    for node in graph.output_node().all_input_nodes:
+        if _requires_grad(node) and node not in reached:
+            raise GraphBreak(
+                "the model returns or keeps a value that requires a gradient by requires_grad_() alone: the graph "
+                "would not give it one",
+                where=source_line(node),
+                advice="Return it detached (h.detach()), keep it out of attributes, or leave out what returns it, such "
+                "as use_cache=True or output_hidden_states=True.",
+            )
+
+
+def _reached(graph: fx.Graph) -> set[fx.Node]:
+    """Return the values that a gradient of an input or a parameter may belong to."""
+    stopped, reached = without_gradients(graph), set[fx.Node]()
+    for node in graph.nodes:
+        is_input = node.op in ("placeholder", "get_attr")
+        if (
+            node in stopped
+            or not (is_input or not reached.isdisjoint(node.all_input_nodes))
+            or not _requires_grad(node)
+        ):
+            continue
+        for written in [node, *tensors_written(node)]:
+            reached.update(names_of(written))
+    return reached
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    values: list[Any] = tree_leaves(EXAMPLE.get(node))
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
