@@ -282,6 +282,12 @@ def _entrance(engine: Engine, name: str, original: Callable[..., Any]) -> Callab
 
 
 def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    if "_parameters" not in model.__dict__:  # its copy is not filled yet: something in it leads to the view
+        raise OptionError(
+            "a transformed model cannot be copied, or pickled, while an attribute of the model refers to it: "
+            "accelerator.prepare leaves such a forward there under mixed precision",
+            advice="Copy the model before that, such as AveragedModel(model) of the original, or save a state_dict().",
+        )
     return transform(model, **arguments)
 
 

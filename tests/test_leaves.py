@@ -124,7 +124,7 @@ def test_followed(program: Any, backend: str, size: int) -> None:
 def asked_behind_a_break(m: Any, x: Tensor) -> Tensor:
     h = m.e(x).requires_grad_()
     torch._dynamo.graph_break()
-    return m.either(h)  # type: ignore[no-any-return]
+    return m.either(h)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -141,7 +141,7 @@ def hooked_behind_a_break(m: Any, x: Tensor) -> Tensor:
     h = m.e(x).requires_grad_()
     torch._dynamo.graph_break()
     h.register_hook(lambda g: g * 2)
-    return m.either(h)  # type: ignore[no-any-return]
+    return m.either(h)
 
 
 @pytest.mark.parametrize("size", [4, 1])
@@ -158,7 +158,7 @@ def second_name(of: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tenso
     def program(m: Any, x: Tensor) -> Tensor:
         h = m.e(x)
         of(h).requires_grad_()
-        return m.either(h)  # type: ignore[no-any-return]
+        return m.either(h)
 
     return program
 
@@ -166,7 +166,7 @@ def second_name(of: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tenso
 def into_another(m: Any, x: Tensor) -> Tensor:
     h = torch.zeros_like(x)
     torch.mul(m.e(x), 2, out=h).requires_grad_()
-    return m.either(h)  # type: ignore[no-any-return]
+    return m.either(h)
 
 
 NAMED_TWICE = {
@@ -190,7 +190,7 @@ def test_a_tensor_with_another_name_is_refused(program: Any, size: int) -> None:
 def kept(m: Any, x: Tensor) -> Tensor:
     if not hasattr(m, "h"):
         m.h = m.e(x).requires_grad_()
-    return m.either(x, m.h)  # type: ignore[no-any-return]
+    return m.either(x, m.h)
 
 
 LEAVING: dict[str, Callable[[Any, Tensor], Any]] = {

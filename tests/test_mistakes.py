@@ -299,6 +299,13 @@ def model_transformed_twice() -> Any:
     transformed(transformed())
 
 
+@mistake(
+    OptionError, "parameter 'enc.weight' is on the meta device", "Give it numbers first: model.to_empty(device=..)"
+)
+def a_model_without_numbers() -> Any:
+    transformed(Net().to("meta"))(X.to("meta"))
+
+
 @mistake(OptionError, "parameter '0.weight' has no shape yet", "Call the model once under torch.no_grad()")
 def lazy_module() -> Any:
     transformed(nn.Sequential(nn.LazyLinear(3)))(X)
@@ -365,6 +372,11 @@ def inputs_of_numpy() -> Any:
 @mistake(BatchSizeError, "input 'x' is of type list", "Pass the batch as tensors (torch.as_tensor)")
 def inputs_of_lists() -> Any:
     transformed()(X.tolist())
+
+
+@mistake(BatchSizeError, "the batch is empty: a graph needs samples", "Pass a batch of one or more")
+def trace_of_no_samples() -> Any:
+    fxgrad.trace(Net(), X[:0])
 
 
 @mistake(BatchSizeError, "input 'x' is of type Tensor of shape []", "with the samples on dimension 0")

@@ -238,6 +238,12 @@ def by_ctc(m: Any, x: Tensor) -> Tensor:
     return F.ctc_loss(scores, labels, lengths, torch.full((len(x),), 2), reduction="none")
 
 
+def differentiated_inside(m: Any, x: Tensor) -> Tensor:
+    h = m(x)
+    (g,) = torch.autograd.grad(h.sum(), m.weight, create_graph=True)
+    return h * g.sum()
+
+
 def requires_a_gradient_of_an_input(m: Any, x: Tensor) -> Tensor:
     out: Tensor = m(x.requires_grad_())
     return out
@@ -258,6 +264,7 @@ def made_in_forward(m: Any, x: Tensor) -> Tensor:
     [
         (retained, r"retain_grad\(\) keeps the gradient of a value inside the model", "Return the value"),
         (by_ctc, "ctc_loss has lengths inside that the data decides", "compute the loss outside of it"),
+        (differentiated_inside, r"forward calls torch.autograd.grad", "Write it with torch.func.grad"),
         (requires_a_gradient_of_an_input, "forward sets requires_grad of a tensor", "before the model is called"),
         (requires_a_gradient_by_assignment, "forward sets requires_grad of a tensor", "before the model is called"),
         (made_in_forward, "forward makes a Parameter, which none of the model's parameters is", "Make it in __init__"),

@@ -145,6 +145,14 @@ class Activated(nn.BatchNorm1d):
         return super().forward(input).relu()
 
 
+class Scaled(nn.BatchNorm1d):
+    """Inherits its forward, and has a parameter that another layer may read."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.scale = nn.Parameter(torch.ones(features))
+
+
 class Lone(nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -160,7 +168,7 @@ def test_subclasses_that_compute_the_same() -> None:
     assert model[1].num_groups == expected[1].num_groups  # type: ignore[index]
 
 
-@pytest.mark.parametrize("kind", [Activated, Lone])
+@pytest.mark.parametrize("kind", [Activated, Scaled, Lone])
 def test_subclasses_that_no_fixer_knows(kind: Any) -> None:
     model = normed(kind(4))
     norm, parameters = model[1], [*model.parameters()]

@@ -103,6 +103,48 @@ def test_a_checkpoint_s_training_draws_noise_and_batches_of_its_own(tmp_path: Pa
     Script(seeded=False).steps(1).load(path)
 
 
+@pytest.mark.parametrize("how", ["load_checkpoint", "state_dict"])
+def test_a_checkpoint_that_is_loaded_before_make_private(how: str, tmp_path: Path) -> None:
+    """The script's seeds would bring back the noise and the batches of the first steps."""
+    path = Script().steps(3).save(tmp_path)
+    engine, plain = PrivacyEngine(accountant="rdp"), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    if how == "load_checkpoint":
+        engine.load_checkpoint(path=path, module=plain, optimizer=optimizer)
+    else:
+        engine.accountant.load_state_dict(Script().load(path).engine.accountant.state_dict())
+    noise, batches = torch.Generator().manual_seed(5), torch.Generator().manual_seed(6)
+    before = noise.get_state(), batches.get_state()
+
+    engine.make_private(
+        module=plain,
+        optimizer=optimizer,
+        data_loader=DataLoader(DATA, 4, generator=batches),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        noise_generator=noise,
+        backend="eager",
+    )
+    assert not noise.get_state().equal(before[0]) and not batches.get_state().equal(before[1])
+    assert engine.accountant.history == [(1.0, 0.25, 3)]
+
+
+def test_an_engine_that_has_made_steps_itself_keeps_the_generators() -> None:
+    script = Script().steps(2)
+    noise = torch.Generator().manual_seed(5)
+    before = noise.get_state()
+    script.engine.make_private(
+        module=script.plain,
+        optimizer=torch.optim.SGD(script.plain.parameters(), lr=0.1),
+        data_loader=DataLoader(DATA, 4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        noise_generator=noise,
+        backend="eager",
+    )
+    assert noise.get_state().equal(before)
+
+
 def test_an_optimizer_by_the_function(tmp_path: Path) -> None:
     path = Script().steps(3).save(tmp_path)
     engine, plain, noise = PrivacyEngine(accountant="rdp"), nn.Linear(3, 2), torch.Generator().manual_seed(5)

@@ -84,6 +84,8 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
             if parameter.layout is not torch.strided
             else "complex"
             if parameter.is_complex()
+            else "on the meta device"
+            if parameter.is_meta
             else ""
         )
         if kind:
@@ -91,6 +93,8 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
                 f"parameter '{name}' is {kind}: it has no per-sample gradient here",
                 advice="Call the original model there."
                 if "functional_call" in kind
+                else "Give it numbers first: model.to_empty(device=..), and initial values."
+                if parameter.is_meta
                 else "Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
             )
 

@@ -129,6 +129,11 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "Set it before the model is called.",
     ),
     (
+        r"torch\.autograd\.grad",
+        "forward calls torch.autograd.grad, which one graph does not hold",
+        "Write it with torch.func.grad, torch.func.vjp or torch.func.jacrev.",
+    ),
+    (
         r"torch\.nn\.Parameter\(\)` constructor",
         "forward makes a Parameter, which none of the model's parameters is",
         "Make it in __init__ as an attribute of the model, or compute with a plain tensor.",

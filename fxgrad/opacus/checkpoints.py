@@ -227,7 +227,8 @@ class Continuing:
 # A script seeds its noise_generator. Run again to resume from a checkpoint, it would draw the noise of the first steps
 # again, and the difference of two releases has no noise. The same holds for a loader's generator, which would draw the
 # first batches again. With the generators' states, a checkpoint would give away all later noise to whoever reads it. So
-# they are seeded from the operating system. The noise of a resumed training cannot be repeated then.
+# they are seeded from the operating system: when a checkpoint is loaded, and when make_private gets an engine whose
+# accountant has steps that none of its private optimizers made. The noise of a resumed training cannot be repeated.
 
 
 def draw_anew(optimizer: DPOptimizer, loader: DataLoader[Any] | None) -> None:

@@ -20,7 +20,8 @@ from fxgrad.capture.parallel import check_not_parallel
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.opacus.arguments import ADAPTIVE, OPTIONAL, check_names, check_number, check_values, names_of_accountant
-from fxgrad.opacus.checkpoints import give_wrapper_names, load_names_of_opacus
+from fxgrad.opacus.checked_step import optimizers_of
+from fxgrad.opacus.checkpoints import draw_anew, give_wrapper_names, load_names_of_opacus
 from fxgrad.opacus.clipping import check_optimizer, check_written, quantity_for, serves, set_bounds
 from fxgrad.opacus.fixing import FIRST, fix_in_place
 from fxgrad.opacus.ledger import numbers_of
@@ -190,6 +191,8 @@ def make_private(
     clipped = quantity if isinstance(quantity, ClippedGrad) else None
     noise = None if unit is None else noise_of_shards(transformed, arguments.get("noise_generator"))
     check_steps(private, transformed, clipped, poisson_sampling=poisson_sampling, noise=noise)
+    if len(engine.accountant) and not optimizers_of(engine):  # steps of a checkpoint
+        draw_anew(private, loader)
     private.remember(engine, loader)
     set_bounds(quantity, max_grad_norm)
     give_wrapper_names(view)

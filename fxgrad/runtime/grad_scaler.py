@@ -14,7 +14,8 @@ from fxgrad.runtime.autograd_graph import frames_from, is_scaled
 
 RECIPE = (
     "Use bfloat16, which needs no scaler. For float16 scale by a constant that fxgrad knows: "
-    "(loss * 1024).backward() with transform(.., loss_reduction=1 / 1024)."
+    "(loss * 1024).backward() with transform(.., loss_reduction=1 / 1024), which fxgrad.opacus does not have. If the "
+    "scaler is another model's, keep it out of the function that calls this backward, and of its callers."
 )
 
 

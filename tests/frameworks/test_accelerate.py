@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_both_orders(precision: str) -> None:
     F.cross_entropy(logits.float(), y, reduction="sum").backward()
     expected = {name: p.grad_sample for name, p in view.named_parameters()}  # type: ignore[attr-defined]
     assert relative_error(grads[0], expected) == 0
+
+
+@pytest.mark.parametrize("what", ["the view", "the model"])
+def test_copies_after_prepare_are_refused(what: str) -> None:
+    """Under mixed precision Accelerate leaves a wrapper of the view's forward in the model's attributes."""
+    model = net()
+    view = Accelerator(mixed_precision="bf16", cpu=True).prepare(fxgrad.transform(model, backend="eager"))
+    with pytest.raises(OptionError, match="cannot be copied, or pickled, while an attribute") as caught:
+        copy.deepcopy(view if what == "the view" else model)
+    assert "AveragedModel(model) of the original" in caught.value.advice
 
 
 def test_forward_of_a_prepared_view() -> None:

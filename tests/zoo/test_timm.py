@@ -68,6 +68,18 @@ def test_batch_norms_with_an_activation_become_group_norms(name: str) -> None:
     assert_per_sample_grads(model.double(), torch.randn(2, 3, 32, 32).double(), backend="eager", tolerance=TOLERANCE)
 
 
+class Renamed(BatchNormAct2d):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize("kind", [BatchNormAct2d, Renamed])
+def test_activations_with_parameters_stay(kind: type[nn.Module]) -> None:
+    norm = kind(8, act_layer=nn.PReLU)
+    fixed = fxgrad.opacus.fix(nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 3, 3)))
+    new = fixed.get_submodule("1")
+    assert type(new) is GroupNormAct and [*dict(new.named_parameters())] == ["weight", "bias", "act.weight"]
+
+
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     """examples/vision_timm.py: a clipped sum beside a loop over images."""
     assert load("vision_timm").main("--steps 2 --batch 8 --backend eager".split()) == 0
