@@ -23,7 +23,7 @@ from fxgrad.errors import OptionError, names_checked, nearest
 from fxgrad.first_batch.check import FirstBatch, check_comparable
 from fxgrad.graph.context import Mixing
 from fxgrad.host.dynamo import OptimizedModule
-from fxgrad.host.modules import is_compiled_in_place, refuse_replicas
+from fxgrad.host.modules import is_compiled_in_place, is_filled, refuse_replicas
 from fxgrad.kernels.memory import blocks
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.runtime.graph_stores import clear_results, latest_with
@@ -282,10 +282,9 @@ def _entrance(engine: Engine, name: str, original: Callable[..., Any]) -> Callab
 
 
 def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
-    if "_parameters" not in model.__dict__:  # its copy is not filled yet: something in it leads to the view
+    if not is_filled(model):
         raise OptionError(
-            "a transformed model cannot be copied, or pickled, while an attribute of the model refers to it: "
-            "accelerator.prepare leaves such a forward there under mixed precision",
+            "a transformed model cannot be copied while the model refers to it, as accelerator.prepare makes it do",
             advice="Copy the model before that, such as AveragedModel(model) of the original, or save a state_dict().",
         )
     return transform(model, **arguments)

@@ -1094,6 +1094,11 @@ def _(host: Any) -> None:
         assert len(runs) == count
 
 
+@check("modules.is_filled")
+def _(host: Any) -> None:
+    assert host.is_filled(nn.Linear(2, 2)) and not host.is_filled(nn.Linear.__new__(nn.Linear))
+
+
 @check("modules.step_pre_hooks", "modules.own_step_hooks")
 def _(host: Any) -> None:
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)

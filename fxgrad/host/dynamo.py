@@ -264,7 +264,7 @@ def _followed(tensor: Any, tx: Any, requires_grad: Any) -> bool:
     if not leaf or not tx.output.root_tx.one_graph or not isinstance(asked, bool):
         return False
     inside_transform = torch._C._functorch.peek_interpreter_stack() is not None
-    named_twice = any(one is not node and one.meta.get("example_value") is value for one in node.graph.nodes)
+    named_twice = any(one is not node and _example(one) is value for one in node.graph.nodes)
     if inside_transform or named_twice or traces_backward():
         return False
     value.requires_grad_(asked)
@@ -274,7 +274,11 @@ def _followed(tensor: Any, tx: Any, requires_grad: Any) -> bool:
 
 
 def _value(tensor: Any) -> Any:
-    meta = tensor.as_proxy().node.meta
+    return _example(tensor.as_proxy().node)
+
+
+def _example(node: fx.Node) -> Any:
+    meta = node.meta
     return meta.get("example_value")
 
 

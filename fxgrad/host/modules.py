@@ -57,6 +57,16 @@ Why: the check of a private step stands behind every other hook.
 Without: a hook that changes p.grad after the clipping goes unnoticed.
 """
 
+
+def is_filled(module: nn.Module) -> bool:
+    """Return whether a module has its attributes: copies and pickles are made before they are filled.
+
+    Why: a transformed model to which an attribute of the model refers is copied in between.
+    Without: AttributeError: 'Sequential' object has no attribute '_parameters'.
+    """
+    return "_parameters" in vars(module)
+
+
 VERSIONS = "_metadata"
 """The attribute of a state dict with the versions of its layers, by their names.
 
