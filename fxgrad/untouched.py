@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,14 +33,15 @@ def random_numbers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modules_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules, training flags among them, and the values of buffers."""
+    """Restore the attributes of all modules, with what is in their dicts, lists and sets, and the values of buffers."""
     modules = [vars(module) for module in model.modules()]
-    attributes = [(one, dict(one)) for own in modules for one in (own, *own.values()) if type(one) is dict]
+    containers = [one for own in modules for one in (own, *own.values()) if type(one) in (dict, list, set)]
+    held = [(one, one.copy()) for one in containers]
     buffers = [(buffer, buffer.detach().clone(), version(buffer)) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for one, before in attributes:
+        for one, before in held:
             _put_back(one, before)
         for buffer, value, count in buffers:
             if version(buffer) != count:
@@ -47,8 +49,15 @@ def modules_kept(model: nn.Module) -> Iterator[None]:
                 set_versions((buffer,), (count,))
 
 
-def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    same = attributes.keys() == before.keys() and all(attributes[name] is value for name, value in before.items())
+def _put_back(one: Any, before: Any) -> None:
+    """Let a dict, a list or a set hold what its copy holds; what has not changed is not written to."""
+    if type(one) is list:
+        if len(one) != len(before) or any(map(operator.is_not, one, before)):
+            one[:] = before
+        return
+    same = one == before if type(one) is set else one.keys() == before.keys()
+    if type(one) is dict:
+        same = same and all(one[name] is value for name, value in before.items())
     if not same:
-        attributes.clear()
-        attributes.update(before)
+        one.clear()
+        one.update(before)

@@ -261,6 +261,32 @@ def test_wrong_inputs_raise_what_the_model_raises(run: Any) -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
+class Remembering(nn.Linear):
+    """Changes what it has, and then fails."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.calls, self.names, self.sizes, self.last = [0], {"first"}, {"b": 1}, 0
+        self.total = nn.Buffer(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        self.names.add("second")
+        self.sizes["c"] = 2
+        self.last = 5
+        self.total.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("run", [fxgrad.explain, fxgrad.trace])
+def test_a_model_that_fails_is_left_as_it_was(run: Any) -> None:
+    model = Remembering()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run(model, torch.ones(4, 5))
+    assert (model.calls, model.names, model.sizes, model.last) == ([0], {"first"}, {"b": 1}, 0)
+    assert not model.total.any()
+
+
 def test_torch_func_inside_the_model() -> None:
     class Derivative(nn.Module):
         def __init__(self) -> None:

@@ -22,9 +22,9 @@ from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.gathers import gather_units
 from fxgrad.compile.inductor import inner_compiler
 from fxgrad.compile.interface import Interface, Uniform, input_writes, interface_of, output_roles, outputs_of
-from fxgrad.compile.leaves import check_leaves
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, passes_of, run_passes
+from fxgrad.compile.requires_grad import check_requires_grad
 from fxgrad.compile.warm_start import warm_start
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError, GraphBreak, LostLayout, OptionError
@@ -70,11 +70,16 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     captured.check_leaves()
     captured.check_objects()
     inner = inner_compiler(options.backend)
+
+    def named() -> fx.GraphModule:
+        """Return the graph as Dynamo left it, with one name for each tensor."""
+        return run_passes(captured.gm, make_context(captured, options, None), NAMES)
+
+    check_requires_grad(captured.gm, named)
     if not captured.trainable:
         return _without_parameters(captured, options, inner)
     parameters = {name: captured.examples[i] for name, i in captured.trainable.items()}
     check_parameters(parameters)
-    _check_leaves(captured, options)
     passes = passes_of(captured.batch_size, options.quantities)
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
@@ -86,7 +91,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
         if not captured.single:
             _rehearse(gm, ctx, captured.batch_size, options, room)
     room.check(captured.batch_size)
-    interface = interface_of(captured, gm, run_passes(captured.gm, ctx, NAMES) if captured.single else None)
+    interface = interface_of(captured, gm, named() if captured.single else None)
     taps = sum(isinstance(node.target, TAPS) for node in gm.graph.nodes)
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     inputs = _inner_inputs(captured, options)
@@ -168,13 +173,8 @@ def _own_saved_tensors() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _check_leaves(captured: Captured, options: Options) -> None:
-    check_leaves(captured.gm, lambda: run_passes(captured.gm, make_context(captured, options, None), NAMES))
-
-
 def _without_parameters(captured: Captured, options: Options, inner: Inner) -> Callable[..., Any]:
     """Run a graph without trainable parameters as it is; a later one has to find the samples in its outputs."""
-    _check_leaves(captured, options)
     dims = {} if captured.fullgraph else captured.dims
     defined = run_passes(captured.gm, make_context(captured, options, None), (*DEFINITIONS, *LAST))
     compiled = inner(defined, captured.values)

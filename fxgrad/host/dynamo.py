@@ -240,7 +240,8 @@ def leaves_followed() -> Iterator[None]:
         return theirs["method_attr_requires_grad"](self, tx)
 
     def call_setattr(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
-        asked = isinstance(obj, TensorVariable) and name.as_python_constant() == "requires_grad"
+        named = isinstance(obj, TensorVariable) and name.is_python_constant()
+        asked = named and name.as_python_constant() == "requires_grad"
         return value if asked and _followed(obj, tx, value) else setter(self, tx, obj, name, value)
 
     def put(methods: dict[str, Any], of_setattr: Any) -> None:

@@ -1,4 +1,4 @@
-"""Values that require a gradient by ``requires_grad_()`` alone stay inside of a graph."""
+"""Values on which a model calls ``requires_grad_()``: they have one name, and stay inside of the graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxgrad.ops.written import tensors_written
 from fxgrad.passes.unite_names import returned_as_it_is
 
 
-def check_leaves(gm: fx.GraphModule, inlined: Callable[[], fx.GraphModule]) -> None:
+def check_requires_grad(gm: fx.GraphModule, inlined: Callable[[], fx.GraphModule]) -> None:
     """Refuse what would require a gradient in eager PyTorch, and would not here. See `leaves_followed`.
 
     ``gm`` is a graph as Dynamo left it, ``inlined()`` the same with the bodies of checkpoints in it.
@@ -53,15 +53,10 @@ def _reached(graph: fx.Graph) -> set[fx.Node]:
     """Return the values that a gradient of an input or a parameter may belong to."""
     stopped, reached = without_gradients(graph), set[fx.Node]()
     for node in graph.nodes:
-        is_input = node.op in ("placeholder", "get_attr")
-        if (
-            node in stopped
-            or not (is_input or not reached.isdisjoint(node.all_input_nodes))
-            or not _requires_grad(node)
-        ):
-            continue
-        for written in [node, *tensors_written(node)]:
-            reached.update(names_of(written))
+        carries = node.op in ("placeholder", "get_attr") or not reached.isdisjoint(node.all_input_nodes)
+        if carries and node not in stopped and _requires_grad(node):
+            for written in [node, *tensors_written(node)]:
+                reached.update(names_of(written))
     return reached
 
 
