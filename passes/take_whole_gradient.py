@@ -126,7 +126,7 @@ _SPARSE_IN_ATEN = {"embedding": 4, "embedding_bag": 5}  # by every spelling
 def _loosen_hooks(graph: fx.Graph) -> None:
     """Let hooks (register_hook) be where a gradient flows: none does where ``requires_grad_()`` made a leaf of h."""
     for node in graph.nodes:
-        if function_of(node) == HOOKED:
+        if function_of(node) == HOOKED and EXAMPLE.of(node.args[0]).requires_grad:
             node.target = hook_if_required
 
 

@@ -27,7 +27,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.e, self.a, self.b = (nn.Linear(3, 3) for _ in range(3))
         self.e.requires_grad_(False)
-        self.program = program
+        self.program, self.total = program, nn.Buffer(torch.zeros(3))
 
     def forward(self, x: Tensor) -> Any:
         return self.program(self, x)
@@ -82,6 +82,12 @@ def inside_a_checkpoint(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def into_a_checkpoint(m: Any, x: Tensor) -> Tensor:
+    h = m.e(x)
+    y: Tensor = checkpoint(lambda h: m.either(h.requires_grad_()), h, use_reentrant=False)
+    return y + m.either(h)
+
+
 def written_through_a_view(m: Any, x: Tensor) -> Tensor:
     """Dynamo's own record of a tensor's flag does not see the write."""
     h, z = torch.zeros_like(x), m.e(x).requires_grad_()
@@ -95,6 +101,11 @@ def written_through_a_view_by_a_layer(m: Any, x: Tensor) -> Tensor:
     return m.either(h)
 
 
+def of_no_effect(m: Any, x: Tensor) -> Tensor:
+    h = F.dropout(m.e(x), 0.5, False)
+    return m.either(h.requires_grad_(False)) + m.a(x).requires_grad_(True).sin()
+
+
 FOLLOWED = [
     called,
     by_assignment,
@@ -104,8 +115,10 @@ FOLLOWED = [
     without_gradients,
     before_a_checkpoint,
     inside_a_checkpoint,
+    into_a_checkpoint,
     written_through_a_view,
     written_through_a_view_by_a_layer,
+    of_no_effect,
 ]
 
 
@@ -169,6 +182,34 @@ def into_another(m: Any, x: Tensor) -> Tensor:
     return m.either(h)
 
 
+def dropped_before(m: Any, x: Tensor) -> Tensor:
+    h = m.e(x)
+    k = F.dropout(h, 0.5, False)
+    h.requires_grad_()
+    return m.either(h, k)
+
+
+def dropped_in_between(m: Any, x: Tensor) -> Tensor:
+    h = m.e(x).requires_grad_()
+    k = F.dropout(h, 0.5, False)
+    h.requires_grad_(False)
+    return m.either(h, k)
+
+
+def out_of_a_checkpoint(m: Any, x: Tensor) -> Tensor:
+    h = m.e(x)
+    k = checkpoint(lambda h: F.dropout(h, 0.5, False), h, use_reentrant=False)
+    k.requires_grad_()
+    return m.either(h)
+
+
+def dropped_in_a_checkpoint_before(m: Any, x: Tensor) -> Tensor:
+    h = m.e(x)
+    k = checkpoint(lambda h: F.dropout(h, 0.5, False), h, use_reentrant=False)
+    h.requires_grad_()
+    return m.either(h, k)
+
+
 NAMED_TWICE = {
     "float": second_name(lambda h: h.float()),
     "contiguous": second_name(lambda h: h.contiguous()),
@@ -176,6 +217,10 @@ NAMED_TWICE = {
     "dropout": second_name(lambda h: F.dropout(h, 0.0, False)),
     "mul_": second_name(lambda h: h.mul_(2)),
     "out": into_another,
+    "dropped before": dropped_before,
+    "dropped in between": dropped_in_between,
+    "out of a checkpoint": out_of_a_checkpoint,
+    "dropped in a checkpoint before": dropped_in_a_checkpoint_before,
 }
 
 
@@ -193,10 +238,16 @@ def kept(m: Any, x: Tensor) -> Tensor:
     return m.either(x, m.h)
 
 
+def written_to_a_buffer(m: Any, x: Tensor) -> Tensor:
+    m.total.copy_(m.e(x).requires_grad_().sum(0))
+    return m.a(x)
+
+
 LEAVING: dict[str, Callable[[Any, Tensor], Any]] = {
     "returned": lambda m, x: (h := m.e(x).requires_grad_(), m.a(h)),
     "made of it": lambda m, x: (h := m.e(x).requires_grad_(), m.a(h), h * 2)[1:],
     "kept": kept,
+    "written to a buffer": written_to_a_buffer,
     "of a checkpoint": lambda m, x: checkpoint(
         lambda x: (h := m.e(x).requires_grad_(), m.a(h)), x, use_reentrant=False
     ),
@@ -222,6 +273,28 @@ def test_what_leaves_it_detached_or_with_a_parameter() -> None:
     assert_per_sample_grads(
         Model(program).double(), x, backend="eager", loss_fn=lambda out: out[0].sum() + out[2].sum()
     )
+
+
+def test_a_flag_that_depends_on_the_batch() -> None:
+    def program(m: Any, x: Tensor) -> Tensor:
+        h = m.e(x)
+        h.requires_grad = len(x) > 1
+        return m.either(h)
+
+    with pytest.raises(GraphBreak, match="forward sets requires_grad of a tensor"):
+        fxgrad.transform(Model(program), backend="eager")(torch.randn(4, 3))
+    x = torch.randn(1, 3, dtype=torch.float64)
+    assert_per_sample_grads(Model(program).double(), x, backend="eager")
+
+
+def test_a_hook_where_nothing_requires_a_gradient_is_the_models_own_error() -> None:
+    def program(m: Any, x: Tensor) -> Tensor:
+        h = m.e(x)
+        h.register_hook(lambda g: g * 2)
+        return m.a(h)
+
+    with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"):
+        fxgrad.transform(Model(program), backend="eager")(torch.randn(1, 3))
 
 
 def test_no_samples_are_mixed() -> None:

@@ -95,6 +95,11 @@ class Captured:
         packed = {i: role for i, role in self.roles.items() if role in (PACKED_DATA, PACKED_SIZES, PACKED_ORDER)}
         return {i: self._fields_beside(i) if role == PACKED_DATA else None for i, role in packed.items()}
 
+    def traced_inputs(self) -> set[str]:
+        """Return the names in the graph of inputs and parameters that require a gradient."""
+        pairs = zip(self.placeholders, self.examples, strict=True)
+        return {node.name for node, example in pairs if isinstance(example, Tensor) and example.requires_grad}
+
     def described(self, i: int) -> str:
         """Return an input's kind and name, for errors."""
         if i in self.parameters:

@@ -45,11 +45,11 @@ from fxgrad.host.dynamo import (
     compilation,
     compile_lock,
     find_main,
-    leaves_followed,
     mark_dynamic,
     maybe_mark_dynamic,
     sizes_apart,
 )
+from fxgrad.host.leaves import leaves_followed
 from fxgrad.samples.batch import PACKED_SIZES, Batch, dynamic_dim
 
 MARKS = (*PYTORCH_MARKS, SAMPLE_DIM)

@@ -129,6 +129,12 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "Set it before the model is called.",
     ),
     (
+        r"intermediate with requires_grad_\(\)|requires_grad_\(\) intermediate",
+        "forward sets requires_grad of a tensor that has another name, or comes out of a checkpoint, which one graph "
+        "cannot hold",
+        "Set it before the model is called, or of a copy: h = h.clone().requires_grad_().",
+    ),
+    (
         r"torch\.autograd\.grad",
         "forward calls torch.autograd.grad, which one graph does not hold",
         "Write it with torch.func.grad, torch.func.vjp or torch.func.jacrev.",

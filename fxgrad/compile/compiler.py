@@ -75,7 +75,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
         """Return the graph as Dynamo left it, with one name for each tensor."""
         return run_passes(captured.gm, make_context(captured, options, None), NAMES)
 
-    check_requires_grad(captured.gm, named)
+    check_requires_grad(captured.gm, captured.traced_inputs(), named)
     if not captured.trainable:
         return _without_parameters(captured, options, inner)
     parameters = {name: captured.examples[i] for name, i in captured.trainable.items()}
