@@ -6,6 +6,7 @@ where the user has imported it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -315,7 +316,7 @@ def cast_inputs(state: State, args: Any, kwargs: Any) -> tuple[Any, Any]:
     Why: see `precision`.
     Without: see `precision`.
     """
-    inputs: tuple[Any, Any] = state._cast_forward_inputs(args, kwargs)
+    inputs: tuple[Any, Any] = _cast(precision(state)[0], (args, kwargs))
     return inputs
 
 
@@ -325,7 +326,14 @@ def cast_outputs(state: State, outputs: Any) -> Any:
     Why: see `precision`.
     Without: a loss is computed in the dtype of the parameters.
     """
-    return state._cast_output_dtype(outputs)
+    return _cast(precision(state)[1], outputs)
+
+
+def _cast(dtype: torch.dtype | None, values: Any) -> Any:
+    if dtype is None:
+        return values
+    module = sys.modules[_MODULE]
+    return module._apply_to_tensors(functools.partial(module._cast_fp_tensor, dtype), values)
 
 
 def offloads(state: State) -> bool:

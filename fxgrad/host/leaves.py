@@ -85,7 +85,7 @@ def _followed(tensor: Any, tx: Any, requires_grad: Any) -> bool:
         return False
     value.requires_grad_(asked)
     tensor.requires_grad = asked
-    node.meta.setdefault(BEGINS, []).append(next(reversed(node.graph.nodes)))
+    node.meta.setdefault(BEGINS, []).append([*node.graph.nodes][-1])
     return True
 
 
