@@ -71,8 +71,10 @@ def _check_shaped(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_parameters(parameters: Mapping[str, Tensor]) -> None:
-    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
+def check_parameters(parameters: Mapping[str, Tensor], called: bool = False) -> None:
+    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype; in a call, they have numbers, too."""
+    if called:
+        _check_numbers(parameters)
     for name, parameter in parameters.items():
         special = type(parameter) is not nn.Parameter
         kind = (
@@ -84,8 +86,6 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
             if parameter.layout is not torch.strided
             else "complex"
             if parameter.is_complex()
-            else "on the meta device"
-            if parameter.is_meta
             else ""
         )
         if kind:
@@ -93,10 +93,18 @@ def check_parameters(parameters: Mapping[str, Tensor]) -> None:
                 f"parameter '{name}' is {kind}: it has no per-sample gradient here",
                 advice="Call the original model there."
                 if "functional_call" in kind
-                else "Give it numbers first: model.to_empty(device=..), and initial values."
-                if parameter.is_meta
                 else "Freeze it with requires_grad_(False), or make it a dense, real nn.Parameter.",
             )
+
+
+def _check_numbers(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a call of a model on the meta device, which may be transformed before it has numbers."""
+    name = next((name for name, parameter in parameters.items() if parameter.is_meta), None)
+    if name is not None:
+        raise OptionError(
+            f"parameter '{name}' is on the meta device, where no step is computed",
+            advice="Give it numbers first: model.to_empty(device=..), and initial values.",
+        )
 
 
 def _check_inputs(values: Sequence[Any], parameters: Mapping[str, Tensor]) -> None:

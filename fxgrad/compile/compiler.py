@@ -79,7 +79,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     if not captured.trainable:
         return _without_parameters(captured, options, inner)
     parameters = {name: captured.examples[i] for name, i in captured.trainable.items()}
-    check_parameters(parameters)
+    check_parameters(parameters, called=True)
     passes = passes_of(captured.batch_size, options.quantities)
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
