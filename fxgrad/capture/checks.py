@@ -71,10 +71,8 @@ def _check_shaped(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_parameters(parameters: Mapping[str, Tensor], called: bool = False) -> None:
-    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype; in a call, they have numbers, too."""
-    if called:
-        _check_numbers(parameters)
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Only ordinary tensors have a ``grad_sample`` of their shape and dtype."""
     for name, parameter in parameters.items():
         special = type(parameter) is not nn.Parameter
         kind = (
@@ -97,7 +95,7 @@ def check_parameters(parameters: Mapping[str, Tensor], called: bool = False) -> 
             )
 
 
-def _check_numbers(parameters: Mapping[str, Tensor]) -> None:
+def check_numbers(parameters: Mapping[str, Tensor]) -> None:
     """Refuse a call of a model on the meta device, which may be transformed before it has numbers."""
     name = next((name for name, parameter in parameters.items() if parameter.is_meta), None)
     if name is not None:

@@ -100,6 +100,12 @@ def _with_backward_hooks(model: nn.Module) -> str:
 
 _HOOK = "Compute what the hook computes in an autograd.Function inside of the model, whose backward fxgrad follows."
 
+NAMED_TWICE = (
+    "forward sets requires_grad of a tensor that has another name, or comes out of a checkpoint, which one graph "
+    "cannot hold",
+    "Set it before the model is called, or of a copy: h = h.clone().requires_grad_().",
+)
+
 # What Dynamo's message says, and what it means here.
 _KNOWN: Sequence[tuple[str, str, str]] = (
     (
@@ -128,12 +134,7 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "forward sets requires_grad of a tensor, which one graph cannot hold",
         "Set it before the model is called.",
     ),
-    (
-        r"intermediate with requires_grad_\(\)|requires_grad_\(\) intermediate",
-        "forward sets requires_grad of a tensor that has another name, or comes out of a checkpoint, which one graph "
-        "cannot hold",
-        "Set it before the model is called, or of a copy: h = h.clone().requires_grad_().",
-    ),
+    (r"intermediate with requires_grad_\(\)|requires_grad_\(\) intermediate", *NAMED_TWICE),
     (
         r"torch\.autograd\.grad",
         "forward calls torch.autograd.grad, which one graph does not hold",

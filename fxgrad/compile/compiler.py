@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -14,7 +15,7 @@ import torch.compiler.config
 from torch import Tensor, fx, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
-from fxgrad.capture.checks import check_parameters
+from fxgrad.capture.checks import check_numbers, check_parameters
 from fxgrad.capture.options import Inner, Options
 from fxgrad.capture.progress import compilation, stage
 from fxgrad.compile.context_of import make_context
@@ -70,16 +71,12 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     captured.check_leaves()
     captured.check_objects()
     inner = inner_compiler(options.backend)
-
-    def named() -> fx.GraphModule:
-        """Return the graph as Dynamo left it, with one name for each tensor."""
-        return run_passes(captured.gm, make_context(captured, options, None), NAMES)
-
-    check_requires_grad(captured.gm, captured.traced_inputs(), named)
+    check_requires_grad(captured.gm, captured.traced_inputs(), partial(_with_names, captured, options))
     if not captured.trainable:
         return _without_parameters(captured, options, inner)
     parameters = {name: captured.examples[i] for name, i in captured.trainable.items()}
-    check_parameters(parameters, called=True)
+    check_parameters(parameters)
+    check_numbers(parameters)
     passes = passes_of(captured.batch_size, options.quantities)
     dims = None if passes is SINGLE else captured.held() if passes is ONE else captured.dims
     ctx = make_context(captured, options, dims)
@@ -91,7 +88,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
         if not captured.single:
             _rehearse(gm, ctx, captured.batch_size, options, room)
     room.check(captured.batch_size)
-    interface = interface_of(captured, gm, named() if captured.single else None)
+    interface = interface_of(captured, gm, _with_names(captured, options) if captured.single else None)
     taps = sum(isinstance(node.target, TAPS) for node in gm.graph.nodes)
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     inputs = _inner_inputs(captured, options)
@@ -106,6 +103,11 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     for one in read:
         one.settle()
     return Transformed(compiled, interface, store, captured.batch_size, room, read, given)
+
+
+def _with_names(captured: Captured, options: Options) -> fx.GraphModule:
+    """Return the graph as Dynamo left it, with one name for each tensor."""
+    return run_passes(captured.gm, make_context(captured, options, None), NAMES)
 
 
 def _read(gm: fx.GraphModule, options: Options) -> list[Reading]:

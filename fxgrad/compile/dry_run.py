@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,25 +199,20 @@ class _RememberingTape(Tape):
         self.each = None
 
     def add(self, use: Use, parts: Contributions, n: int, *, scaled: bool = True) -> None:
-        if scaled:  # of `record`, or pulled back
-            self._note(use, parts, n, scaled)
-            return
-        with self._counted_by_terms():  # of an op with a backward of its own
-            self._note(use, parts, n, scaled)
-
-    def _note(self, use: Use, parts: Contributions, n: int, scaled: bool) -> None:
-        for slot, part in parts:
-            term = part if isinstance(part, Term) else None
-            moved = isinstance(part, Materialised | Virtual)  # through a function of parameters
-            pulled_back = moved and use.op not in MOVEMENT
-            flops = None if pulled_back else ZERO if moved else self.each if term is None else term.flops()
-            self.log.clear()
-            with self._placed(use):
-                super().add(use, [(slot, part)], n, scaled=scaled)
-            choice = self._choice(use.wrt[slot], moved)
-            self.rehearsal.parts.append(Part(use, slot, term, flops, pulled_back, choice))
-            if choice is None and term is not None and flops is not None and term.in_flop_counter():
-                self.rehearsal.backward += flops
+        counted = nullcontext() if scaled else self._counted_by_terms()  # not scaled: of an op with its own backward
+        with counted:
+            for slot, part in parts:
+                term = part if isinstance(part, Term) else None
+                moved = isinstance(part, Materialised | Virtual)  # through a function of parameters
+                pulled_back = moved and use.op not in MOVEMENT
+                flops = None if pulled_back else ZERO if moved else self.each if term is None else term.flops()
+                self.log.clear()
+                with self._placed(use):
+                    super().add(use, [(slot, part)], n, scaled=scaled)
+                choice = self._choice(use.wrt[slot], moved)
+                self.rehearsal.parts.append(Part(use, slot, term, flops, pulled_back, choice))
+                if choice is None and term is not None and flops is not None and term.in_flop_counter():
+                    self.rehearsal.backward += flops
 
     def _choice(self, key: int, moved: bool) -> Choice | None:
         """Return how what was just written down is kept to the end; None where gradients are all that is asked for."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxgrad.capture.dynamo_errors import NAMED_TWICE
 from fxgrad.errors import GraphBreak
 from fxgrad.graph.context import source_line, without_gradients
 from fxgrad.host.leaves import BEGINS
@@ -29,11 +30,8 @@ def check_requires_grad(gm: fx.GraphModule, traced: Collection[str], inlined: Ca
     begun = [node for node in nodes if BEGINS in node.meta]
     kept = [node for node in nodes if node.op == "call_method" and node.target == "requires_grad_"]
     for node in [*kept, *(node for node in begun if _is_named_before(node))]:
-        raise GraphBreak(
-            "forward sets requires_grad of a tensor that has another name, which one graph cannot hold",
-            where=source_line(node),
-            advice="Set it before the model is called, or of a copy: h = h.clone().requires_grad_().",
-        )
+        sentence, advice = NAMED_TWICE
+        raise GraphBreak(sentence, where=source_line(node), advice=advice)
     if begun:
         _check_kept(inlined().graph, traced)
 

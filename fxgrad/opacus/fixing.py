@@ -181,5 +181,5 @@ def _carried(old: nn.Module, new: nn.Module) -> Iterator[tuple[str, nn.Parameter
     """Yield the name of each parameter that the layers have in common, the old Parameter and the new value."""
     if _alike(old, new):
         values = dict(new.named_parameters())
-        own = dict(old.named_parameters(recurse=False)) if isinstance(old, BatchNorm) else dict(old.named_parameters())
-        yield from ((name, parameter, values[name]) for name, parameter in own.items())
+        own = list(old.named_parameters(recurse=not isinstance(old, BatchNorm)))  # its activation moves as a whole
+        yield from ((name, parameter, values[name]) for name, parameter in own)
