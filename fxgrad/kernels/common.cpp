@@ -9,18 +9,32 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t V = Vec::size();
 constexpr int64_t CHAIN = 512;  // products that are added one after another, at most; then those sums: see norms.gamma
 
-constexpr int64_t TILE = 16;  // numbers that are transposed at once, by as many
+constexpr int64_t TILE = V >= 16 ? 16 : 8;  // numbers that are turned over at once, by as many
 constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
+
+// A matrix turned over: `rows` rows of `columns` numbers, `of_row` apart, as columns that are rows, `to_row` apart.
+static inline void turn_over(const float* from, int64_t of_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
+  for (int64_t r = 0; r < rows; r += TILE)
+    for (int64_t c = 0; c < columns; c += TILE) {
+      const float* tile = from + r * of_row + c;
+      float* turned = to + c * to_row + r;
+      const int64_t high = std::min(TILE, rows - r), wide = std::min(TILE, columns - c);
+      if (high == TILE && wide == TILE)
+        at::vec::transpose_mxn<float, TILE, TILE>(tile, of_row, turned, to_row);
+      else
+        at::vec::transpose_mxn<float>(tile, of_row, turned, to_row, high, wide);
+    }
+}
 
 constexpr int64_t OS = V >= 16 ? 8 : 4;  // the outputs, and vectors of inputs, whose products are summed in registers
 constexpr int64_t VECTORS = 3;  // at most
 
 // How many vectors of the `left` that are left are next: a single one at the end would take as long as two.
-int64_t next_of(int64_t left) { return left == 4 ? 2 : std::min(VECTORS, left); }
+static inline int64_t next_of(int64_t left) { return left == 4 ? 2 : std::min(VECTORS, left); }
 
-int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+static inline int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-double total_of(const Vec& sums) {
+static inline double total_of(const Vec& sums) {
   float lanes[V];
   sums.store(lanes);
   double parts[4] = {0, 0, 0, 0};
@@ -59,7 +73,7 @@ struct Squares {
   }
 };
 
-double squares(const float* values, int64_t count) {
+static inline double squares(const float* values, int64_t count) {
   Squares found;
   found.add(values, count);
   return found.value();
@@ -70,7 +84,7 @@ constexpr int64_t WRITTEN = 4 << 20;  // bytes of results from which they are no
 
 // Numbers times a factor, of a result that is large or not. A large one is written past the cache, line by line: a usual
 // store reads what it is about to write over. Until `drain`, other threads may not see it.
-void write(const float* from, int64_t count, float* to, bool large, float factor = 1) {
+static inline void write(const float* from, int64_t count, float* to, bool large, float factor = 1) {
   int64_t at = 0;
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   if (large) {
@@ -93,9 +107,22 @@ void write(const float* from, int64_t count, float* to, bool large, float factor
   }
 }
 
-void drain() {
+static inline void drain() {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   _mm_sfence();
+#endif
+}
+
+// Keep a value in its register: compilers read it from memory again for each of its uses, which takes as long as a product.
+static inline void hold(Vec& value) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 held = value;
+  asm("" : "+v"(held));
+  value = held;
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m256 held = value;
+  asm("" : "+x"(held));
+  value = held;
 #endif
 }
 
@@ -113,7 +140,10 @@ void multiply(const float* g, Steps of_g, const float* input, Steps of_input, in
     for (int64_t x = 0; x < columns; ++x, gs += of_g.column, values += of_input.column) {
       Vec run[N];
 #pragma GCC unroll 3
-      for (int64_t r = 0; r < N; ++r) run[r] = Vec::loadu(values + r * V);
+      for (int64_t r = 0; r < N; ++r) {
+        run[r] = Vec::loadu(values + r * V);
+        hold(run[r]);
+      }
 #pragma GCC unroll 8
       for (int64_t o = 0; o < OS; ++o) {
         const Vec factor(gs[o]);
@@ -131,6 +161,6 @@ void multiply(const float* g, Steps of_g, const float* input, Steps of_input, in
 
 using Multiply = decltype(&multiply<VECTORS>);
 
-Multiply multiply_by(int64_t vectors) {
+static inline Multiply multiply_by(int64_t vectors) {
   return vectors == 3 ? multiply<3> : vectors == 2 ? multiply<2> : multiply<1>;
 }

@@ -17,19 +17,13 @@ struct Gram {
 
   // [k, count] as [count, padded]; what is behind the positions stays 0.
   void load(const float* from, const int64_t* steps, int64_t count) {
-    for (int64_t position = 0; position < k; position += TILE)
-      for (int64_t f = 0; f < count; f += TILE) {
-        const int64_t positions = std::min(TILE, k - position), some = std::min(TILE, count - f);
-        const float* own = from + position * steps[1] + f * steps[2];
-        float* to = features.data() + f * padded + position;
-        if (steps[2] == 1) {
-          at::vec::transpose_mxn<float>(own, steps[1], to, padded, positions, some);
-        } else {
-          for (int64_t column = 0; column < some; ++column)
-            for (int64_t row = 0; row < positions; ++row)
-              to[column * padded + row] = own[row * steps[1] + column * steps[2]];
-        }
-      }
+    if (steps[2] == 1) {
+      turn_over(from, steps[1], k, count, features.data(), padded);
+    } else {
+      for (int64_t f = 0; f < count; ++f)
+        for (int64_t position = 0; position < k; ++position)
+          features[f * padded + position] = from[position * steps[1] + f * steps[2]];
+    }
   }
 
   void add_up(const float* from, const int64_t* steps, int64_t size) {

@@ -21,7 +21,7 @@ void pack(const float* from, const int64_t* steps, int64_t k, int64_t count, flo
     }
 }
 
-double square_of(const float* row, int64_t size, int64_t step) {
+static inline double square_of(const float* row, int64_t size, int64_t step) {
   if (step == 1) return squares(row, size);
   double total = 0;
   for (int64_t at = 0; at < size; ++at) total += double(row[at * step]) * row[at * step];

@@ -15,13 +15,15 @@ struct Shape {
 };
 static_assert(sizeof(Shape) == 17 * sizeof(int64_t), "window_kernel.Shape has these numbers, one behind the other");
 
+constexpr int64_t PLACES = 16;  // of a window, at most, that are written as vectors
+
 struct Values {  // [samples, images, channels, rows, columns], and the steps between them
   const float* data;
   const int64_t* steps;
 };
 
 // Some channels of an image, channels last, into the inside of a larger one.
-void copy(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns, float* into,
+static inline void copy(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns, float* into,
           int64_t of_row, int64_t of_pixel) {
   const int64_t channel = steps[2], row = steps[3], column = steps[4];
   for (int64_t y = 0; y < rows; ++y) {
@@ -29,6 +31,8 @@ void copy(const float* from, const int64_t* steps, int64_t channels, int64_t row
     float* there = into + y * of_row;
     if (channel == 1 || channels == 1) {
       for (int64_t x = 0; x < columns; ++x) std::copy_n(here + x * column, channels, there + x * of_pixel);
+    } else if (column == 1) {
+      turn_over(here, channel, channels, columns, there, of_pixel);
     } else {
       for (int64_t c = 0; c < channels; ++c)
         for (int64_t x = 0; x < columns; ++x) there[x * of_pixel + c] = here[c * channel + x * column];
@@ -59,8 +63,8 @@ struct Worker {
   const int64_t of_g = s.out_rows * s.out_columns * of_pixel, of_image = (s.rows + 2 * s.row_padding) * of_row;
   std::vector<float> gs = std::vector<float>(s.images * of_g);
   std::vector<float> inputs = std::vector<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
-  // `turn` reads TILE rows, of which the last may not be there.
-  std::vector<float> total = std::vector<float>(OS * runs * padded + TILE * std::max(padded, s.channels));
+  // `turn` reads PLACES rows, of which the last may not be there.
+  std::vector<float> total = std::vector<float>(OS * runs * padded + PLACES * std::max(padded, s.channels));
 
   void load(const Values& g, const Values& input, int64_t n, int64_t start, int64_t end) {
     if (outs < s.outs) std::fill(gs.begin(), gs.end(), 0);  // the last outputs may be fewer
@@ -98,7 +102,7 @@ struct Worker {
     const int64_t places = s.kernel_rows * s.kernel_columns, step = joined ? s.channels : padded;
     if (places == 1) {
       std::copy_n(of_o, s.channels, out);
-    } else if (places <= TILE && (!joined || padded == length)) {
+    } else if (places <= PLACES && (!joined || padded == length)) {
       turn(of_o, step, out, places);
     } else {
       for (int64_t place = 0; place < places; ++place) {
@@ -112,13 +116,13 @@ struct Worker {
   // [places, channels], `step` apart, as [channels, places]. Whole vectors are stored, and what is behind a channel's
   // places is stored over by the next channel: masked stores, or one number after another, take several times as long.
   void turn(const float* from, int64_t step, float* out, int64_t places) const {
-    float tile[TILE * TILE];
-    for (int64_t start = 0; start < s.channels; start += TILE) {
-      const int64_t channels = std::min(TILE, s.channels - start);
-      at::vec::transpose_mxn<float>(from + start, step, tile, TILE, TILE, channels);
+    float tile[PLACES * PLACES];
+    for (int64_t start = 0; start < s.channels; start += PLACES) {
+      const int64_t channels = std::min(PLACES, s.channels - start);
+      turn_over(from + start, step, PLACES, channels, tile, PLACES);
       for (int64_t c = 0; c < channels; ++c, out += places) {
         const int64_t left = (s.channels - start - c) * places;
-        for (int64_t at = 0; at < places; at += V) Vec::loadu(tile + c * TILE + at).store(out + at, std::min(V, left - at));
+        for (int64_t at = 0; at < places; at += V) Vec::loadu(tile + c * PLACES + at).store(out + at, std::min(V, left - at));
       }
     }
   }
