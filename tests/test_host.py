@@ -1539,6 +1539,21 @@ def _(host: Any) -> None:
     assert order[:2] == ["user's", "ours"]
 
 
+@check("inductor.written_as")
+def _(host: Any) -> None:
+    """Its effect on a backward, tests/test_on_cpu.py sees."""
+    host.import_compiler()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = host.written_as(graph.call_function(torch.ops.aten.neg.default, (x,)), (1, 2))
+    graph.output((node,))
+    gm = fx.GraphModule(nn.Module(), graph)
+    compiled = torch._inductor.compile_fx.compile_fx_inner(gm, [torch.randn(2, 3)])  # type: ignore[attr-defined]
+    given = torch.randn(2, 3)
+    (result,) = compiled([given])
+    assert torch.equal(result, -given) and result.stride() == (1, 2)
+
+
 @check("inductor.decompositions")
 def _(host: Any) -> None:
     assert torch.ops.aten.native_layer_norm.default in host.decompositions()

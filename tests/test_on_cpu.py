@@ -206,6 +206,28 @@ def test_masks_are_not_saved_and_nothing_is_transposed() -> None:
     assert "(196, 49, 7, 1)" not in forward and "(196, 49, 7, 1)" not in backward
 
 
+class Normed(nn.Sequential):
+    """Convolutions, in groups and not, each with a norm of groups of its channels behind it."""
+
+    def __init__(self) -> None:
+        layers: list[nn.Module] = []
+        for channels, groups in ((2, 1), (16, 4), (16, 1)):
+            layers += [nn.Conv2d(channels, 16, 3, padding=1, groups=groups, bias=False), nn.GroupNorm(4, 16), nn.ReLU()]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_a_norm_behind_a_convolution_transposes_nothing(device: torch.device) -> None:
+    """On CPU: what it saves, and its input's gradient, are written as the convolution lays out its values."""
+    torch.manual_seed(0)
+    model = Normed().to(device)
+    agrees(model, images(device=device))
+    transformed = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0))
+    _, (forward, backward, *_) = run_and_get_code(lambda: default_loss(transformed(images(device=device))).backward())
+    if device.type == "cpu":
+        for contiguous in ("(784, 49, 7, 1)", "(784, 196, 49, 1)"):  # an image, and its groups
+            assert contiguous not in forward and contiguous not in backward
+
+
 def test_an_evaluation_gives_the_plain_outputs(device: torch.device) -> None:
     plain, x = Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)).to(device).eval(), images(device=device)
     with torch.no_grad():

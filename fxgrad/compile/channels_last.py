@@ -1,4 +1,7 @@
-"""Values behind the last convolution keep its layout when they are saved for the backward.
+"""Values around convolutions keep their layout.
+
+Forward, `keep_layout`: what is saved for the backward behind the last convolution. Backward, `write_once`: the
+gradients of convolutions' outputs.
 
 Inductor computes convolutions on CPU with channels last, and what comes before the last one, too. Behind it, it saves
 each value as the traced graph has it, which is contiguous: a copy from one layout to the other in the forward, and one
@@ -15,15 +18,19 @@ What the user sees keeps its layout.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxgrad.compile.interface import outputs_of
+from fxgrad.host.inductor import written_as
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
 
 aten = torch.ops.aten
+_VIEWS = aten.view.default, aten._unsafe_view.default, aten.reshape.default
 
 # Ops whose backward reads no layout: it saves nothing of their operand, or Inductor has its own code for it.
 _ANY_LAYOUT = frozenset(
@@ -63,18 +70,57 @@ def keep_layout(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def write_once(gm: fx.GraphModule, examples: Sequence[Any]) -> None:
+    """Change a backward's traced graph on CPU: gradients of convolutions' outputs are written with their channels last.
+
+    A norm layer computes such a gradient for its groups, ``[n, groups, channels / groups, pixels]``. What two ops read,
+    Inductor writes in the shape in which it was computed, contiguous, and copies it from there.
+    """
+    if not any(_is_channels_last(example) for example in examples):
+        return
+    convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    windows = gm.graph.find_nodes(op="call_function", target=torch.ops.fxgrad.window_rows.default)
+    grads = [node.args[0] for node in convolutions] + [node.args[0].args[0] for node in windows]
+    for grad in dict.fromkeys(grads):
+        if isinstance(grad, fx.Node) and grad.target in _VIEWS and (strides := _strides_of(grad.meta["val"])):
+            written = written_as(grad, strides)
+            written.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=torch.channels_last)}
+            grad.replace_all_uses_with(written, delete_user_cb=lambda user, own=written: user is not own)
+    gm.recompile()
+
+
+def _is_channels_last(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.dim() != 4 or value.is_contiguous():
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last)
+
+
+def _strides_of(image: Tensor) -> tuple[int, ...]:
+    """Return the steps of an image of known size with channels last; none of what is no image."""
+    if image.dim() != 4 or not all(isinstance(size, int) for size in image.shape[1:]):
+        return ()
+    _, channels, rows, columns = image.shape
+    return channels * rows * columns, 1, columns * channels, channels
+
+
 def _region(last: fx.Node) -> dict[fx.Node, None]:
-    """Return a convolution, and what is computed of it alone, element by element or by max pooling, in order."""
+    """Return a convolution, and what is computed of it element by element or by max pooling, in order."""
     region = {last: None}
     for node in last.graph.nodes:
-        operands = node.all_input_nodes
+        operands = [one for one in node.all_input_nodes if not _is_spread(one)]
         if node.op == "call_function" and operands and all(one in region for one in operands) and _keeps(node):
             region[node] = None
     return region
 
 
+def _is_spread(operand: fx.Node) -> bool:
+    """Return whether a value is smaller than what an op makes of it, as one number for each channel: it has no say."""
+    value = operand.meta["val"]
+    return isinstance(value, Tensor) and (value.dim() < 4 or any(isinstance(n, int) and n == 1 for n in value.shape))
+
+
 def _keeps(node: fx.Node) -> bool:
-    """Return whether an op lays out its result as its operand is."""
+    """Return whether an op lays out its result as its operands are."""
     if node.target in (torch.ops.fxgrad.max_pool.default, operator.getitem):
         return True
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
-from fxgrad.compile.channels_last import keep_layout
+from fxgrad.compile.channels_last import keep_layout, write_once
 from fxgrad.compile.compared import save_compared
 from fxgrad.compile.mutated import keep_unchanged
 from fxgrad.errors import refuse_choice
@@ -60,6 +60,8 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             # What the user's views are made of, behind the graph, has the layout that was traced.
             if forward and not inductor.show_bases(gm) and on_cpu:
                 keep_layout(gm)
+            if kwargs.get("is_backward") and on_cpu:
+                write_once(gm, args[0])
             return inductor.compile_traced(gm, *args, **kwargs)
 
     with inductor.before_partition(keep_unchanged, save_compared):

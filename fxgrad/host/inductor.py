@@ -159,6 +159,16 @@ def before_partition(*changes: Callable[[torch.fx.Graph], None]) -> Iterator[Non
         yield
 
 
+def written_as(node: torch.fx.Node, strides: tuple[int, ...]) -> torch.fx.Node:
+    """Insert Inductor's own op behind a node, which says in what order a value lies in memory; return its node.
+
+    Why: a copy with another layout says so as well, but Inductor removes one that has the layout that was traced.
+    Without: what two ops read is laid out as the loop that computes it, and copied from there.
+    """
+    with node.graph.inserting_after(node):
+        return node.graph.call_function(torch.ops.prims.inductor_force_stride_order.default, (node, strides))
+
+
 def decompositions() -> Any:
     """Return Inductor's table of decompositions, with which AOTAutograd traces for it.
 
