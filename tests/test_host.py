@@ -1548,7 +1548,7 @@ def _(host: Any) -> None:
     node = host.written_as(graph.call_function(torch.ops.aten.neg.default, (x,)), (1, 2))
     graph.output((node,))
     gm = fx.GraphModule(nn.Module(), graph)
-    compiled = torch._inductor.compile_fx.compile_fx_inner(gm, [torch.randn(2, 3)])  # type: ignore[attr-defined]
+    compiled = torch._inductor.compile_fx.compile_fx_inner(gm, [torch.randn(2, 3)])
     given = torch.randn(2, 3)
     (result,) = compiled([given])
     assert torch.equal(result, -given) and result.stride() == (1, 2)

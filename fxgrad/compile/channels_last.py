@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def write_once(gm: fx.GraphModule, examples: Sequence[Any]) -> None:
         if isinstance(grad, fx.Node) and grad.target in _VIEWS and (strides := _strides_of(grad.meta["val"])):
             written = written_as(grad, strides)
             written.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=torch.channels_last)}
-            grad.replace_all_uses_with(written, delete_user_cb=lambda user, own=written: user is not own)
+            grad.replace_all_uses_with(written, delete_user_cb=partial(operator.is_not, written))
     gm.recompile()
 
 
