@@ -214,6 +214,21 @@ def test_a_busy_machine_is_measured_again(elsewhere: Path, monkeypatch: pytest.M
         assert after(100) == best
 
 
+def test_other_kernels_are_measured_anew(elsewhere: Path) -> None:
+    """Those of a later version are faster, or slower: what was measured before says nothing of them."""
+    slow = replace(FAST, kernel=FAST.kernel / 2)
+    with mock.patch.object(machines, "measure", side_effect=[FAST, slow, AssertionError]):
+        assert machine_of(CPU) is FAST
+        held = json.loads(elsewhere.read_text())
+        for entry in held.values():
+            assert entry.pop("kernels")  # as a version wrote it that had others
+        elsewhere.write_text(json.dumps(held))
+        machines._known.clear()
+        assert machine_of(CPU) is slow
+        machines._known.clear()
+        assert machine_of(CPU).kernel == slow.kernel
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"%s": {"mkl": 1}}', '{"%s": {"mkl": "x"}}', "\0"])
 def test_a_file_that_is_not_ours_is_measured_over(content: str, elsewhere: Path) -> None:
     elsewhere.parent.mkdir()

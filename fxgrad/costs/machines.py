@@ -8,14 +8,16 @@
 
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
 number of threads and version of PyTorch; what is not in it is measured. The machine may have been busy then, so later
-processes measure again, up to `TIMES` in all, and the fastest counts; an entry without ``measured`` stays as the user
-wrote it. ``FXGRAD_MACHINE`` names another file, or is ``reference``: then the numbers are `REFERENCE`'s, whatever
+processes measure again, up to `TIMES` in all, and the fastest counts. What other kernels of fxgrad's were measured with
+counts no more (``kernels``). An entry without ``measured`` stays as the user wrote it. ``FXGRAD_MACHINE`` names another file, or is ``reference``: then the numbers are `REFERENCE`'s, whatever
 machine this is, and a model is compiled in the same way everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import logging
 import math
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.host.dispatch import disable_current_modes
+from fxgrad.kernels import product_kernel
 from fxgrad.kernels.onednn import outer_products
 from fxgrad.kernels.products import product_norms
 
@@ -182,15 +185,23 @@ def _read(path: Path) -> dict[str, Entry]:
             )
             for entry, numbers in entries.items()
             if numbers.keys() >= set(RATES) and all(float(numbers[rate]) > 0 for rate in RATES)
+            if not numbers.get("measured") or numbers.get("kernels") == _kernels()
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
+@functools.lru_cache(maxsize=1)
+def _kernels() -> str:
+    """Return what tells the kernels that ``kernel`` is measured with from those of other versions."""
+    return hashlib.sha256(product_kernel.KERNELS.text.encode()).hexdigest()[:16]
+
+
 def _write(path: Path, name: str, entry: Entry) -> None:
     """Add an entry, or replace it; what cannot be written is measured again by the next process."""
     entries = {**_read(path), name: entry}
-    numbers = {name: {**asdict(of.machine), "measured": of.measured} for name, of in entries.items()}
+    own = {"kernels": _kernels()}
+    numbers = {name: {**asdict(of.machine), "measured": of.measured, **own} for name, of in entries.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, written = tempfile.mkstemp(dir=path.parent, prefix=path.name)

@@ -47,6 +47,11 @@ class Library:
         self.sources, self.dtypes, self.computes = sources, dtypes, computes
         self._warned = False
 
+    @property
+    def text(self) -> str:
+        """The files, one behind the other."""
+        return "\n".join((_FOLDER / source).read_text(encoding="utf-8") for source in self.sources)
+
     def applies(self, *values: Tensor, copied: int = 0) -> bool:
         """Whether the functions can compute with these values, of each of which a thread copies so many bytes."""
         fits = copied <= LARGEST and all(value.numel() for value in values)
@@ -97,8 +102,7 @@ class Library:
 
     def _compile(self, vectors: Future[None]) -> ctypes.CDLL:
         vectors.result()
-        start = time.perf_counter()
-        text = "\n".join((_FOLDER / source).read_text(encoding="utf-8") for source in self.sources)
+        start, text = time.perf_counter(), self.text
         library = load_library(text)
         for name, arguments in _EXPORTED.findall(text):
             function = getattr(library, name)
