@@ -9,8 +9,9 @@
 The file lies in the user's cache folder (``$XDG_CACHE_HOME/fxgrad/machines.json``), with an entry for each device,
 number of threads and version of PyTorch; what is not in it is measured. The machine may have been busy then, so later
 processes measure again, up to `TIMES` in all, and the fastest counts. What other kernels of fxgrad's were measured with
-counts no more (``kernels``). An entry without ``measured`` stays as the user wrote it. ``FXGRAD_MACHINE`` names another file, or is ``reference``: then the numbers are `REFERENCE`'s, whatever
-machine this is, and a model is compiled in the same way everywhere.
+counts no more (``kernels``). An entry without ``measured`` stays as the user wrote it. ``FXGRAD_MACHINE`` names another
+file, or is ``reference``: then the numbers are `REFERENCE`'s, whatever machine this is, and a model is compiled in the
+same way everywhere.
 """
 
 from __future__ import annotations
