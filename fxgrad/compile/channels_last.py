@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def keep_layout(gm: fx.GraphModule) -> None:
     visible = output.meta.get("user_visible_output_idxs")  # Inductor's own note of what the user sees
     if visible is None:
         return
-    region = _region(last)
+    region = _region(convolutions)
     results = list(outputs_of(gm))
     for i in visible:
         if results[i] in region and isinstance(results[i].meta["val"], Tensor):
@@ -81,19 +80,27 @@ def write_once(gm: fx.GraphModule, examples: Sequence[Any]) -> None:
         return
     convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
     windows = gm.graph.find_nodes(op="call_function", target=torch.ops.fxgrad.window_rows.default)
-    grads = [node.args[0] for node in convolutions] + [node.args[0].args[0] for node in windows]
+    grads = [node.args[0] for node in convolutions] + [_viewed(node.args[0]) for node in windows]
     for grad in dict.fromkeys(grads):
-        if isinstance(grad, fx.Node) and grad.target in _VIEWS and (strides := _strides_of(grad.meta["val"])):
+        strides = _strides_of(grad.meta["val"])
+        if grad.target in _VIEWS and strides:
             written = written_as(grad, strides)
             written.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=torch.channels_last)}
-            grad.replace_all_uses_with(written, delete_user_cb=partial(operator.is_not, written))
+            others = [user for user in grad.users if user is not written and user.op != "output"]
+            grad.replace_all_uses_with(written, delete_user_cb=others.__contains__)
     gm.recompile()
 
 
+def _viewed(grad: fx.Node) -> fx.Node:
+    """Return what a kernel's operand, ``[n, k, channels, rows, columns]``, is a view of."""
+    return grad.args[0] if grad.target in _VIEWS and isinstance(grad.args[0], fx.Node) else grad
+
+
 def _is_channels_last(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.dim() != 4 or value.is_contiguous():
-        return False
-    return value.is_contiguous(memory_format=torch.channels_last)
+    """Read ints alone: to ask a symbolic size would be a guard."""
+    strides = _strides_of(value) if isinstance(value, Tensor) else ()
+    steps = value.stride()[1:] if strides else ()
+    return bool(strides) and all(isinstance(step, int) for step in steps) and steps == strides[1:]
 
 
 def _strides_of(image: Tensor) -> tuple[int, ...]:
@@ -104,20 +111,27 @@ def _strides_of(image: Tensor) -> tuple[int, ...]:
     return channels * rows * columns, 1, columns * channels, channels
 
 
-def _region(last: fx.Node) -> dict[fx.Node, None]:
-    """Return a convolution, and what is computed of it element by element or by max pooling, in order."""
-    region = {last: None}
-    for node in last.graph.nodes:
+def _region(convolutions: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the last convolution, and what is computed of it element by element or by max pooling, in order.
+
+    Values of other convolutions may take part, such as what a residual block adds: they are laid out alike.
+    """
+    alike, region = set(convolutions), [convolutions[-1]]
+    for node in convolutions[0].graph.nodes:
         operands = [one for one in node.all_input_nodes if not _is_spread(one)]
-        if node.op == "call_function" and operands and all(one in region for one in operands) and _keeps(node):
-            region[node] = None
+        if node.op == "call_function" and operands and all(one in alike for one in operands) and _keeps(node):
+            alike.add(node)
+            if any(one in region for one in operands):
+                region.append(node)
     return region
 
 
 def _is_spread(operand: fx.Node) -> bool:
     """Return whether a value is smaller than what an op makes of it, as one number for each channel: it has no say."""
     value = operand.meta["val"]
-    return isinstance(value, Tensor) and (value.dim() < 4 or any(isinstance(n, int) and n == 1 for n in value.shape))
+    if not isinstance(value, Tensor) or value.dim() > 4:
+        return False
+    return value.dim() < 4 or any(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _keeps(node: fx.Node) -> bool:
