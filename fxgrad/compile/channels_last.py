@@ -30,7 +30,7 @@ from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
 
 aten = torch.ops.aten
-_VIEWS = aten.view.default, aten._unsafe_view.default, aten.reshape.default
+_RESHAPES = frozenset("view _unsafe_view reshape".split())
 
 # Ops whose backward reads no layout: it saves nothing of their operand, or Inductor has its own code for it.
 _ANY_LAYOUT = frozenset(
@@ -83,7 +83,7 @@ def write_once(gm: fx.GraphModule, examples: Sequence[Any]) -> None:
     grads = [node.args[0] for node in convolutions] + [_viewed(node.args[0]) for node in windows]
     for grad in dict.fromkeys(grads):
         strides = _strides_of(grad.meta["val"])
-        if grad.target in _VIEWS and strides:
+        if strides and _is_reshape(grad):
             written = written_as(grad, strides)
             written.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=torch.channels_last)}
             others = [user for user in grad.users if user is not written and user.op != "output"]
@@ -93,7 +93,11 @@ def write_once(gm: fx.GraphModule, examples: Sequence[Any]) -> None:
 
 def _viewed(grad: fx.Node) -> fx.Node:
     """Return what a kernel's operand, ``[n, k, channels, rows, columns]``, is a view of."""
-    return grad.args[0] if grad.target in _VIEWS and isinstance(grad.args[0], fx.Node) else grad
+    return grad.all_input_nodes[0] if _is_reshape(grad) else grad
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    return node.op == "call_function" and op_name(node.target) in _RESHAPES
 
 
 def _is_channels_last(value: Any) -> bool:
