@@ -12,8 +12,10 @@ constexpr int64_t CHAIN = 512;  // products that are added one after another, at
 constexpr int64_t TILE = V >= 16 ? 16 : 8;  // numbers that are turned over at once, by as many
 constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also where denormals are flushed
 
-// A matrix turned over: `rows` rows of `columns` numbers, `of_row` apart, as columns that are rows, `to_row` apart.
-static inline void turn_over(const float* from, int64_t of_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
+// A matrix transposed: `rows` rows of `columns` numbers, `of_row` apart, become columns of rows that are `to_row` apart. A
+// whole tile by the form whose sizes the compiler knows: with AVX2 the other one goes number by number.
+static inline void turn_over(const float* from, int64_t of_row, int64_t rows, int64_t columns, float* to,
+                             int64_t to_row) {
   for (int64_t r = 0; r < rows; r += TILE)
     for (int64_t c = 0; c < columns; c += TILE) {
       const float* tile = from + r * of_row + c;
@@ -113,7 +115,8 @@ static inline void drain() {
 #endif
 }
 
-// Keep a value in its register: compilers read it from memory again for each of its uses, which takes as long as a product.
+// Keep a value in its register. g++ would read it from memory again for each of its uses, which takes as long as a
+// product does.
 static inline void hold(Vec& value) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 held = value;

@@ -35,8 +35,8 @@ constexpr Shift ROWS[] = {shift<1, 1>, shift<1, 2>, shift<1, 3>, shift<1, 4>,
                           shift<1, 5>, shift<1, 6>, shift<1, 7>, shift<1, 8>};
 
 // One channel of some groups, which become the lanes of a vector.
-static inline void copy_lanes(const float* from, int64_t lane, int64_t row, int64_t column, int64_t lanes, int64_t rows,
-                int64_t columns, float* into, int64_t of_row) {
+static inline void copy_lanes(const float* from, int64_t lane, int64_t row, int64_t column, int64_t lanes,
+                              int64_t rows, int64_t columns, float* into, int64_t of_row) {
   for (int64_t y = 0; y < rows; ++y, from += row, into += of_row) {
     if (lane == 1) {
       for (int64_t x = 0; x < columns; ++x) Vec::loadu(from + x * column, lanes).store(into + x * V);

@@ -23,8 +23,8 @@ struct Values {  // [samples, images, channels, rows, columns], and the steps be
 };
 
 // Some channels of an image, channels last, into the inside of a larger one.
-static inline void copy(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns, float* into,
-          int64_t of_row, int64_t of_pixel) {
+static inline void copy(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns,
+                        float* into, int64_t of_row, int64_t of_pixel) {
   const int64_t channel = steps[2], row = steps[3], column = steps[4];
   for (int64_t y = 0; y < rows; ++y) {
     const float* here = from + y * row;
