@@ -118,11 +118,11 @@ static inline void drain() {
 // Keep a value in its register. g++ would read it from memory again for each of its uses, which takes as long as a
 // product does.
 static inline void hold(Vec& value) {
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__GNUC__) && defined(CPU_CAPABILITY_AVX512)
   __m512 held = value;
   asm("" : "+v"(held));
   value = held;
-#elif defined(CPU_CAPABILITY_AVX2)
+#elif defined(__GNUC__) && defined(CPU_CAPABILITY_AVX2)
   __m256 held = value;
   asm("" : "+x"(held));
   value = held;
