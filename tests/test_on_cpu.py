@@ -228,6 +228,30 @@ def test_a_norm_behind_a_convolution_transposes_nothing(device: torch.device) ->
             assert contiguous not in forward and contiguous not in backward
 
 
+class Chosen(nn.Module):
+    """An op behind a convolution that a tensor chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(2, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, here: Tensor) -> Tensor:
+        h: Tensor = torch.cond(here, lambda h: h.relu(), lambda h: h.tanh(), (self.last(x),))
+        return h.mean((2, 3))
+
+
+def test_a_cond_behind_the_last_convolution(device: torch.device) -> None:
+    """Its bodies are nodes of the graph without a value."""
+    x, here = images(device=device), torch.tensor(True, device=device)
+    found: list[list[Tensor]] = []
+    for backend in ("inductor", "eager"):
+        torch.manual_seed(0)
+        model = fxgrad.transform(Chosen().to(device), backend=backend, in_dims=(0, None))
+        default_loss(model(x, here)).backward()
+        found.append([one.grad_sample for one in of_parameters(model)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_an_evaluation_gives_the_plain_outputs(device: torch.device) -> None:
     plain, x = Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)).to(device).eval(), images(device=device)
     with torch.no_grad():

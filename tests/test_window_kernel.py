@@ -95,7 +95,7 @@ def test_every_shape_and_layout(data: Any) -> None:
     assert window_kernel.applies(g, input, shape, told) or 1 < groups < 8
     true = expected(g, input, shape, told)
     out, found = window_rows(g, input, shape, told.numbers())
-    atol = 1e-4 if transposed else 1e-5  # more positions are added up, ten times as many and more
+    atol = 5e-5 if transposed else 1e-5  # more positions are added up, ten times as many
     torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=atol)
     norms = true.flatten(1).norm(dim=1)
     for norm, bound in (found, window_norms(g, input, shape, told.numbers(), False)):

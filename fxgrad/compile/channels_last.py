@@ -115,24 +115,24 @@ def _strides_of(image: Tensor) -> tuple[int, ...]:
     return channels * rows * columns, 1, columns * channels, channels
 
 
-def _region(convolutions: Sequence[fx.Node]) -> list[fx.Node]:
+def _region(convolutions: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """Return the last convolution, and what is computed of it element by element or by max pooling, in order.
 
     Values of other convolutions may take part, such as what a residual block adds: they are laid out alike.
     """
-    alike, region = set(convolutions), [convolutions[-1]]
+    alike, region = set(convolutions), {convolutions[-1]: None}
     for node in convolutions[0].graph.nodes:
         operands = [one for one in node.all_input_nodes if not _is_spread(one)]
         if node.op == "call_function" and operands and all(one in alike for one in operands) and _keeps(node):
             alike.add(node)
             if any(one in region for one in operands):
-                region.append(node)
+                region[node] = None
     return region
 
 
 def _is_spread(operand: fx.Node) -> bool:
     """Return whether a value is smaller than what an op makes of it, as one number for each channel: it has no say."""
-    value = operand.meta["val"]
+    value = operand.meta.get("val")  # the bodies of `torch.cond` have none
     if not isinstance(value, Tensor) or value.dim() > 4:
         return False
     return value.dim() < 4 or any(isinstance(size, int) and size == 1 for size in value.shape)
