@@ -70,7 +70,7 @@ def test_the_source_alone_declares_what_a_kernel_takes() -> None:
     assert windows is not None and lstm is not None
     address, number = ctypes.c_void_p, ctypes.c_int64
     assert windows.window_rows.argtypes == [*[address] * 7, number, ctypes.c_int]
-    assert lstm.backward_float64.argtypes == [*[address] * 7, number, number, ctypes.c_int]
+    assert lstm.backward_float64.argtypes == [*[address] * 8, number, ctypes.c_int, number, number, ctypes.c_int]
     with pytest.raises(TypeError, match="at least 9 arguments"):
         windows.depthwise_rows(None)
 

@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxgrad.kernels import onednn
 from fxgrad.kernels.compiled import Library
-from fxgrad.kernels.recurrent import lstm_kernel
+from fxgrad.kernels.recurrent import lstm_kernel, walk
 
-T, B, IN = 9, 5, 7
+T, IN = 9, 7
 
 
-def run(hidden: int, dtype: torch.dtype, lengths: Tensor | None, reverse: bool) -> list[Tensor]:
+def run(batch: int, hidden: int, dtype: torch.dtype, lengths: Tensor | None, reverse: bool) -> list[Tensor]:
     """Everything the recurrence and its backward return."""
     torch.manual_seed(0)
-    x, h, c = (torch.randn(*size, dtype=dtype) for size in ((T, B, IN), (B, hidden), (B, hidden)))
+    x, h, c = (torch.randn(*size, dtype=dtype) for size in ((T, batch, IN), (batch, hidden), (batch, hidden)))
     sizes = (4 * hidden, IN), (4 * hidden,), (4 * hidden, hidden), (4 * hidden,)
-    weights = [torch.randn(size, dtype=dtype) / 4 for size in sizes]
+    weights = [torch.randn(size, dtype=dtype) / max(4, hidden**0.5) for size in sizes]
     out = torch.ops.fxgrad.recurrence("LSTM", x, lengths, h, c, *weights, None, reverse)
     hs, _, *saved = out
     dhs, dc = torch.randn_like(hs), torch.randn_like(c)
@@ -31,18 +30,25 @@ def run(hidden: int, dtype: torch.dtype, lengths: Tensor | None, reverse: bool) 
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("lengths", [None, [9, 1, 4, 7, 9]])
-@pytest.mark.parametrize("hidden", [1, 16, 37])
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "hidden"), [(5, 1), (1, 16), (5, 37), (19, 37), (4, 130), (3, 300)]
+)  # the last by two threads, as 3 * 4 * 300 * 300 products are more than WORTH
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 def test_the_kernel_computes_what_the_loops_do(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, close: float, hidden: int, lengths: Any, reverse: bool
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    close: float,
+    batch: int,
+    hidden: int,
+    lengths: bool,
+    reverse: bool,
 ) -> None:
-    lengths = None if lengths is None else torch.tensor(lengths)
-    monkeypatch.setattr(lstm_kernel, "PARALLEL", 1)
-    monkeypatch.setattr(onednn, "FEW", 1)
-    by_kernel = run(hidden, dtype, lengths, reverse)
+    of_samples = (torch.arange(batch) * 5 + 8) % T + 1 if lengths else None
+    monkeypatch.setattr(walk, "BLOCK", 4 * batch * hidden * dtype.itemsize)  # of four steps
+    by_kernel = run(batch, hidden, dtype, of_samples, reverse)
     monkeypatch.setattr(lstm_kernel.KERNELS, "functions", None)
-    for found, expected in zip(by_kernel, run(hidden, dtype, lengths, reverse), strict=True):
+    for found, expected in zip(by_kernel, run(batch, hidden, dtype, of_samples, reverse), strict=True):
         torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 

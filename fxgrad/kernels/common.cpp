@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
-using Vec = at::vec::Vectorized<float>;
+template <typename T>
+using VecOf = at::vec::Vectorized<T>;
+using Vec = VecOf<float>;
 constexpr int64_t V = Vec::size();
 constexpr int64_t CHAIN = 512;  // products that are added one after another, at most; then those sums: see norms.gamma
 
@@ -14,17 +17,17 @@ constexpr double LOST = 1.2e-38;  // of a square that underflows, at most, also 
 
 // A matrix transposed: `rows` rows of `columns` numbers, `of_row` apart, become columns of rows that are `to_row` apart. A
 // whole tile by the form whose sizes the compiler knows: with AVX2 the other one goes number by number.
-static inline void turn_over(const float* from, int64_t of_row, int64_t rows, int64_t columns, float* to,
-                             int64_t to_row) {
+template <typename T>
+void turn_over(const T* from, int64_t of_row, int64_t rows, int64_t columns, T* to, int64_t to_row) {
   for (int64_t r = 0; r < rows; r += TILE)
     for (int64_t c = 0; c < columns; c += TILE) {
-      const float* tile = from + r * of_row + c;
-      float* turned = to + c * to_row + r;
+      const T* tile = from + r * of_row + c;
+      T* turned = to + c * to_row + r;
       const int64_t high = std::min(TILE, rows - r), wide = std::min(TILE, columns - c);
       if (high == TILE && wide == TILE)
-        at::vec::transpose_mxn<float, TILE, TILE>(tile, of_row, turned, to_row);
+        at::vec::transpose_mxn<T, TILE, TILE>(tile, of_row, turned, to_row);
       else
-        at::vec::transpose_mxn<float>(tile, of_row, turned, to_row, high, wide);
+        at::vec::transpose_mxn<T>(tile, of_row, turned, to_row, high, wide);
     }
 }
 
@@ -117,39 +120,47 @@ static inline void drain() {
 
 // Keep a value in its register. g++ would read it from memory again for each of its uses, which takes as long as a
 // product does.
-static inline void hold(Vec& value) {
 #if defined(__GNUC__) && defined(CPU_CAPABILITY_AVX512)
-  __m512 held = value;
+template <typename T>
+void hold(VecOf<T>& value) {
+  std::conditional_t<std::is_same_v<T, float>, __m512, __m512d> held = value;
   asm("" : "+v"(held));
   value = held;
+}
 #elif defined(__GNUC__) && defined(CPU_CAPABILITY_AVX2)
-  __m256 held = value;
+template <typename T>
+void hold(VecOf<T>& value) {
+  std::conditional_t<std::is_same_v<T, float>, __m256, __m256d> held = value;
   asm("" : "+x"(held));
   value = held;
-#endif
 }
+#else
+template <typename T>
+void hold(VecOf<T>&) {}
+#endif
 
 struct Steps {  // from one row to the next, and from one column
   int64_t row, column;
 };
 
 // total[o, :] (+)= the sum over some rows of positions of g[position, o] input[position, :], for OS o and N vectors.
-template <int64_t N>
-void multiply(const float* g, Steps of_g, const float* input, Steps of_input, int64_t rows, int64_t columns,
-              float* total, int64_t of_total, bool first) {
-  Vec sums[OS][N];  // zeros
+template <int64_t N, typename T>
+void multiply(const T* g, Steps of_g, const T* input, Steps of_input, int64_t rows, int64_t columns, T* total,
+              int64_t of_total, bool first) {
+  constexpr int64_t size = VecOf<T>::size();
+  VecOf<T> sums[OS][N];  // zeros
   for (int64_t y = 0; y < rows; ++y) {
-    const float *gs = g + y * of_g.row, *values = input + y * of_input.row;
+    const T *gs = g + y * of_g.row, *values = input + y * of_input.row;
     for (int64_t x = 0; x < columns; ++x, gs += of_g.column, values += of_input.column) {
-      Vec run[N];
+      VecOf<T> run[N];
 #pragma GCC unroll 3
       for (int64_t r = 0; r < N; ++r) {
-        run[r] = Vec::loadu(values + r * V);
-        hold(run[r]);
+        run[r] = VecOf<T>::loadu(values + r * size);
+        hold<T>(run[r]);
       }
 #pragma GCC unroll 8
       for (int64_t o = 0; o < OS; ++o) {
-        const Vec factor(gs[o]);
+        const VecOf<T> factor(gs[o]);
 #pragma GCC unroll 3
         for (int64_t r = 0; r < N; ++r) sums[o][r] = at::vec::fmadd(factor, run[r], sums[o][r]);
       }
@@ -157,13 +168,12 @@ void multiply(const float* g, Steps of_g, const float* input, Steps of_input, in
   }
   for (int64_t o = 0; o < OS; ++o)
     for (int64_t r = 0; r < N; ++r) {
-      float* to = total + o * of_total + r * V;
-      (first ? sums[o][r] : Vec::loadu(to) + sums[o][r]).store(to);
+      T* to = total + o * of_total + r * size;
+      (first ? sums[o][r] : VecOf<T>::loadu(to) + sums[o][r]).store(to);
     }
 }
 
-using Multiply = decltype(&multiply<VECTORS>);
-
-static inline Multiply multiply_by(int64_t vectors) {
-  return vectors == 3 ? multiply<3> : vectors == 2 ? multiply<2> : multiply<1>;
+template <typename T = float>
+auto multiply_by(int64_t vectors) {
+  return vectors == 3 ? multiply<3, T> : vectors == 2 ? multiply<2, T> : multiply<1, T>;
 }
