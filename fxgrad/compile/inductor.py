@@ -30,6 +30,7 @@ from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
 from fxgrad.compile.channels_last import keep_layout, write_once
 from fxgrad.compile.compared import save_compared
+from fxgrad.compile.folded import fold_batches
 from fxgrad.compile.mutated import keep_unchanged
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
@@ -54,6 +55,7 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             if vectors is not None:
                 vectors.result()
             gm = opened(gm, form_of)
+            fold_batches(gm)
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
             forward = not kwargs.get("is_backward") and not kwargs.get("is_inference")
