@@ -80,6 +80,20 @@ def test_channels_that_are_moved_stay(device: torch.device) -> None:
     assert "bmm(" in code_of(Moved(), x)
 
 
+def test_rows_without_numbers(device: torch.device) -> None:
+    """A view to ``[-1, 0]`` has no number of rows."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(0, 5)), nn.Parameter(torch.randn(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[..., :0] @ self.weight + self.bias
+
+    assert_per_sample_grads(Empty().to(device), torch.randn(3, 4, 6, device=device), backend="inductor")
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_results_keep_the_traced_strides(bias: bool, device: torch.device) -> None:
     class Returned(nn.Module):

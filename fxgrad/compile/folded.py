@@ -1,19 +1,19 @@
 """One product for all rows of a batch that meet the same matrix.
 
-``at::matmul`` folds ``x @ W``, for x of three dimensions, into one product of a matrix if W has gradients. fxgrad's is
-detached, so the traced graph multiplies with W for each index of the first dimension, a few rows at a time. In the
+``at::matmul`` folds ``x @ W``, for x of three dimensions, into one product of a matrix if W has gradients. fxgrad's W
+is detached, so the traced graph multiplies with it for each index of the first dimension, a few rows at a time. In the
 order in which x lies in memory its rows are one matrix, without a copy:
 
-    y = bmm(x.transpose(0, 1), W.expand(l, ..))   ->   y = mm(x.view(n * l, ..), W).view(n, l, ..).transpose(0, 1)
+    bmm(x.transpose(0, 1), W.expand(t, ..))   ->   mm(x.view(n * t, ..), W).view(n, t, ..).transpose(0, 1)
 
-What does not lie so, such as a convolution's output with its channels moved to the end, stays as it is: to copy it takes
-longer than the batch does.
+What does not lie so, such as a convolution's output with its channels moved to the end, stays as it is: to copy it
+takes longer than the batch does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,25 +25,26 @@ aten = torch.ops.aten
 def fold_batches(gm: fx.GraphModule) -> None:
     """Change a traced graph, of the forward or of the backward."""
     for product in gm.graph.find_nodes(op="call_function", target=aten.bmm.default):
-        x, w = (operand.meta["val"] for operand in product.args)
-        swapped = _is_swapped(x)
-        if swapped is not None and statically_known_true(w.stride(0) == 0):
-            product.replace_all_uses_with(_folded(product, swapped))
+        x, w = cast("tuple[fx.Node, fx.Node]", product.args)
+        swapped = _is_swapped(x.meta["val"])
+        if swapped is not None and statically_known_true(w.meta["val"].stride(0) == 0):
+            product.replace_all_uses_with(_folded(product, x, w, swapped))
             product.graph.erase_node(product)
     gm.recompile()
 
 
 def _is_swapped(x: Tensor) -> bool | None:
-    """Return whether rows ``[l, n, k]`` lie in memory as ``[n, l, k]``; None if they do not lie as either of the two."""
-    l, n, k = x.shape
-    strides = x.stride()
-    for swapped, expected in ((False, (n * k, k, 1)), (True, (k, l * k, 1))):
-        if all(statically_known_true(a == b) for a, b in zip(strides, expected, strict=True)):
+    """Return whether rows ``[t, n, k]`` lie in memory as ``[n, t, k]`` does, or as they are; None if neither is known."""
+    times, samples, k = x.shape
+    if not statically_known_true(k > 0):  # of no numbers, a view cannot tell how many rows there are
+        return None
+    for swapped, strides in ((False, (samples * k, k, 1)), (True, (k, times * k, 1))):
+        if all(statically_known_true(a == b) for a, b in zip(x.stride(), strides, strict=True)):
             return swapped
     return None
 
 
-def _folded(product: fx.Node, swapped: bool) -> fx.Node:
+def _folded(product: fx.Node, x: fx.Node, w: fx.Node, swapped: bool) -> fx.Node:
     graph = product.graph
 
     def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -56,7 +57,6 @@ def _folded(product: fx.Node, swapped: bool) -> fx.Node:
         return known if isinstance(known, int) else call(aten.sym_size.int, of, dim)
 
     with graph.inserting_before(product):
-        x, w = product.args
         rows = call(aten.permute.default, x, [1, 0, 2]) if swapped else x
         matrix = call(aten.select.int, w, 0, 0)
         result = call(aten.mm.default, call(aten.view.default, rows, [-1, size(rows, 2)]), matrix)

@@ -4,7 +4,33 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <type_traits>
+#include <vector>
+
+constexpr int64_t LINE = 64;  // bytes that a cache reads at once
+
+template <typename T>
+struct AtLine {  // memory that begins where a line does: a vector across two of them takes two reads
+  using value_type = T;
+  AtLine() = default;
+  template <typename Other>
+  AtLine(const AtLine<Other>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(LINE))); }
+  void deallocate(T* values, size_t) { ::operator delete(values, std::align_val_t(LINE)); }
+  bool operator==(const AtLine&) const { return true; }
+};
+
+template <typename T>
+using Memory = std::vector<T, AtLine<T>>;
+
+// Let the cache fetch `rows` rows of numbers, which are read later.
+static inline void fetch(const float* from, int64_t of_row, int64_t rows, int64_t columns) {
+#if defined(__GNUC__)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t at = 0; at < columns; at += LINE / 4) __builtin_prefetch(from + row * of_row + at);
+#endif
+}
 
 template <typename T>
 using VecOf = at::vec::Vectorized<T>;
@@ -84,7 +110,6 @@ static inline double squares(const float* values, int64_t count) {
   return found.value();
 }
 
-constexpr int64_t LINE = 64;  // bytes that a cache reads at once
 constexpr int64_t WRITTEN = 4 << 20;  // bytes of results from which they are not in the cache when somebody reads them
 
 // Numbers times a factor, of a result that is large or not. A large one is written past the cache, line by line: a usual

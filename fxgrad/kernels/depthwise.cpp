@@ -54,9 +54,9 @@ struct Groups {
   const Shape s;
   const int64_t of_g_row = s.out_columns * V, of_g = s.out_rows * of_g_row;
   const int64_t of_row = (s.columns + 2 * s.column_padding) * V, of_image = (s.rows + 2 * s.row_padding) * of_row;
-  std::vector<float> gs = std::vector<float>(s.images * s.outs * of_g);
-  std::vector<float> inputs = std::vector<float>(s.images * s.channels * of_image);
-  std::vector<float> total = std::vector<float>(s.kernel_rows * s.kernel_columns * V);
+  Memory<float> gs = Memory<float>(s.images * s.outs * of_g);
+  Memory<float> inputs = Memory<float>(s.images * s.channels * of_image);
+  Memory<float> total = Memory<float>(s.kernel_rows * s.kernel_columns * V);
 
   void load(const Values& g, const Values& input, int64_t n, int64_t group, int64_t lanes) {
     if (lanes < V) {  // nothing of other groups

@@ -5,14 +5,12 @@
 // The first is the squared norm of sum_k g_k (x) x_k, the others bound its rounding. The matrices are symmetric: what
 // is above the diagonal counts twice. Some features of all positions are turned at a time, and stay in a near cache.
 
-#include <vector>
-
 constexpr int64_t NEAR = 6144, FEATURES = 96;  // numbers, and features at least: gram_kernel.py knows of the second
 
 struct Gram {
   const int64_t k, padded = up(k, V), most = std::clamp(NEAR / padded / TILE * TILE, FEATURES, CHAIN);
-  std::vector<float> features = std::vector<float>(most * padded);
-  std::vector<float> matrix = std::vector<float>(padded * padded), lengths = std::vector<float>(padded);
+  Memory<float> features = Memory<float>(most * padded);
+  Memory<float> matrix = Memory<float>(padded * padded), lengths = Memory<float>(padded);
   double length = 0;  // of all positions, added up
 
   // [k, count] as [count, padded]; what is behind the positions stays 0.
@@ -26,14 +24,20 @@ struct Gram {
     }
   }
 
-  void add_up(const float* from, const int64_t* steps, int64_t size) {
+  // `next` is read behind these. While products are computed, the cache fetches what comes after the features in work.
+  void add_up(const float* from, const int64_t* steps, int64_t size, const float* next, int64_t of_next) {
     for (int64_t start = 0; start < size; start += most) {
       const int64_t count = std::min(most, size - start);
       load(from + start * steps[2], steps, count);
-      for (int64_t a = 0; a < k; a += OS)
+      const bool more = start + most < size;
+      const float* ahead = more ? from + (start + most) * steps[2] : next;
+      const int64_t of_row = more ? steps[1] : of_next;
+      for (int64_t a = 0; a < k; a += OS) {
+        fetch(ahead + a * of_row, of_row, std::min(OS, k - a), most);
         for (int64_t b = a / V * V, left = (padded - b) / V; left > 0; b += next_of(left) * V, left -= next_of(left))
           multiply_by(next_of(left))(features.data() + a, {0, padded}, features.data() + b, {0, padded}, 1, count,
                                      matrix.data() + a * padded + b, padded, start == 0);
+      }
     }
     length = 0;
     for (int64_t a = 0; a < k; ++a) {
@@ -49,16 +53,17 @@ extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const flo
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Gram g{k}, x{k};
-    std::vector<float> counts(g.padded);  // how often an entry of a row counts
+    Memory<float> counts(g.padded);  // how often an entry of a row counts
 #pragma omp for
     for (int64_t sample = 0; sample < n; ++sample) {
-      g.add_up(g_data + sample * g_steps[0], g_steps, o);
-      x.add_up(x_data + sample * x_steps[0], x_steps, i);
+      const float *of_g = g_data + sample * g_steps[0], *of_x = x_data + sample * x_steps[0];
+      g.add_up(of_g, g_steps, o, of_x, x_steps[1]);
+      x.add_up(of_x, x_steps, i, of_g + g_steps[0], g_steps[1]);
       std::fill_n(counts.begin(), k, 2.0f);
       double sums[5] = {0, 0, 0, 0, 0};
       for (int64_t a = 0; a < k; ++a) {
         counts[a] = 1;
-        Vec square(0), size(0), of_g(0), of_x(0);
+        Vec square(0), size(0), by_g(0), by_x(0);
         for (int64_t b = a / V * V; b < g.padded; b += V) {
           const Vec count = Vec::loadu(counts.data() + b);
           const Vec in_g = Vec::loadu(g.matrix.data() + a * g.padded + b);
@@ -66,14 +71,14 @@ extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const flo
           const Vec product = in_g * in_x;
           square = at::vec::fmadd(count, product, square);
           size = at::vec::fmadd(count, product.abs(), size);
-          of_g = at::vec::fmadd(count * Vec::loadu(g.lengths.data() + b), in_x.abs(), of_g);
-          of_x = at::vec::fmadd(count * Vec::loadu(x.lengths.data() + b), in_g.abs(), of_x);
+          by_g = at::vec::fmadd(count * Vec::loadu(g.lengths.data() + b), in_x.abs(), by_g);
+          by_x = at::vec::fmadd(count * Vec::loadu(x.lengths.data() + b), in_g.abs(), by_x);
         }
         counts[a] = 0;
         sums[0] += total_of(square);
         sums[1] += total_of(size);
-        sums[2] += total_of(of_g) * g.lengths[a];
-        sums[3] += total_of(of_x) * x.lengths[a];
+        sums[2] += total_of(by_g) * g.lengths[a];
+        sums[3] += total_of(by_x) * x.lengths[a];
         sums[4] += double(g.lengths[a]) * x.lengths[a];
       }
       for (int64_t each = 0; each < 5; ++each) found[each * n + sample] = sums[each];

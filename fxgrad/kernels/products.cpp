@@ -3,8 +3,6 @@
 //
 // Both sides are copied so that what a few sums need lies in one run of memory: OS of g, and VECTORS vectors of x.
 
-#include <vector>
-
 struct Side {
   const float* data;
   const int64_t* steps;  // of n, k and the elements
@@ -37,7 +35,7 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
   const bool large = n * o * i * 4 >= WRITTEN;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<float> gs(k * of_part), xs(k * up(i, V)), tile(OS * VECTORS * V);
+    Memory<float> gs(k * of_part), xs(k * up(i, V)), tile(OS * VECTORS * V);
 #pragma omp for
     for (int64_t unit = 0; unit < units; ++unit) {
       const int64_t sample = unit / parts, start = unit % parts * of_part, end = std::max(start, std::min(o, start + of_part));

@@ -1,7 +1,6 @@
 // Of a table's gradients, from ids [n, k] and g [n, k, d].
 
 #include <cstring>
-#include <vector>
 
 static inline void add(float* to, const float* row, int64_t d, float weight) {
   const Vec times(weight);
@@ -91,7 +90,7 @@ extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* s
   {
     std::vector<int64_t> places(room);
     std::vector<Sum> sums;
-    std::vector<float> rows(k * d);
+    Memory<float> rows(k * d);
 #pragma omp for
     for (int64_t sample = 0; sample < n; ++sample) {
       std::fill(places.begin(), places.end(), -1);

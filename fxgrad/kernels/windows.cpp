@@ -6,8 +6,6 @@
 // dx is 1; else C numbers for each j). So D is, for a few o at a time, a product of [o, positions] by [positions, run]
 // whose right side's rows overlap in memory: no window is ever copied, and the sums stay in registers.
 
-#include <vector>
-
 // As the caller fills it, all in int64; outputs and channels are those of a group.
 struct Shape {
   int64_t samples, images, outs, out_rows, out_columns, channels, rows, columns, kernel_rows, kernel_columns;
@@ -61,10 +59,10 @@ struct Worker {
   const int64_t length = joined ? s.kernel_columns * s.channels : s.channels, padded = up(length, V);
   const int64_t of_pixel = up(outs, OS), of_row = (s.columns + 2 * s.column_padding) * s.channels;
   const int64_t of_g = s.out_rows * s.out_columns * of_pixel, of_image = (s.rows + 2 * s.row_padding) * of_row;
-  std::vector<float> gs = std::vector<float>(s.images * of_g);
-  std::vector<float> inputs = std::vector<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
+  Memory<float> gs = Memory<float>(s.images * of_g);
+  Memory<float> inputs = Memory<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
   // `turn` reads PLACES rows, of which the last may not be there.
-  std::vector<float> total = std::vector<float>(OS * runs * padded + PLACES * std::max(padded, s.channels));
+  Memory<float> total = Memory<float>(OS * runs * padded + PLACES * std::max(padded, s.channels));
 
   void load(const Values& g, const Values& input, int64_t n, int64_t start, int64_t end) {
     if (outs < s.outs) std::fill(gs.begin(), gs.end(), 0);  // the last outputs may be fewer
@@ -139,7 +137,7 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Worker worker{s, std::min(s.outs, of_part)};
-    std::vector<float> row(large ? weights : 0);
+    Memory<float> row(large ? weights : 0);
 #pragma omp for
     for (int64_t unit = 0; unit < units; ++unit) {
       const int64_t each = unit / parts, n = each / s.groups, group = each % s.groups;

@@ -116,7 +116,7 @@ template <typename T>
 void forward(const Layer<T>& layer, int64_t steps, bool reverse, const T* projected, const T* weights, T* gates,
              T* cells, T* hs, const T* going_on) {
   const int64_t hidden = layer.hidden, of_state = layer.batch * hidden, of_gates = 4 * of_state;
-  std::vector<T> products(4 * layer.rows() * layer.filled());
+  Memory<T> products(4 * layer.rows() * layer.filled());
   Shared<T> states(layer, hidden);
 #pragma omp parallel num_threads(layer.parts) if (layer.parts > 1)
   {
@@ -146,11 +146,11 @@ template <typename T>
 void backward(const Layer<T>& layer, int64_t steps, bool reverse, const T* dhs, const T* weights, const T* gates,
               const T* cells, const T* going_on, T* d, T* dh, T* dc) {
   const int64_t hidden = layer.hidden, of_state = layer.batch * hidden, of_gates = 4 * of_state;
-  std::vector<T> products(layer.rows() * layer.filled()), carried(products.size());
+  Memory<T> products(layer.rows() * layer.filled()), carried(products.size());
   Shared<T> gradients(layer, 4 * hidden);
 #pragma omp parallel num_threads(layer.parts) if (layer.parts > 1)
   {
-    const auto own = [&](std::vector<T>& of, const Part<T>& part) { return of.data() + part.from * layer.rows(); };
+    const auto own = [&](Memory<T>& of, const Part<T>& part) { return of.data() + part.from * layer.rows(); };
     own_parts(layer, [&](const Part<T>& part) {
       for (int64_t b = 0; b < layer.batch; ++b)
         std::copy_n(dh + b * hidden + part.from, part.units, own(carried, part) + b * part.width);

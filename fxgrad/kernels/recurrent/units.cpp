@@ -7,7 +7,6 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#include <vector>
 
 template <typename T>
 constexpr int64_t SIZE = VecOf<T>::size();
@@ -107,5 +106,5 @@ class Shared {
   T* of(int64_t step) { return values.data() + step % 2 * (values.size() / 2); }
 
   const int64_t batch, k;
-  std::vector<T> values;
+  Memory<T> values;
 };
