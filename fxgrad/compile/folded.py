@@ -34,7 +34,7 @@ def fold_batches(gm: fx.GraphModule) -> None:
 
 
 def _is_swapped(x: Tensor) -> bool | None:
-    """Return whether rows ``[t, n, k]`` lie in memory as ``[n, t, k]`` does, or as they are; None if neither is known."""
+    """Return whether rows ``[t, n, k]`` lie in memory as ``[n, t, k]`` does, or as they are: None if neither."""
     times, samples, k = x.shape
     if not statically_known_true(k > 0):  # of no numbers, a view cannot tell how many rows there are
         return None
