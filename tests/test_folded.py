@@ -94,6 +94,26 @@ def test_rows_without_numbers(device: torch.device) -> None:
     assert_per_sample_grads(Empty().to(device), torch.randn(3, 4, 6, device=device), backend="inductor")
 
 
+def test_a_batch_of_nothing(device: torch.device) -> None:
+    """It has no matrix to take."""
+
+    class Nothing(nn.Module):
+        fixed: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(6))
+            self.register_buffer("fixed", torch.randn(6, 5))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * self.scale
+            none = y.transpose(0, 1).contiguous()[:0]
+            return torch.bmm(none, self.fixed.expand(none.shape[0], 6, 5)).transpose(0, 1), y @ self.fixed
+
+    found = fxgrad.transform(Nothing().to(device))(torch.randn(3, 4, 6, device=device))
+    assert [tuple(one.shape) for one in found] == [(3, 0, 5), (3, 4, 5)]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_results_keep_the_traced_strides(bias: bool, device: torch.device) -> None:
     class Returned(nn.Module):

@@ -36,7 +36,9 @@ def fold_batches(gm: fx.GraphModule) -> None:
 def _is_swapped(x: Tensor) -> bool | None:
     """Return whether rows ``[t, n, k]`` lie in memory as ``[n, t, k]`` does, or as they are: None if neither."""
     times, samples, k = x.shape
-    if not statically_known_true(k > 0):  # of no numbers, a view cannot tell how many rows there are
+    if not all(
+        statically_known_true(size > 0) for size in (times, k)
+    ):  # no matrix to select; no number of rows to view
         return None
     for swapped, strides in ((False, (samples * k, k, 1)), (True, (k, times * k, 1))):
         if all(statically_known_true(a == b) for a, b in zip(x.stride(), strides, strict=True)):

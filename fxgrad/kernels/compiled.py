@@ -57,9 +57,9 @@ class Library:
         fits = copied <= LARGEST and all(value.numel() for value in values)
         return self.takes(*values) and fits and self.functions is not None
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any, threads: int | None = None) -> None:
         """Call a function where `applies` allows it; its last argument is the number of threads."""
-        getattr(self.functions, name)(*map(_in_c, arguments), torch.get_num_threads())
+        getattr(self.functions, name)(*map(_in_c, arguments), threads or torch.get_num_threads())
 
     def takes(self, *values: Tensor) -> bool:
         """Return whether the functions are made for such values."""
