@@ -31,6 +31,7 @@ from fxgrad.capture.options import Inner
 from fxgrad.compile.channels_last import keep_layout, write_once
 from fxgrad.compile.compared import save_compared
 from fxgrad.compile.folded import fold_batches
+from fxgrad.compile.joined_squares import KEPT, join_squares
 from fxgrad.compile.mutated import keep_unchanged
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
@@ -54,6 +55,9 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
         with progress.inductor(kwargs.get("is_backward", False)):
             if vectors is not None:
                 vectors.result()
+            gm = opened(gm, form_of, but=KEPT)
+            if on_cpu:
+                join_squares(gm)
             gm = opened(gm, form_of)
             fold_batches(gm)
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key

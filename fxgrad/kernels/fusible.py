@@ -50,12 +50,18 @@ def fusible(fake: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, 
     return make
 
 
-def opened(gm: fx.GraphModule, form_of: Callable[[fx.Node], Callable[..., Any] | None]) -> fx.GraphModule:
-    """Replace each fusible operator of a traced graph by its ops, and others by those of what ``form_of`` returns."""
+def opened(
+    gm: fx.GraphModule, form_of: Callable[[fx.Node], Callable[..., Any] | None], but: Sequence[Any] = ()
+) -> fx.GraphModule:
+    """Replace each fusible operator of a traced graph by its ops, and others by those of what ``form_of`` returns.
+
+    ``but`` are operators that stay.
+    """
     traced: dict[Any, fx.Graph] = {}
 
     def functions() -> list[tuple[fx.Node, Callable[..., Any]]]:
-        found = ((node, FUNCTIONS.get(node.target) or form_of(node)) for node in gm.graph.nodes)
+        nodes = [node for node in gm.graph.nodes if node.target not in but]
+        found = ((node, FUNCTIONS.get(node.target) or form_of(node)) for node in nodes)
         return [(node, function) for node, function in found if function is not None]
 
     while nodes := functions():

@@ -58,6 +58,7 @@ def frobenius(rows: Tensor) -> Tensor:
     return (flat / safe).square().sum(1).sqrt() * safe.squeeze(1)
 
 
+@fusible(lambda rows: rows.new_empty(rows.shape[0], dtype=torch.float64))
 def sum_squares(rows: Tensor) -> Tensor:
     """‖rows_n‖² in float64, ``[n]``, of real values; in narrower types it cannot over- or underflow."""
     return as_vectors(rows).double().square().sum(1)
