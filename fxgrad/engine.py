@@ -14,13 +14,14 @@ from torch import Tensor, fx, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.checks import (
+    LastParameters,
+    are_ordinary,
     check_call,
     check_frozen_outputs,
     check_groups,
     check_hooks,
     check_sample_weight,
     check_takes_sample_weight,
-    is_ordinary,
 )
 from fxgrad.capture.distributed import check_averages_last
 from fxgrad.capture.division import Division
@@ -89,7 +90,7 @@ class Engine:
     compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.named = NamedParameters(self.model)
+        self.named, self.last = NamedParameters(self.model), LastParameters()
         self.options.quantities = self.store.computed
         # Those of the class: an instance attribute, as Accelerate sets, wraps the view's method, and would call itself.
         kind = type(self.model)
@@ -138,8 +139,9 @@ class Engine:
     def _call_whole(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model while its parameters are whole tensors."""
         every = self.named.now() if torch.is_grad_enabled() else {}
-        parameters = every
-        if not all(map(_requires_grad, every.values())):
+        known = self.last.of(every)
+        parameters = known or every
+        if known is None and not all(map(_requires_grad, every.values())):
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             self.pop_sample_weight(method, kwargs)
@@ -148,7 +150,8 @@ class Engine:
             return outputs
         nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
-        if not is_ordinary(parameters, leaves) and self._was_sharded(parameters, leaves):
+        ordinary = are_ordinary(leaves) and (known is not None or self.last.are_ordinary(every, parameters))
+        if not ordinary and self._was_sharded(parameters, leaves):
             return self._call(method, args, kwargs)
         weight = self.pop_sample_weight(method, kwargs)
         indices_of_packs: dict[int, Tensor] = {}
@@ -157,7 +160,7 @@ class Engine:
         batch = self.roles[method].find(args, kwargs)
         if self.grouped or weight is not None or kwargs:
             self._check_samples(batch, weight, kwargs)
-        forward = Forward(batch.size, parameters, weight, method)
+        forward = Forward(batch.size, parameters, weight, method, self.last.unchanged)
         self._begin(forward, every)
         before = self.store.enter(forward)
         try:

@@ -547,6 +547,24 @@ def _(host: Any) -> None:
         host.assert_on_device(torch.tensor(False), "seen")
 
 
+@check("tensors.unchanged_since")
+def _(host: Any) -> None:
+    x, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(1))
+    unchanged = host.unchanged_since([x, other])
+    assert unchanged(x, other) is True and unchanged(other, x) is False
+    assert unchanged(torch.ones(2, 3).requires_grad_(), other) is False, "class"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert unchanged(x, other) is False, "autocast"
+    x.requires_grad_(False)
+    assert unchanged(x, other) is False, "requires_grad"
+    x.requires_grad_()
+    for data in (torch.ones(3, 2), torch.ones(3, 2).t(), torch.ones(2, 3).double()):
+        before, x.data = x.data, data
+        assert unchanged(x, other) is False, data
+        x.data = before
+        assert unchanged(x, other) is True
+
+
 @check("tensors.identity", "tensors.version", "tensors.set_versions", "tensors.is_view")
 def _(host: Any) -> None:
     x = torch.zeros(3)

@@ -17,28 +17,57 @@ from fxgrad.errors import BatchSizeError, OptionError, OutsideGraph, UnknownArgu
 from fxgrad.host.functorch import forward_level, innermost_transform, is_batched
 from fxgrad.host.modules import FSDP_FLAT
 from fxgrad.host.pytree import tree_leaves
-from fxgrad.host.tensors import hooks_of
+from fxgrad.host.tensors import hooks_of, unchanged_since
 from fxgrad.quantities import Quantity
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.slot import Slot
 
-_PARAMETERS, _STRIDED = {nn.Parameter}, {torch.strided}
+_PLAIN = _PARAMETERS, _STRIDED = {nn.Parameter}, {torch.strided}
 _is_leaf, _layout = attrgetter("is_leaf"), attrgetter("layout")  # for `map`, which adds no Python frame
 
 
-def is_ordinary(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
-    """Return whether `check_call` has nothing to refuse: in every call, so it has no Python frame for a tensor."""
+def are_ordinary(inputs: Sequence[Any]) -> bool:
+    """Return whether `check_call` has nothing to refuse in a call's inputs, and PyTorch's modes."""
     if innermost_transform() is not None or forward_level() >= 0:
-        return False
-    tensors = parameters.values()
-    if set(map(type, tensors)) != _PARAMETERS or set(map(_layout, tensors)) != _STRIDED:
-        return False
-    if any(map(is_batched, tensors)) or any(map(Tensor.is_complex, tensors)) or not all(map(_is_leaf, tensors)):
         return False
     for value in inputs:
         if type(value) is not Tensor or value.grad_fn is not None or value.is_nested or is_batched(value):
             return False
-    return FSDP_FLAT not in "".join(parameters)
+    return True
+
+
+class LastParameters:
+    """The trainable parameters of the last call; all that was asked about them holds as long as they are unchanged.
+
+    Of nothing that is read of them here does PyTorch say when it changes: a call reads it, without a Python frame for a
+    parameter.
+    """
+
+    def __init__(self) -> None:
+        self.every: Mapping[str, Tensor] = {}
+        self.trainable: Mapping[str, Tensor] = {}
+        self.unchanged: Callable[..., bool] | None = None
+
+    def of(self, every: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Return those among a model's parameters, the same object each time; None where something changed."""
+        if every is not self.every or self.unchanged is None:
+            return None
+        tensors = every.values()
+        return self.trainable if self.unchanged(*tensors) and all(map(_is_leaf, tensors)) else None
+
+    def are_ordinary(self, every: Mapping[str, Tensor], trainable: Mapping[str, Tensor]) -> bool:
+        """Return whether `check_call` has nothing to refuse in parameters; if so, they are known from now on."""
+        tensors, self.unchanged = trainable.values(), None
+        if set(map(type, tensors)) != _PARAMETERS or set(map(_layout, tensors)) != _STRIDED:
+            return False
+        if any(map(is_batched, tensors)) or any(map(Tensor.is_complex, tensors)) or not all(map(_is_leaf, tensors)):
+            return False
+        if FSDP_FLAT in "".join(trainable):
+            return False
+        self.every, self.trainable = every, trainable
+        if trainable is every or (set(map(type, every.values())), set(map(_layout, every.values()))) == _PLAIN:
+            self.unchanged = unchanged_since(every.values())
+        return True
 
 
 def check_call(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 identity: Callable[[Any], int] = attrgetter("_cdata")
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
@@ -49,3 +50,17 @@ def attach_hooks(tensor: Tensor) -> None:
     Without: after ``model.to`` with swapped tensors the guard on p.grad sees nothing.
     """
     tensor._backward_hooks = tensor._backward_hooks
+
+
+def unchanged_since(tensors: Iterable[Tensor]) -> Callable[..., bool]:
+    """Return a function that says of tensors, each given once, whether they are as these are now, and the modes, too.
+
+    It compares class, dtype, device, sizes, strides, requires_grad, and to what PyTorch dispatches under the modes:
+    functorch's, autocast and inference. It keeps none of them alive.
+
+    Why: checks of each parameter hold until one of these has changed, and reading them in Python takes as long as a
+    small layer's products.
+    Without: each step of a small model takes some 5 % longer.
+    """
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check

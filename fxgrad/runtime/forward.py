@@ -34,8 +34,10 @@ class Forward:
         parameters: Mapping[str, Tensor],
         sample_weight: Tensor | None = None,
         method: str = "forward",
+        state: object = None,
     ) -> None:
         self.size, self.parameters, self.sample_weight, self.method = size, parameters, sample_weight, method
+        self.state = state  # one for all forwards between which no parameter has changed; None where nobody knows
         self.names = tuple(parameters)
         self.number = next(_NUMBERS)
         self.call = 0  # its place among the model's calls, where several processes have to agree on it
