@@ -4,7 +4,7 @@ A backward of many layers that clips takes a sum of squares of each layer's inpu
 then their total. Inductor allocates, loops and writes code for each of them, which takes as long as a layer's products
 where layers are small:
 
-    s_1 = sum_squares(g_1) .. s_m = sum_squares(g_m)   ->   s = squares_of_many([g_1 .. g_m]);  s_1 = s[0] .. s_m = s[m - 1]
+    s_1 = sum_squares(g_1)  ..  s_m = sum_squares(g_m)   ->   s = squares_of_many([g_1 .. g_m]);  s_1 = s[0]  ..
 
 What reads them goes behind. The total, which one operator takes of what would be written to memory for it, is then
 taken by groups in the loops that read s.
@@ -12,8 +12,8 @@ taken by groups in the loops that read s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,7 +31,8 @@ KEPT = SQUARES, ROOT  # what has to be there: operators that are opened after th
 def join_squares(gm: fx.GraphModule) -> None:
     """Change a traced graph, of the forward or of the backward."""
     _unite(gm.graph)
-    joined, behind = _independent(gm.graph)
+    found, behind = _independent(gm.graph)
+    joined = [node for node in found if _is_kept(_rows(node), behind)]
     if len(joined) > FEW and _moved(gm.graph, joined, behind):
         _join(gm.graph, joined)
         for root in gm.graph.find_nodes(op="call_function", target=ROOT):
@@ -39,18 +40,24 @@ def join_squares(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def _rows(node: fx.Node) -> fx.Node:
+    """Return what a node is of: its first argument."""
+    return cast("fx.Node", node.args[0])
+
+
 def _unite(graph: fx.Graph) -> None:
     """A weight and a bias have one gradient of the layer's output: its squares are summed once."""
     first: dict[fx.Node, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=SQUARES):
-        node.args = (_base(node.args[0]),)
-        known = first.setdefault(node.args[0], node)
+        rows = _base(_rows(node))
+        node.args = (rows,)
+        known = first.setdefault(rows, node)
         if known is not node:
             node.replace_all_uses_with(known)
             graph.erase_node(node)
 
 
-def _independent(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+def _independent(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, None]]:
     """Return sums of squares that need none of the others, and all that needs them, both in the graph's order."""
     joined: list[fx.Node] = []
     behind: dict[fx.Node, None] = {}
@@ -58,18 +65,18 @@ def _independent(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
     for node in graph.nodes:
         if any(one in behind for one in node.all_input_nodes):
             behind[node] = None
-        elif node.target is SQUARES and _lies_in_rows(rows := node.args[0].meta["val"]):
+        elif node.target is SQUARES and _lies_in_rows(rows := _rows(node).meta["val"]):
             n = rows.shape[0] if n is None else n
             if statically_known_true(rows.shape[0] == n):
                 joined.append(node)
                 behind[node] = None
-    return joined, list(behind)
+    return joined, behind
 
 
 def _base(rows: fx.Node) -> fx.Node:
     """Return what has the same rows in the same memory, past views ``[n, 1, d]`` of ``[n, d]``."""
-    while rows.target in _VIEWS and _has_rows(rows.meta["val"], of=rows.args[0].meta["val"]):
-        rows = rows.args[0]
+    while rows.target in _VIEWS and _has_rows(rows.meta["val"], of=_rows(rows).meta["val"]):
+        rows = _rows(rows)
     return rows
 
 
@@ -95,19 +102,25 @@ def _lies_in_rows(rows: Tensor) -> bool:
     return True
 
 
-def _moved(graph: fx.Graph, joined: Sequence[fx.Node], behind: Sequence[fx.Node]) -> bool:
-    """Put what needs sums of squares behind the last matrix; return False, and do nothing, if some of it has to stay."""
-    last = max(node.args[0] for node in joined)  # by their places in the graph
-    early = [node for node in behind if node < last]
-    if any(node.is_impure() for node in early):
+def _is_kept(rows: fx.Node, behind: Collection[fx.Node]) -> bool:
+    """Return whether what follows the sums needs the rows again, as clipped sums do: no memory is held for this."""
+    users = [user for user in rows.users if user.target is not SQUARES]
+    return any(user in behind or (user.target in _VIEWS and _is_kept(user, behind)) for user in users)
+
+
+def _moved(graph: fx.Graph, joined: Sequence[fx.Node], behind: Collection[fx.Node]) -> bool:
+    """Put what needs sums of squares behind the last of their rows; return False, and do nothing, past a write."""
+    last = max(map(_rows, joined))  # by their places in the graph
+    between = [node for node in graph.nodes if joined[0] <= node < last]
+    if any(node.is_impure() for node in between):
         return False
-    for node in reversed(early):
+    for node in reversed([node for node in between if node in behind]):
         last.append(node)
     return True
 
 
 def _join(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    matrices = [node.args[0] for node in nodes]
+    matrices = [*map(_rows, nodes)]
     with graph.inserting_before(nodes[0]):
         squares = _call(graph, ours.squares_of_many.default, matrices)
         rows = [_call(graph, aten.select.int, squares, 0, i) for i in range(len(nodes))]
@@ -118,7 +131,7 @@ def _join(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 
 def _take_by_groups(root: fx.Node) -> None:
     """``root_of_many(norms)`` as roots of groups of `FEW`, which a compiler looks into."""
-    norms, wide = root.args
+    norms, wide = cast("tuple[Sequence[fx.Node], bool]", root.args)
     graph = root.graph
     with graph.inserting_before(root):
         while len(norms) > 1:
@@ -131,4 +144,3 @@ def _call(graph: fx.Graph, op: Callable[..., Any], *args: Any) -> fx.Node:
     node = graph.call_function(op, args)
     node.meta["val"] = op(*fx.map_arg(args, lambda arg: arg.meta["val"]))
     return node
-

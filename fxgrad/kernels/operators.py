@@ -1,7 +1,7 @@
 """Opaque operators: PyTorch's tracers see one node, and of its results nothing but what they are like.
 
-`torch.library.custom_op` makes those that have a gradient. It takes 40 us for a call, which is what many a kernel takes:
-the others are registered with the dispatcher itself.
+`torch.library.custom_op` makes those that have a gradient. A call of one takes 40 us, as long as many a kernel: the
+others are registered with the dispatcher itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def operator(
     return make
 
 
-def _without_gradient(name: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag]) -> Any:
+def _without_gradient(
+    name: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag]
+) -> Any:
     @as_it_is
     def call(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
