@@ -309,19 +309,19 @@ def zero_grad(model: nn.Module) -> None:
     _clear_results(parameters, engine_of(model))
 
 
-@torch.compiler.disable(reason="fxgrad's results are no part of a graph")  # type: ignore[untyped-decorator]
 def _clear_results(parameters: Sequence[nn.Parameter], engine: Engine | None) -> None:
+    (_clear_undisturbed if torch.compiler.is_dynamo_compiling() else _clear)(parameters, engine)
+
+
+def _clear(parameters: Sequence[nn.Parameter], engine: Engine | None) -> None:
     clear(parameters)
     if engine is None:
         clear_results(parameters)
     else:
-        if engine.units is not None:
-            whole_and_shards = engine.units.parameters()
-            clear(whole_and_shards)
-            for parameter in whole_and_shards:
-                parameter.grad = None
-        engine.store.results.clear()
-        engine.store.cleared(parameters)
+        engine.clear_results(parameters)
+
+
+_clear_undisturbed = torch.compiler.disable(_clear, reason="fxgrad's results are no part of a graph")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -60,7 +60,7 @@ from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Unseen, watch
 from fxgrad.runtime.processes import telling
-from fxgrad.runtime.store import Store
+from fxgrad.runtime.store import Store, clear
 from fxgrad.samples.batch import Batch, Roles
 from fxgrad.samples.recurrent_states import inputs_as_states
 
@@ -259,6 +259,16 @@ class Engine:
             entrance = self.originals["forward" if method == "__call__" else method]
             check_takes_sample_weight(entrance, self.options.quantities)
         return None
+
+    def clear_results(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Forget what backwards have left, on the shards of a divided model, too."""
+        if self.units is not None:
+            whole_and_shards = self.units.parameters()
+            clear(whole_and_shards)
+            for parameter in whole_and_shards:
+                parameter.grad = None
+        self.store.results.clear()
+        self.store.cleared(parameters)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters by name."""

@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from fxgrad.costs import machines
+from fxgrad.kernels import operators
 from fxgrad.ops.families import _REGISTERED, family_of
 from fxgrad.rules import RULES
 
@@ -61,6 +64,21 @@ def _no_warm_starts() -> Iterator[None]:
         torch._functorch.config.patch(enable_autograd_cache=False),
         mock.patch.dict(os.environ, {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}),
     ):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_operator_returns_its_arguments() -> Iterator[None]:
+    """What compilers take for new memory is new."""
+
+    def memories(values: Any) -> set[int]:
+        tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.layout is torch.strided]
+        return {one.untyped_storage().data_ptr() for one in tensors if one.numel()}
+
+    def check(name: str, arguments: Any, results: Any) -> None:
+        assert memories(arguments).isdisjoint(memories(results)), f"{name} returns memory of its arguments"
+
+    with mock.patch.object(operators, "looks_on", check):
         yield
 
 

@@ -375,6 +375,36 @@ def _(_: Any) -> None:
     assert slope(x, True).item() == 6
 
 
+@check("dispatch.BELOW_AUTOGRAD", "dispatch.only_device_is_left")
+def _(host: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    library = torch.library.Library("fxgrad_test", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    seen: list[bool] = []
+
+    def at_autograd(keys: Any, x: Tensor) -> Any:
+        seen.append(host.only_device_is_left(keys))
+        return torch.ops.fxgrad_test.twice.default.redispatch(keys & host.BELOW_AUTOGRAD, x)
+
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    library.impl("twice", at_autograd, "Autograd", with_keyset=True)
+    x, twice = torch.ones(2, requires_grad=True), torch.ops.fxgrad_test.twice
+    assert twice(x).sum() == 4
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert twice(x).sum() == 4
+    assert seen == [True, True]
+    with FakeTensorMode() as mode:
+        twice(mode.from_tensor(torch.ones(2)))
+    make_fx(twice)(torch.ones(2))
+    twice(torch.ones(2, device="meta"))
+    twice(torch.ones(2).to_sparse())
+    twice(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not any(seen[2:]) and len(seen) == 7
+
+
 @check("dispatch.tracer")
 def _(host: Any) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -55,6 +55,28 @@ Why: a selective checkpoint's policy is asked once for each traced op, and not w
 Without: policies are asked twice, and those that count ops answer wrongly.
 """
 
+BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+"""The dispatcher's keys that come after autograd's.
+
+Why: a kernel at the key of autograd refuses gradients that an operator has not, and goes on from there.
+Without: the dispatcher warns for such operators, and the gradient is missing.
+"""
+
+
+def only_device_is_left(keys: torch._C.DispatchKeySet) -> bool:
+    """Return whether autograd, which was called with these keys, stands right before a device's own kernel.
+
+    Under modes and tracers, and for tensors of other classes, it does not.
+
+    Why: there the kernel at autograd's key is also what computes.
+    Without: each call of an operator goes through the dispatcher twice, which is 10 us.
+    """
+    return (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _ON_DEVICES
+
+
+_ON_DEVICES = {torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA}
+
+
 KeySet = torch._C.DispatchKeySet
 without_keys = torch._C._ExcludeDispatchKeyGuard
 """A context in which the dispatcher passes over a set of keys, and such a set; no function, as each step uses it.

@@ -12,14 +12,18 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from fxgrad.host.dispatch import BELOW_AUTOGRAD, only_device_is_left
 from fxgrad.host.dynamo import as_it_is
 
 # Operators take values as they lie: where a compiler has a convolution's channels last, copying a few samples at a time
 # will do.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
+_COMPILED = (torch.Tag.pt2_compliant_tag,)  # they have what a compiler asks for
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+looks_on: Callable[[str, Any, Any], None] | None = None  # gets name, arguments and results of each call: for tests
 
 
 def operator(
@@ -35,10 +39,10 @@ def operator(
     """
 
     def make(function: Callable[P, T]) -> Callable[P, T]:
-        name = f"fxgrad::{function.__name__.removeprefix('_')}"
+        name = function.__name__.removeprefix("_")
         if backward is None:
             return cast("Callable[P, T]", _without_gradient(name, function, fake, tags))
-        made = torch.library.custom_op(name, mutates_args=(), tags=tags)(function)
+        made = torch.library.custom_op(f"fxgrad::{name}", mutates_args=(), tags=tags)(function)
         made.register_fake(fake)
         made.register_autograd(backward, setup_context=keep)
         return cast("Callable[P, T]", made)
@@ -46,21 +50,37 @@ def operator(
     return make
 
 
+_LIBRARY = torch.library.Library("fxgrad", "FRAGMENT")
+
+
 def _without_gradient(
     name: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag]
 ) -> Any:
+    """Define an operator with one kernel for all devices, which stands at the key of autograd, too."""
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(*_COMPILED, *tags))
+    op: Any = getattr(torch.ops.fxgrad, name).default
+
     @as_it_is
     def call(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
-        if torch.is_grad_enabled() and _is_differentiable(results) and _requires_grad((*args, *kwargs.values())):
-            raise NotImplementedError(f"{name} has no gradient: it is for what runs inside of autograd functions")
+        if looks_on is not None:
+            looks_on(name, (args, kwargs), results)
         return results
 
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    torch.library.impl(name, "default", call)
-    torch.library.register_fake(name, fake)
-    return getattr(torch.ops.fxgrad, name.removeprefix("fxgrad::")).default
+    @as_it_is
+    def call_or_refuse(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if only_device_is_left(keys):
+            results = call(*args, **kwargs)
+        else:
+            results = op.redispatch(keys & BELOW_AUTOGRAD, *args, **kwargs)
+        if torch.is_grad_enabled() and _is_differentiable(results) and _requires_grad((*args, *kwargs.values())):
+            raise NotImplementedError(f"fxgrad::{name} has no gradient: autograd functions call it")
+        return results
+
+    _LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, call_or_refuse, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"fxgrad::{name}", fake)
+    return op
 
 
 def _requires_grad(value: Any) -> bool:
