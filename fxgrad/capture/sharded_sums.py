@@ -141,7 +141,7 @@ class Sums:
         if not self.left:
             return grads
         every = list(grads)
-        for i, name in kinds.grads:
+        for i, name in zip(kinds.grads, kinds.names, strict=True):
             if every[i] is None:
                 every[i] = self.left.pop(id(parameters[name]), None)
         return every

@@ -248,7 +248,7 @@ class ClippedGrad(Quantity):
         zero = grads[0].like.new_zeros(2, n, dtype=torch.float64)  # the norms of a frozen group
         wide = any(is_wide(g.dtype) for g in grads)
         of_groups = [root_sum_squares([both[name] for name in group] or [zero], wide) for group in groups]
-        norms, most = torch.stack(of_groups, 1)
+        norms, most = (torch.stack([rows[i] for rows in of_groups]) for i in (0, 1))
         finite = (norms < math.inf).all(0) if len(groups) > 1 else norms[0] < math.inf  # False for NaN, too
         bounds = torch.where(bounds > 0, bounds, math.nan)
         pairs = zip(most, bounds.unbind(0), strict=True)

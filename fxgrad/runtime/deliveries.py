@@ -26,7 +26,8 @@ _dtype_of_grad: Any = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") e
 class Kinds(NamedTuple):
     """The deliveries of one quantity by destination, each with its position among those of all quantities."""
 
-    grads: list[tuple[int, str]]  # added to p.grad: position, name of the parameter
+    names: tuple[str, ...]  # of the parameters whose p.grad is added to
+    grads: tuple[int, ...]  # their positions
     results: list[tuple[int, Delivery]]  # for `fxgrad.result`
     attributes: list[tuple[int, Delivery]]  # attributes of parameters
 
@@ -43,15 +44,17 @@ class Asked(NamedTuple):
 
 def by_place(deliveries: Sequence[Delivery], first: int) -> Kinds:
     """Sort one quantity's deliveries; ``first`` is the position of its first one among all."""
-    kinds = Kinds([], [], [])
+    grads: dict[str, int] = {}
+    results: list[tuple[int, Delivery]] = []
+    attributes: list[tuple[int, Delivery]] = []
     for i, delivery in enumerate(deliveries, first):
         if delivery.place == GRAD:
-            kinds.grads.append((i, delivery.parameter or ""))
+            grads[delivery.parameter or ""] = i
         elif delivery.place == RESULT:
-            kinds.results.append((i, delivery))
+            results.append((i, delivery))
         else:
-            kinds.attributes.append((i, delivery))
-    return kinds
+            attributes.append((i, delivery))
+    return Kinds(tuple(grads), tuple(grads.values()), results, attributes)
 
 
 def placeholder(delivery: Delivery) -> Tensor:
@@ -86,8 +89,8 @@ def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]
 
 def for_grad(kinds: Kinds, grads: Sequence[Tensor | None], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what arrived for p.grad, by name: each a tensor with a version of its own, in the dtype of p.grad."""
-    places, names = zip(*kinds.grads, strict=True)
-    arrived: Any = [*map(grads.__getitem__, places)]
+    names = kinds.names
+    arrived: Any = [*map(grads.__getitem__, kinds.grads)]
     dtypes = [*map(_dtype_of_grad, map(parameters.__getitem__, names))]
     as_they_are = not any(map(is_, arrived, repeat(None))) and not any(map(is_view, arrived))
     if as_they_are and [*map(_dtype, arrived)] == dtypes:  # in most steps

@@ -74,7 +74,7 @@ class Reports:
             return packed(quantity, report.results[place])
         attributes = [(one.parameter or "", one.place) for _, one in kinds.attributes if one.place[0] != "_"]
         by_name: dict[str, list[Any]] = {}
-        for name, attribute in [*((name, GRAD) for _, name in kinds.grads), *attributes]:
+        for name, attribute in [*((name, GRAD) for name in kinds.names), *attributes]:
             by_name.setdefault(name, []).append(getattr(report.parameters[name], attribute, None))
         return {name: values[0] if len(values) == 1 else tuple(values) for name, values in by_name.items()}
 

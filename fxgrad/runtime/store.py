@@ -287,9 +287,8 @@ class Store:
             self.guard.check_held(task, forward.averaged)
         for place, (quantity, kinds) in enumerate(zip(self.delivered, self.asked_of(forward).by_quantity, strict=True)):
             unreached = partial(_unreached, quantity, forward.size)
-            unsent = [name for _, name in kinds.grads if name not in forward.sent]
-            if unsent and not forward.reduces_at_once():
-                self._fill(forward, unsent)
+            if not forward.sent.issuperset(kinds.names) and not forward.reduces_at_once():
+                self._fill(forward, [name for name in kinds.names if name not in forward.sent])
             if kinds.results and not self.results.has(place, task):
                 self.results.report(place, quantity, [unreached(delivery) for _, delivery in kinds.results], task)
             for _, delivery in kinds.attributes:
@@ -360,7 +359,7 @@ class Store:
         forward.sent.update(sent)
         if self.guard is not None:
             self.guard.deliver(forward.parameters, sent, forward.delivered, node)
-        return [sent.get(name) for name in names]
+        return [*map(sent.get, names)]
 
     def put(self, parameter: Tensor, place: str, grad: Tensor, forward: Forward) -> None:
         """One parameter's results of one forward; several forwards of one backward add up."""
