@@ -50,10 +50,12 @@ class LastParameters:
 
     def of(self, every: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Return those among a model's parameters, the same object each time; None where something changed."""
-        if every is not self.every or self.unchanged is None:
-            return None
         tensors = every.values()
-        return self.trainable if self.unchanged(*tensors) and all(map(_is_leaf, tensors)) else None
+        same = every is self.every and self.unchanged is not None and self.unchanged(*tensors)
+        if same and all(map(_is_leaf, tensors)):
+            return self.trainable
+        self.unchanged = None
+        return None
 
     def are_ordinary(self, every: Mapping[str, Tensor], trainable: Mapping[str, Tensor]) -> bool:
         """Return whether `check_call` has nothing to refuse in parameters; if so, they are known from now on."""
