@@ -375,7 +375,7 @@ def _(_: Any) -> None:
     assert slope(x, True).item() == 6
 
 
-@check("dispatch.BELOW_AUTOGRAD", "dispatch.only_device_is_left")
+@check("dispatch.(BELOW_AUTOGRAD, BELOW_VIEWS)", "dispatch.DEVICES")
 def _(host: Any) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -386,7 +386,7 @@ def _(host: Any) -> None:
     seen: list[bool] = []
 
     def at_autograd(keys: Any, x: Tensor) -> Any:
-        seen.append(host.only_device_is_left(keys))
+        seen.append((keys & host.BELOW_VIEWS).highestPriorityTypeId() in host.DEVICES)
         return torch.ops.fxgrad_test.twice.default.redispatch(keys & host.BELOW_AUTOGRAD, x)
 
     library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")

@@ -55,27 +55,17 @@ Why: a selective checkpoint's policy is asked once for each traced op, and not w
 Without: policies are asked twice, and those that count ops answer wrongly.
 """
 
-BELOW_AUTOGRAD = torch._C._after_autograd_keyset
-"""The dispatcher's keys that come after autograd's.
+BELOW_AUTOGRAD, BELOW_VIEWS = torch._C._after_autograd_keyset, torch._C._after_ADInplaceOrView_keyset
+DEVICES = {torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA}
+"""The dispatcher's keys that come after autograd's, and after those of views; and the keys of devices' own kernels.
 
-Why: a kernel at the key of autograd refuses gradients that an operator has not, and goes on from there.
+Among the keys that a call at autograd's key has below views, the highest is a device's where no mode, no tracer and no
+other class of tensors comes in between.
+
+Why: a kernel at the key of autograd refuses gradients that an operator has not. Right before a device's it is also what
+computes, and elsewhere it goes on with the keys below.
 Without: the dispatcher warns for such operators, and the gradient is missing.
 """
-
-
-def only_device_is_left(keys: torch._C.DispatchKeySet) -> bool:
-    """Return whether autograd, which was called with these keys, stands right before a device's own kernel.
-
-    Under modes and tracers, and for tensors of other classes, it does not.
-
-    Why: there the kernel at autograd's key is also what computes.
-    Without: each call of an operator goes through the dispatcher twice, which is 10 us.
-    """
-    return (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _ON_DEVICES
-
-
-_ON_DEVICES = {torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA}
-
 
 KeySet = torch._C.DispatchKeySet
 without_keys = torch._C._ExcludeDispatchKeyGuard

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fxgrad.host.dispatch import BELOW_AUTOGRAD, only_device_is_left
+from fxgrad.host.dispatch import BELOW_AUTOGRAD, BELOW_VIEWS, DEVICES
 from fxgrad.host.dynamo import as_it_is
 
 # Operators take values as they lie: where a compiler has a convolution's channels last, copying a few samples at a time
@@ -69,7 +69,7 @@ def _without_gradient(
 
     @as_it_is
     def call_or_refuse(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if only_device_is_left(keys):
+        if (keys & BELOW_VIEWS).highestPriorityTypeId() in DEVICES:  # nothing comes in between
             results = call(*args, **kwargs)
         else:
             results = op.redispatch(keys & BELOW_AUTOGRAD, *args, **kwargs)
