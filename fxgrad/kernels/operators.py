@@ -23,6 +23,7 @@ _COMPILED = (torch.Tag.pt2_compliant_tag,)  # they have what a compiler asks for
 P = ParamSpec("P")
 T = TypeVar("T")
 
+BODIES: dict[Any, Callable[..., Any]] = {}  # by operator: the function that it was made of
 looks_on: Callable[[str, Any, Any], None] | None = None  # gets name, arguments and results of each call: for tests
 
 
@@ -41,10 +42,12 @@ def operator(
     def make(function: Callable[P, T]) -> Callable[P, T]:
         name = function.__name__.removeprefix("_")
         if backward is None:
-            return cast("Callable[P, T]", _without_gradient(name, function, fake, tags))
-        made = torch.library.custom_op(f"fxgrad::{name}", mutates_args=(), tags=tags)(function)
-        made.register_fake(fake)
-        made.register_autograd(backward, setup_context=keep)
+            made = _without_gradient(name, function, fake, tags)
+        else:
+            made = torch.library.custom_op(f"fxgrad::{name}", mutates_args=(), tags=tags)(function)
+            made.register_fake(fake)
+            made.register_autograd(backward, setup_context=keep)
+        BODIES[getattr(torch.ops.fxgrad, name).default] = function
         return cast("Callable[P, T]", made)
 
     return make
