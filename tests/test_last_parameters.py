@@ -97,7 +97,7 @@ def test_no_answer_is_older_than_a_change(failed: bool, ordinary: bool) -> None:
     fxgrad.zero_grad(model)
     original.double()
     if failed:
-        with pytest.raises(BatchSizeError):
+        with pytest.raises(BatchSizeError, match="batch size is not known"):
             model(torch.tensor(1.0, dtype=torch.float64))
     x = torch.randn(4, 3, dtype=torch.float64)
     model(x if ordinary else x.requires_grad_() * 1).square().sum().backward()
