@@ -39,8 +39,7 @@ def are_ordinary(inputs: Sequence[Any]) -> bool:
 class LastParameters:
     """The trainable parameters of the last call; all that was asked about them holds as long as they are unchanged.
 
-    Of nothing that is read of them here does PyTorch say when it changes: a call reads it, without a Python frame for a
-    parameter.
+    PyTorch does not say when a parameter changes, so each call looks, without a Python frame for a parameter.
     """
 
     def __init__(self) -> None:

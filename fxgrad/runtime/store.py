@@ -85,7 +85,7 @@ class Store:
         self.results = ModelResults()
         self.asked: dict[Any, Asked] = {}
         self.last_asked: tuple[Any, Asked] | None = None  # most steps ask for the same, and hashes take time
-        self.last_forward: tuple[Any, Asked] | None = None
+        self.last_forward: tuple[Any, Asked] | None = None  # by size and state, without a look at the parameters
         self.forwards: dict[int, weakref.ref[Forward]] = {}  # by number: those that wait for a backward, or run
         self.last: tuple[int, int] | None = None  # the backward call that a delivery was made in last, and its forward
         self.owned: frozenset[int] = frozenset()  # ids of its parameters: graph_stores.py
