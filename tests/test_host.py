@@ -1406,6 +1406,21 @@ def _(host: Any) -> None:
     assert symbols() == 1 and not any(log.disabled for log in logs)
 
 
+@check("dynamo.unrecorded")
+def _(host: Any) -> None:
+    def recorded() -> bool:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: x * 2, backend="eager")
+        compiled(torch.ones(2))
+        with torch.profiler.profile() as profiler:
+            compiled(torch.ones(2))
+        return any(event.name == "Pregraph bytecode" for event in profiler.events())
+
+    assert recorded()
+    with host.unrecorded():
+        assert not recorded()
+
+
 @check("dynamo.as_it_is")
 def _(host: Any) -> None:
     x = torch.ones(3, requires_grad=True)

@@ -10,8 +10,8 @@ A call that finds its graph needs none of it, so a call configures Dynamo only w
     call            leaves all settings
 
 The settings are, in their order: the lock, `marked`, `sizes_unseen`, `traceable_definitions`, `recurrent_modules`,
-`leaves_followed` and `messages_ignored`. The lock comes first and goes last, because all threads share what the
-others change.
+`leaves_followed`, `messages_ignored` and `unrecorded`. The lock comes first and goes last, because all threads share
+what the others change.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from fxgrad.host.dynamo import (
     mark_dynamic,
     maybe_mark_dynamic,
     sizes_apart,
+    unrecorded,
 )
 from fxgrad.host.leaves import leaves_followed
 from fxgrad.samples.batch import PACKED_SIZES, Batch, dynamic_dim
@@ -144,8 +145,8 @@ class CapturedCall:
         find_main(globals())
         self.settings = contextlib.ExitStack()
         marks = marked(self.batch, self.every_size)
-        modules = recurrent_modules(self.model)
-        patches = (sizes_unseen(), traceable_definitions(), modules, leaves_followed(), messages_ignored())
+        definitions = traceable_definitions(), recurrent_modules(self.model)
+        patches = (sizes_unseen(), *definitions, leaves_followed(), messages_ignored(), unrecorded())
         for setting in (compile_lock, marks, *patches):
             self.settings.enter_context(setting)
         self.settings.callback(progress.end)

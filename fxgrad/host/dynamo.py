@@ -202,6 +202,16 @@ def sizes_apart() -> Iterator[None]:
             log.disabled = before
 
 
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Let Dynamo write no calls into a compiled function that mark, for a profiler, what it does before its graph.
+
+    Why: they are made without a profiler, too, around functions that Dynamo is to leave alone.
+    Without: each step takes 20 to 30 us longer.
+    """
+    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(record_runtime_overhead=False)
+    return patched
+
+
 def calls_ignored(functions: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """Let Dynamo leave calls of these functions out of the graph, besides those that the user named.
 
