@@ -34,10 +34,28 @@ static inline double off_by(const std::vector<Sum>& sums) {
   return off;
 }
 
-// The gradients themselves, [n, classes, d]: a sample's is added to right after it was cleared. With `found`, every sample's
-// squared norm, and how far rounding may be off.
+constexpr double UNIT = 1.0 / (1 << 24);  // the roundoff of float32: see precision.unit
+constexpr double SMALL = 1e-12;           // norms below this may have lost digits to underflow: see norms.SMALL
+
+// Of each sample: its gradient's norm, a bound, and whether float32 could not hold them.
+struct Norms {
+  double* found;  // [2, n]
+  bool* doubtful;
+  int64_t n;
+
+  void set(int64_t sample, double squared, const std::vector<Sum>& sums) const {
+    const double norm = std::sqrt(squared), rounding = std::sqrt(off_by(sums)) * UNIT;
+    const double bound = norm * (1 + (CHAIN + 2) * UNIT) + 1.001 * rounding;
+    found[sample] = norm;
+    found[n + sample] = bound;
+    doubtful[sample] = !std::isfinite(bound) || norm < SMALL;
+  }
+};
+
+// The gradients themselves, [n, classes, d]: a sample's is added to right after it was cleared. With `found`, their norms.
 extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
-                            int64_t padding, int64_t classes, float* out, double* found, int threads) {
+                            int64_t padding, int64_t classes, float* out, double* found, bool* doubtful, int threads) {
+  const Norms norms{found, doubtful, n};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<Sum> sums(found ? classes : 0);
@@ -53,9 +71,7 @@ extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* s
         if (found) count_row(sums[id], own + id * d, row, d);
         add(own + id * d, row, d, 1);
       }
-      if (!found) continue;
-      found[sample] = squares(own, classes * d);
-      found[n + sample] = off_by(sums);
+      if (found) norms.set(sample, squares(own, classes * d), sums);
     }
   }
 }
@@ -78,45 +94,57 @@ extern "C" void table_sum(const int64_t* ids, const float* g, const int64_t* ste
   }
 }
 
-// Every sample's squared norm, and how far rounding may be off. The rows of one id are added up: `places` finds their
-// sum, an open hash table of ids with room for twice as many.
-
-extern "C" void row_squares(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
-                            int64_t padding, double* found, int threads) {
+// The norms alone. Rows of ids that occur once are read where they lie; those of
+// one id are added up. `places` finds an id among those of its sample: an open hash table with room for twice as many.
+extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
+                          int64_t padding, double* found, bool* doubtful, int threads) {
+  const Norms norms{found, doubtful, n};
   int bits = 1;
   while ((int64_t(1) << bits) < 2 * k) ++bits;
   const int64_t room = int64_t(1) << bits;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<int64_t> places(room);
+    std::vector<int64_t> places(room), of(k), to;  // of a row: its id's sum; of a sum: where it lies, if several rows add up
     std::vector<Sum> sums;
-    Memory<float> rows(k * d);
+    Memory<float> rows(k / 2 * d);
 #pragma omp for
     for (int64_t sample = 0; sample < n; ++sample) {
       std::fill(places.begin(), places.end(), -1);
       sums.clear();
       for (int64_t i = 0; i < k; ++i) {
         const int64_t id = ids[sample * k + i];
+        of[i] = -1;
         if (id == padding) continue;
-        const float* row = g + sample * steps[0] + i * steps[1];
         int64_t place = static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15u >> (64 - bits);
         while (places[place] >= 0 && sums[places[place]].id != id) place = (place + 1) & (room - 1);
-        const bool first = places[place] < 0;
-        if (first) {
+        if (places[place] < 0) {
           places[place] = sums.size();
           sums.push_back({id, 0, 0});
         }
-        Sum& sum = sums[places[place]];
-        float* to = rows.data() + places[place] * d;
-        count_row(sum, to, row, d);
-        for (int64_t at = 0; at < d; at += V) {
-          const int64_t size = std::min(V, d - at);
-          const Vec value = Vec::loadu(row + at, size);
-          (first ? value : Vec::loadu(to + at, size) + value).store(to + at, size);
+        of[i] = places[place];
+        sums[of[i]].count += 1;
+      }
+      to.assign(sums.size(), -1);
+      int64_t several = 0;
+      Squares once;
+      for (int64_t i = 0; i < k; ++i) {
+        if (of[i] < 0) continue;
+        const float* row = g + sample * steps[0] + i * steps[1];
+        Sum& sum = sums[of[i]];
+        if (sum.count == 1) {
+          once.add(row, d);
+          continue;
+        }
+        sum.lengths += std::sqrt(squares(row, d));
+        int64_t& own = to[of[i]];
+        if (own < 0) {
+          own = several++;
+          std::memcpy(rows.data() + own * d, row, d * sizeof(float));
+        } else {
+          add(rows.data() + own * d, row, d, 1);
         }
       }
-      found[sample] = squares(rows.data(), sums.size() * d);
-      found[n + sample] = off_by(sums);
+      norms.set(sample, once.value() + squares(rows.data(), several * d), sums);
     }
   }
 }

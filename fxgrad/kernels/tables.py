@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxgrad.kernels.compiled import Library
 from fxgrad.kernels.memory import fresh
-from fxgrad.kernels.norms import CHAIN, SMALL, bounded, frobenius, gamma, norms_like, quick_frobenius
+from fxgrad.kernels.norms import CHAIN, bounded, frobenius, gamma, norms_like, quick_frobenius
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import computable, unit
 from fxgrad.kernels.sizes import hint
@@ -45,7 +45,7 @@ def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
     if not _kernels_add_up(ids, g, classes):
         g = without(padding_idx, ids, g)
         return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)
-    _call("table_grads", ids, g, padding_idx, classes, out, None)
+    _call("table_grads", ids, g, padding_idx, classes, out, None, None)
     return out
 
 
@@ -54,9 +54,9 @@ def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[
     """Return the same, with norms and bounds."""
     if not _kernels_add_up(ids, g, classes):
         return table_grads(ids, g, classes, padding_idx), row_norms(ids, g, classes, padding_idx)
-    out, sums = fresh(g, (len(g), classes, g.shape[2])), norms_like(g)
-    _call("table_grads", ids, g, padding_idx, classes, out, sums)
-    norms, doubtful = _measured(sums, g.dtype)
+    out = fresh(g, (len(g), classes, g.shape[2]))
+    norms, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    _call("table_grads", ids, g, padding_idx, classes, out, norms, doubtful)
     if bool(doubtful.any()):  # the bounds have to hold for these rows, as they were rounded
         off = rounding_of_rows(ids[doubtful].long(), g[doubtful], classes, padding_idx)
         norms[:, doubtful] = bounded(out[doubtful], off)
@@ -87,9 +87,8 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     g = computable(g)
     if not KERNELS.applies(g, copied=g.shape[1:].numel() * g.element_size()):
         return _by_sorting(ids, g, padding_idx)
-    sums = norms_like(g)
-    _call("row_squares", ids, g, padding_idx, sums)
-    norms, doubtful = _measured(sums, g.dtype)
+    norms, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    _call("row_norms", ids, g, padding_idx, norms, doubtful)
     if bool(doubtful.any()):
         norms[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), padding_idx, g.dtype)
     return norms
@@ -134,13 +133,6 @@ def lines_of_table(ids: Tensor, g: Tensor, padding_idx: int, chosen: slice | Ten
 def _call(kernel: str, ids: Tensor, g: Tensor, *arguments: Tensor | int | None) -> None:
     g = g if g.stride(2) == 1 else g.contiguous()
     KERNELS.call(kernel, ids.long().contiguous(), g, g.stride()[:2], *g.shape, *arguments)
-
-
-def _measured(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Norms and bounds from the sums of a kernel, and for which samples float32 could not hold them."""
-    norms, off = sums.sqrt()
-    measured = torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + 1.001 * unit(dtype) * off])
-    return measured, ~measured[1].isfinite() | (norms < SMALL)
 
 
 def _by_sorting(ids: Tensor, g: Tensor, padding_idx: int, delivered: torch.dtype | None = None) -> Tensor:
