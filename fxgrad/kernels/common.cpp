@@ -110,6 +110,29 @@ static inline double squares(const float* values, int64_t count) {
   return found.value();
 }
 
+constexpr double UNIT = 1.0 / (1 << 24);  // the roundoff of float32: see precision.unit
+constexpr double SQUARED = (CHAIN + 2) * UNIT;  // how far the root of a sum of squares in float32 may be off: see norms.gamma
+constexpr double SMALL = 1e-12;           // norms below this may have lost digits to underflow: see norms.SMALL
+
+// Of each sample: its gradient's norm, a bound of it, and whether float32's range may have spoilt them.
+struct Norms {
+  double* found;  // [2, n]
+  bool* doubtful;
+  int64_t n;
+
+  void set(int64_t sample, double norm, double bound, bool lost) const {
+    found[sample] = norm;
+    found[n + sample] = bound;
+    doubtful[sample] = lost || !std::isfinite(bound);
+  }
+};
+
+static inline double summed(const double* parts, int64_t count) {
+  double total = 0;
+  for (int64_t part = 0; part < count; ++part) total += parts[part];
+  return total;
+}
+
 constexpr int64_t WRITTEN = 4 << 20;  // bytes of results from which they are not in the cache when somebody reads them
 
 // Numbers times a factor, of a result that is large or not. A large one is written past the cache, line by line: a usual

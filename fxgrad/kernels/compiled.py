@@ -33,7 +33,7 @@ _FAILURES = (ImportError, AttributeError, TypeError, OSError, RuntimeError)  # n
 
 _FOLDER = Path(__file__).parent
 _EXPORTED = re.compile(r'extern "C" void (\w+)\(([^)]*)\)')
-_NUMBERS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int}
+_NUMBERS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "double": ctypes.c_double}
 
 
 class Library:

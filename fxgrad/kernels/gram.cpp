@@ -47,9 +47,11 @@ struct Gram {
   }
 };
 
-// `found` is [7, n].
-extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
-                          int64_t n, int64_t k, int64_t o, int64_t i, double* found, int threads) {
+// How far rounding may be off is given in parts: of a product of two g, of two x, and of a sum over positions.
+extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
+                           int64_t n, int64_t k, int64_t o, int64_t i, double off_g, double off_x, double off_sum,
+                           double* found, bool* doubtful, int threads) {
+  const Norms norms{found, doubtful, n};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Gram g{k}, x{k};
@@ -81,9 +83,11 @@ extern "C" void gram_sums(const float* g_data, const int64_t* g_steps, const flo
         sums[3] += total_of(by_x) * x.lengths[a];
         sums[4] += double(g.lengths[a]) * x.lengths[a];
       }
-      for (int64_t each = 0; each < 5; ++each) found[each * n + sample] = sums[each];
-      found[5 * n + sample] = g.length;
-      found[6 * n + sample] = x.length;
+      const double lost = LOST * (o * x.length * x.length + i * g.length * g.length);  // to underflow
+      const double slack = off_g * sums[2] + off_x * sums[3] + off_g * off_x * sums[4] * sums[4] + off_sum * sums[1] + lost;
+      const double square = sums[0] < 0 ? 0 : sums[0];
+      const double bound = std::sqrt(square + 1.01 * slack) * (1 + 1e-12);
+      norms.set(sample, std::sqrt(square), bound, bound < SMALL || lost > 1e-7 * sums[0]);
     }
   }
 }

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library
-from fxgrad.kernels.gram import from_squares
-from fxgrad.kernels.norms import SMALL, gamma
+from fxgrad.kernels.norms import gamma, norms_like
 
 FEATURES = 96  # whose products are added up at once, at least
-LOST = 1.2e-38  # of a square that underflows, at most
 VECTOR = 8  # numbers, at least
 
 KERNELS = Library("common.cpp", "gram.cpp", computes="norms of linear layers with few positions")
@@ -28,15 +26,10 @@ def applies(g: Tensor, x: Tensor) -> bool:
 def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``."""
     (n, k, o), i = g.shape, x.shape[2]
-    sums = torch.empty(7, n, dtype=torch.float64)
-    KERNELS.call("gram_sums", g, g.stride(), x, x.stride(), n, k, o, i, sums)
-    square, size, by_g, by_x, by_both, of_g, of_x = sums
-    underflow = LOST * (o * of_x.square() + i * of_g.square())
-    off_g, off_x = _rounding(o), _rounding(i)
-    slack = off_g * by_g + off_x * by_x + off_g * off_x * by_both.square()
-    slack = slack + gamma(k // VECTOR + 2, g.dtype) * size + underflow
-    norms = from_squares(square, 1.01 * slack)
-    return norms, ~norms[1].isfinite() | (norms[1] < SMALL) | (underflow > 1e-7 * square)
+    found, doubtful = norms_like(g), g.new_empty(n, dtype=torch.bool)
+    rounding = _rounding(o), _rounding(i), gamma(k // VECTOR + 2, g.dtype)
+    KERNELS.call("gram_norms", g, g.stride(), x, x.stride(), n, k, o, i, *rounding, found, doubtful)
+    return found, doubtful
 
 
 def _rounding(features: int) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library, parts_of
+from fxgrad.kernels.norms import gamma, norms_like
 
 LONG, WIDE = 64, 32  # positions, and outputs and inputs, from which it is faster than MKL where no norms are wanted
 
@@ -31,15 +32,22 @@ def pays(g: Tensor, x: Tensor) -> bool:
     return g.shape[1] >= LONG and min(g.shape[2], x.shape[2]) >= WIDE
 
 
-def rows(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def rows(g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
     """``Σ_k g[n, k, o] x[n, k, i]`` into ``out`` ``[n, o, i]``, contiguous, where there is one.
 
     Returns what they square to, ``Σ_k ‖g_nk‖ ‖x_nk‖``, which bounds their rounding, and how much of that is only there
-    because squares may underflow: ``[n]``, in float64.
+    because squares may underflow: ``[3, n, parts]``, in float64.
     """
     (n, k, o), i = g.shape, x.shape[2]
     parts = parts_of(n, o, g[0].numel() * g.element_size())
     sums = torch.empty(3, n, parts, dtype=torch.float64)
     KERNELS.call("product_rows", g, g.stride(), x, x.stride(), n, k, o, i, out, sums, parts)
-    squares, lengths, lost = sums.sum(2)
-    return squares, lengths, lost
+    return sums
+
+
+def norms(g: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms and bounds ``[2, n]`` of what `rows` found, and which of them float32's range may have spoilt, ``[n]``."""
+    found, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    rounding = 1.001 * gamma(g.shape[1], g.dtype)
+    KERNELS.call("product_norms", sums, *sums.shape[1:], rounding, found, doubtful)
+    return found, doubtful

@@ -20,7 +20,6 @@ from fxgrad.kernels.gram import gram_norms
 from fxgrad.kernels.in_parts import gram_elements, inner_of, outer
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
-    SMALL,
     again,
     by_blocks,
     frobenius,
@@ -31,7 +30,6 @@ from fxgrad.kernels.norms import (
     measured,
     norms_like,
     quick_frobenius,
-    quickly_bounded,
     slices,
     sum_squares,
 )
@@ -82,7 +80,7 @@ def product_norms(g: Tensor, x: Tensor, gram: bool) -> Tensor:
     if gram and gram_kernel.applies(g, x):
         return again(g, x, *gram_kernel.norms(g, x), _carefully)
     if not gram and product_kernel.applies(g, x):
-        return again(g, x, *_by_kernel(g, x, None), _carefully)
+        return again(g, x, *product_kernel.norms(g, product_kernel.rows(g, x, None)), _carefully)
     of_gram = 2 * k * k if is_readable(g) else gram_elements(k, o, i)
     size = (of_gram if gram else o * i) * g.element_size()
     by_gram = partial(gram_norms, inner=inner_of(g))
@@ -109,7 +107,7 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     (n, k, o), i = g.shape, x.shape[2]
     out = fresh(g, (n, o, i))
     if product_kernel.applies(g, x):
-        norms, doubtful = _by_kernel(g, x, out)
+        norms, doubtful = product_kernel.norms(g, product_kernel.rows(g, x, out))
         if bool(doubtful.any()):
             rounding = product_rounding(g[doubtful], x[doubtful], quick_frobenius)
             norms[:, doubtful] = measured(out[doubtful], rounding)
@@ -124,11 +122,3 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             outer(g[rows], x[rows], out=out[rows])
         norms[:, rows] = measured(out[rows], product_rounding(g[rows], x[rows], quick_frobenius))
     return out, norms
-
-
-def _by_kernel(g: Tensor, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
-    squares, lengths, lost = product_kernel.rows(g, x, out)
-    norms, rounding = squares.sqrt(), 1.001 * gamma(g.shape[1], g.dtype)
-    doubtful = ~norms.isfinite() | ~lengths.isfinite() | (norms < SMALL) | (rounding * lost > 1e-4 * norms)
-    return quickly_bounded(norms, lengths * rounding, g.dtype), doubtful

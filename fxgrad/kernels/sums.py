@@ -34,8 +34,7 @@ def positions(factor: Tensor) -> Tensor:
 
 def nothing(c: Tensor) -> Tensor | None:
     """``[n]``: the samples of weight 0; None where it is seen that there are none."""
-    none = c == 0
-    return None if is_readable(c) and not bool(none.any()) else none
+    return None if is_readable(c) and bool(c.all()) else c == 0
 
 
 def without(rows: Tensor, none: Tensor | None) -> Tensor:

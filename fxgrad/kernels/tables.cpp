@@ -34,23 +34,10 @@ static inline double off_by(const std::vector<Sum>& sums) {
   return off;
 }
 
-constexpr double UNIT = 1.0 / (1 << 24);  // the roundoff of float32: see precision.unit
-constexpr double SMALL = 1e-12;           // norms below this may have lost digits to underflow: see norms.SMALL
-
-// Of each sample: its gradient's norm, a bound, and whether float32 could not hold them.
-struct Norms {
-  double* found;  // [2, n]
-  bool* doubtful;
-  int64_t n;
-
-  void set(int64_t sample, double squared, const std::vector<Sum>& sums) const {
-    const double norm = std::sqrt(squared), rounding = std::sqrt(off_by(sums)) * UNIT;
-    const double bound = norm * (1 + (CHAIN + 2) * UNIT) + 1.001 * rounding;
-    found[sample] = norm;
-    found[n + sample] = bound;
-    doubtful[sample] = !std::isfinite(bound) || norm < SMALL;
-  }
-};
+static inline void set(const Norms& norms, int64_t sample, double squared, const std::vector<Sum>& sums) {
+  const double norm = std::sqrt(squared), rounding = std::sqrt(off_by(sums)) * UNIT;
+  norms.set(sample, norm, norm * (1 + SQUARED) + 1.001 * rounding, norm < SMALL);
+}
 
 // The gradients themselves, [n, classes, d]: a sample's is added to right after it was cleared. With `found`, their norms.
 extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
@@ -71,7 +58,7 @@ extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* s
         if (found) count_row(sums[id], own + id * d, row, d);
         add(own + id * d, row, d, 1);
       }
-      if (found) norms.set(sample, squares(own, classes * d), sums);
+      if (found) set(norms, sample, squares(own, classes * d), sums);
     }
   }
 }
@@ -144,7 +131,7 @@ extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* ste
           add(rows.data() + own * d, row, d, 1);
         }
       }
-      norms.set(sample, once.value() + squares(rows.data(), several * d), sums);
+      set(norms, sample, once.value() + squares(rows.data(), several * d), sums);
     }
   }
 }

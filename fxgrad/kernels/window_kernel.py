@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library, parts_of
+from fxgrad.kernels.norms import norms_like
 from fxgrad.kernels.settings import Settings
 
 FEW = 4  # outputs of a group, and half of the numbers in a window's row, below which most of a vector would be padding
@@ -48,10 +49,10 @@ def _large_groups(kernel: Sequence[int], settings: Settings) -> bool:
 
 
 def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None) -> Tensor:
-    """``[n, *kernel]`` into ``out``, contiguous, where there is one; returns the squares of what each sample has of
-    them, of g ``[n, k, out, *space]`` and of input ``[n, k, in, *space]``: ``[3, n]`` in float64."""
+    """``[n, *kernel]`` into ``out``, contiguous, where there is one, from g ``[n, k, out, *space]`` and input ``[n, k,
+    in, *space]``; returns the squares of what each sample has of them, and of both: ``[3, n, parts]`` in float64."""
     if settings.transposed:  # it is g that has windows, at the positions of the input
-        return rows(input, g, kernel, settings._replace(transposed=False), out)[[0, 2, 1]]
+        return rows(input, g, kernel, settings._replace(transposed=False), out)
     large = _large_groups(kernel, settings)
     stride, padding, dilation = (list(each) for each in settings[:3])
     if len(kernel) == 3:  # a row of pixels is an image
@@ -72,4 +73,14 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     shape.row_dilation, shape.column_dilation = dilation
     kernel_in_c = "window_rows" if large else "depthwise_rows"
     KERNELS.call(kernel_in_c, g, g.stride(), input, input.stride(), ctypes.byref(shape), out, sums, parts)
-    return sums.sum(2)
+    return sums
+
+
+def norms(g: Tensor, sums: Tensor, relative: float) -> tuple[Tensor, Tensor]:
+    """Norms and bounds ``[2, n]`` of what `rows` found, and which of them float32's range may have spoilt, ``[n]``.
+
+    They may be off by ``relative`` of the product of the norms of g and of the input.
+    """
+    found, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    KERNELS.call("window_norms", sums, *sums.shape[1:], relative, found, doubtful)
+    return found, doubtful

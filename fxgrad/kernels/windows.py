@@ -18,14 +18,12 @@ from fxgrad.kernels.in_parts import inner_of
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     CHAIN,
-    SMALL,
     again,
     by_blocks,
     gamma,
     measured,
     norms_like,
     quick_frobenius,
-    quickly_bounded,
     slices,
 )
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
@@ -39,14 +37,18 @@ def window_rounding(
     """Return how far a gradient's norm may be from the one in exact arithmetic: γ ‖g_n‖ ‖windows of input_n‖.
 
     From the norms ``[n]`` of g and of the input, whose entries are in ``copies`` windows at most, and the positions
-    of a sample: its images, and their sizes in space. A kernel adds up some rows of an image, and then those sums.
+    of a sample: its images, and their sizes in space.
     """
+    return of_g * of_input * _relative(positions, copies, of_g.new_empty(0, dtype=dtype))
+
+
+def _relative(positions: Sequence[int], copies: int, like: Tensor) -> float:
+    """The same for norms of 1. A kernel adds up some rows of an image, and then those sums."""
     *images, rows, columns = (1, *positions)
     high = max(1, CHAIN // max(columns, 1))
     blocks = math.prod(images) * -(-rows // high) * -(-columns // CHAIN)
-    factors = rounding_of_factors(of_g.new_empty(0, dtype=dtype))
-    relative = gamma(math.prod(positions), dtype, blocks) + factors
-    return of_g * of_input * (1.001 * relative * math.sqrt(copies))
+    relative = gamma(math.prod(positions), like.dtype, blocks) + rounding_of_factors(like)
+    return 1.001 * relative * math.sqrt(copies)
 
 
 def _fake_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
@@ -92,10 +94,8 @@ def _by_kernel(
     g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
-    norms = window_kernel.rows(g, input, kernel, settings, out).sqrt()
-    doubtful = ~norms.isfinite().all(0) | (norms < SMALL).any(0)
-    terms = terms_of_windows(g, input, kernel, settings)
-    return quickly_bounded(norms[0], window_rounding(norms[1], norms[2], *terms, g.dtype), g.dtype), doubtful
+    sums = window_kernel.rows(g, input, kernel, settings, out)
+    return window_kernel.norms(g, sums, _relative(*terms_of_windows(g, input, kernel, settings), g))
 
 
 def terms_of_windows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[Sequence[int], int]:
