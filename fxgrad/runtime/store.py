@@ -353,7 +353,7 @@ class Store:
                     if not self.quantities[place].adds and task_of(earlier) == forward.delivered:
                         raise refusals.two_norms(delivery)
                     self.put(parameter, delivery.place, apart(grad.detach(), memories), forward)
-            results = [grad.detach() for i, _ in kinds.results if (grad := grads[i]) is not None]
+            results = [grad for i, _ in kinds.results if (grad := grads[i]) is not None]
             if results:
                 self.results.report(place, self.quantities[place], results, forward.delivered)
         forward.sent.update(sent)
