@@ -81,8 +81,8 @@ extern "C" void table_sum(const int64_t* ids, const float* g, const int64_t* ste
   }
 }
 
-// The norms alone. Rows of ids that occur once are read where they lie; those of
-// one id are added up. `places` finds an id among those of its sample: an open hash table with room for twice as many.
+// The norms alone. Rows of ids that occur once are read where they lie; those of one id are added up. `places` finds an id
+// among those of its sample: an open hash table with room for twice as many.
 extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
                           int64_t padding, double* found, bool* doubtful, int threads) {
   const Norms norms{found, doubtful, n};
@@ -93,7 +93,7 @@ extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* ste
   {
     std::vector<int64_t> places(room), of(k), to;  // of a row: its id's sum; of a sum: where it lies, if several rows add up
     std::vector<Sum> sums;
-    Memory<float> rows(k / 2 * d);
+    Memory<float> rows;  // sums of several
 #pragma omp for
     for (int64_t sample = 0; sample < n; ++sample) {
       std::fill(places.begin(), places.end(), -1);
@@ -112,6 +112,8 @@ extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* ste
         sums[of[i]].count += 1;
       }
       to.assign(sums.size(), -1);
+      const int64_t most = std::count_if(sums.begin(), sums.end(), [](const Sum& sum) { return sum.count > 1; });
+      if (most * d > int64_t(rows.size())) rows.resize(most * d);
       int64_t several = 0;
       Squares once;
       for (int64_t i = 0; i < k; ++i) {
