@@ -1412,7 +1412,7 @@ def _(host: Any) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(lambda x: x * 2, backend="eager")
         compiled(torch.ones(2))
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             compiled(torch.ones(2))
         return any(event.name == "Pregraph bytecode" for event in profiler.events())
 
