@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxgrad.kernels import compiled, window_kernel
+from fxgrad.kernels import compiled, norms, window_kernel
 from fxgrad.kernels.convolutions import conv_rows
 from fxgrad.kernels.norms import CHAIN
+from fxgrad.kernels.precision import unit
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.windows import window_norms, window_rows
 
@@ -226,3 +227,14 @@ def test_sums_are_as_long_in_python_as_in_c() -> None:
     source = (Path(window_kernel.__file__).parent / "common.cpp").read_text()
     (chain,) = re.findall(r"int64_t CHAIN = (\d+)", source)
     assert int(chain) == CHAIN
+
+
+def test_bounds_have_the_same_constants_in_python_and_in_c() -> None:
+    """Kernels bound norms themselves, and Python does where no kernel applies."""
+    source = (Path(window_kernel.__file__).parent / "common.cpp").read_text()
+    constants: dict[str, Any] = {"CHAIN": CHAIN}
+    for name in ("UNIT", "SQUARED", "SMALL"):
+        (value,) = re.findall(rf"double {name} = (.*?);", source)
+        constants[name] = eval(value, constants)
+    assert constants["UNIT"] == unit(torch.float32) and constants["SMALL"] == norms.SMALL
+    assert constants["SQUARED"] == norms.gamma(CHAIN, torch.float32)

@@ -112,7 +112,7 @@ static inline double squares(const float* values, int64_t count) {
 
 constexpr double UNIT = 1.0 / (1 << 24);  // the roundoff of float32: see precision.unit
 constexpr double SQUARED = (CHAIN + 2) * UNIT;  // how far the root of a sum of squares in float32 may be off: see norms.gamma
-constexpr double SMALL = 1e-12;           // norms below this may have lost digits to underflow: see norms.SMALL
+constexpr double SMALL = 1e-12;  // norms below this may have lost digits to underflow: see norms.SMALL
 
 // Of each sample: its gradient's norm, a bound of it, and whether float32's range may have spoilt them.
 struct Norms {

@@ -47,7 +47,7 @@ struct Gram {
   }
 };
 
-// How far rounding may be off is given in parts: of a product of two g, of two x, and of a sum over positions.
+// `off_g`, `off_x` and `off_sum` say how far rounding may put off a product of two g, one of two x, and a sum over positions.
 extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
                            int64_t n, int64_t k, int64_t o, int64_t i, double off_g, double off_x, double off_sum,
                            double* found, bool* doubtful, int threads) {

@@ -104,6 +104,11 @@ def joined(norms: Tensor, bounds: Tensor) -> Tensor:
     return torch.cat([norms.unsqueeze(0), bounds.unsqueeze(0)])
 
 
+def norms_of_kernel(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for `struct Norms` of common.cpp: norms and bounds ``[2, n]``, and which of them are doubtful, ``[n]``."""
+    return norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+
+
 def root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
     """m tensors of norms and bounds ``[2, n] -> [2, n]``: √Σ_m norms².
 
@@ -143,12 +148,8 @@ def _root_of_few(norms: Sequence[Tensor], wide: bool) -> Tensor:
 
 def measured(rows: Tensor, rounding: Tensor) -> Tensor:
     """`bounded`, outside of a traced graph: ``[2, n]``."""
-    return quickly_bounded(quick_frobenius(rows), rounding, rows.dtype)
-
-
-def quickly_bounded(norms: Tensor, rounding: Tensor, dtype: torch.dtype) -> Tensor:
-    """Norms whose squares were summed in float32, and bounds."""
-    return torch.stack([norms, norms * (1 + gamma(CHAIN, dtype)) + rounding])
+    norms = quick_frobenius(rows)
+    return torch.stack([norms, norms * (1 + gamma(CHAIN, rows.dtype)) + rounding])
 
 
 @fusible(norms_like)

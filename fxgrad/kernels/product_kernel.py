@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library, parts_of
-from fxgrad.kernels.norms import gamma, norms_like
+from fxgrad.kernels.norms import gamma, norms_of_kernel
 
 LONG, WIDE = 64, 32  # positions, and outputs and inputs, from which it is faster than MKL where no norms are wanted
 
@@ -47,7 +47,7 @@ def rows(g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
 
 def norms(g: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Norms and bounds ``[2, n]`` of what `rows` found, and which of them float32's range may have spoilt, ``[n]``."""
-    found, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    found, doubtful = norms_of_kernel(g)
     rounding = 1.001 * gamma(g.shape[1], g.dtype)
     KERNELS.call("product_norms", sums, *sums.shape[1:], rounding, found, doubtful)
     return found, doubtful

@@ -34,7 +34,7 @@ static inline double off_by(const std::vector<Sum>& sums) {
   return off;
 }
 
-static inline void set(const Norms& norms, int64_t sample, double squared, const std::vector<Sum>& sums) {
+static inline void set_norms(const Norms& norms, int64_t sample, double squared, const std::vector<Sum>& sums) {
   const double norm = std::sqrt(squared), rounding = std::sqrt(off_by(sums)) * UNIT;
   norms.set(sample, norm, norm * (1 + SQUARED) + 1.001 * rounding, norm < SMALL);
 }
@@ -58,7 +58,7 @@ extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* s
         if (found) count_row(sums[id], own + id * d, row, d);
         add(own + id * d, row, d, 1);
       }
-      if (found) set(norms, sample, squares(own, classes * d), sums);
+      if (found) set_norms(norms, sample, squares(own, classes * d), sums);
     }
   }
 }
@@ -133,7 +133,7 @@ extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* ste
           add(rows.data() + own * d, row, d, 1);
         }
       }
-      set(norms, sample, once.value() + squares(rows.data(), several * d), sums);
+      set_norms(norms, sample, once.value() + squares(rows.data(), several * d), sums);
     }
   }
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxgrad.kernels.compiled import Library
 from fxgrad.kernels.memory import fresh
-from fxgrad.kernels.norms import CHAIN, bounded, frobenius, gamma, norms_like, quick_frobenius
+from fxgrad.kernels.norms import CHAIN, bounded, frobenius, gamma, norms_like, norms_of_kernel, quick_frobenius
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import computable, unit
 from fxgrad.kernels.sizes import hint
@@ -55,7 +55,7 @@ def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[
     if not _kernels_add_up(ids, g, classes):
         return table_grads(ids, g, classes, padding_idx), row_norms(ids, g, classes, padding_idx)
     out = fresh(g, (len(g), classes, g.shape[2]))
-    norms, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    norms, doubtful = norms_of_kernel(g)
     _call("table_grads", ids, g, padding_idx, classes, out, norms, doubtful)
     if bool(doubtful.any()):  # the bounds have to hold for these rows, as they were rounded
         off = rounding_of_rows(ids[doubtful].long(), g[doubtful], classes, padding_idx)
@@ -87,7 +87,7 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     g = computable(g)
     if not KERNELS.applies(g, copied=g.shape[1:].numel() * g.element_size()):
         return _by_sorting(ids, g, padding_idx)
-    norms, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    norms, doubtful = norms_of_kernel(g)
     _call("row_norms", ids, g, padding_idx, norms, doubtful)
     if bool(doubtful.any()):
         norms[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), padding_idx, g.dtype)

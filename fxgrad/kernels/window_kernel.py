@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library, parts_of
-from fxgrad.kernels.norms import norms_like
+from fxgrad.kernels.norms import norms_of_kernel
 from fxgrad.kernels.settings import Settings
 
 FEW = 4  # outputs of a group, and half of the numbers in a window's row, below which most of a vector would be padding
@@ -81,6 +81,6 @@ def norms(g: Tensor, sums: Tensor, relative: float) -> tuple[Tensor, Tensor]:
 
     They may be off by ``relative`` of the product of the norms of g and of the input.
     """
-    found, doubtful = norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+    found, doubtful = norms_of_kernel(g)
     KERNELS.call("window_norms", sums, *sums.shape[1:], relative, found, doubtful)
     return found, doubtful
