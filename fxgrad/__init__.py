@@ -14,6 +14,7 @@ from fxgrad.delivered import delivered
 from fxgrad.errors import FxgradError
 from fxgrad.explanation.explaining import Explanation, explain
 from fxgrad.extend import implements_per_sample_grads, register_op
+from fxgrad.forward_backward import forward_backward
 from fxgrad.ops.families import Family
 from fxgrad.quantities import (
     ClippedGrad,
@@ -62,6 +63,7 @@ __all__ = [
     "empty_cache",
     "errors",
     "explain",
+    "forward_backward",
     "implements_per_sample_grads",
     "losses",
     "register_op",

@@ -47,6 +47,7 @@ from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
 from fxgrad.capture.sharded import check_alone, check_around
+from fxgrad.compile.append_backward import no_gradient, not_the_loss
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
@@ -58,7 +59,7 @@ from fxgrad.ops.families import CHANGES
 from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.placeholders import Unseen, watch
+from fxgrad.runtime.placeholders import Unseen, deliver_computed, watch
 from fxgrad.runtime.processes import telling
 from fxgrad.runtime.store import Store, clear
 from fxgrad.samples.batch import Batch, Roles
@@ -91,6 +92,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.named, self.last = NamedParameters(self.model), LastParameters()
+        self.steps: set[str] = set()  # the methods that are functions of `forward_backward`
         self.options.quantities = self.store.computed
         # Those of the class: an instance attribute, as Accelerate sets, wraps the view's method, and would call itself.
         kind = type(self.model)
@@ -144,6 +146,8 @@ class Engine:
         if known is None and not all(map(_requires_grad, every.values())):
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
+            if method in self.steps:
+                raise no_gradient()
             self.pop_sample_weight(method, kwargs)
             outputs = self._original(method)(*args, **kwargs)
             check_frozen_outputs(outputs, (args, kwargs))
@@ -175,7 +179,32 @@ class Engine:
         finally:
             self.store.leave(forward, before)
         self._end(forward, tensors)
-        return outputs
+        return self._stepped(forward, outputs) if method in self.steps else outputs
+
+    def _stepped(self, forward: Forward, loss: Any) -> Tensor:
+        """Deliver what the graph of a whole step has computed, and return its loss."""
+        if forward.computed is None and not forward.size:
+            loss.backward()
+        elif forward.computed is None or loss is not forward.computed[2]:
+            raise not_the_loss()
+        else:
+            deliver_computed(self.store, forward)
+        stepped: Tensor = loss.detach()
+        return stepped
+
+    def add_step(self, name: str, step: Callable[..., Any], in_dims: Any) -> None:
+        """Let calls enter by a function that computes a loss, whose graphs have their backward in them."""
+        own = self.roles["forward"]
+        roles = Roles.of(step, own.batch_size, own.default_dim == 0, in_dims)
+        self.roles, self.originals[name] = {**self.roles, name: roles}, step
+        self.steps.add(name)
+
+    def forget_step(self, name: str) -> None:
+        """Forget such a function and its graphs."""
+        self.steps.discard(name)
+        self.roles = {one: roles for one, roles in self.roles.items() if one != name}
+        self.originals.pop(name, None)
+        self.compiled = {key: compiled for key, compiled in self.compiled.items() if key[0] != name}
 
     def _check_samples(self, batch: Batch, weight: Any, kwargs: dict[str, Any]) -> None:
         """Refuse groups, weights and divisors that do not go with the samples of a call."""
@@ -327,7 +356,8 @@ class Engine:
         stage(f"TorchDynamo captured {ops} ops of {type(self.model).__name__}, a batch of {forward.size},")
         if self.units is not None:
             self.units.check_graph(gm)
-        return compile_graph(self.captured(gm, examples, forward.size, forward.method), self.options, self.store)
+        captured = self.captured(gm, examples, forward.size, forward.method)
+        return compile_graph(captured, self.options, self.store, whole=forward.method in self.steps)
 
     def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward") -> Captured:
         """Wrap a graph from Dynamo with what the model and its running call know of the inputs."""

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.compiler.config
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from fxgrad.capture.captured import SAMPLE_DIM, Captured
+from fxgrad.capture.captured import Captured
 from fxgrad.capture.checks import check_numbers, check_parameters
 from fxgrad.capture.options import Inner, Options
 from fxgrad.capture.progress import compilation, stage
+from fxgrad.compile.append_backward import append_backward, check_loss, no_gradient
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.gathers import gather_units
 from fxgrad.compile.inductor import inner_compiler
-from fxgrad.compile.interface import Interface, Uniform, input_writes, interface_of, output_roles, outputs_of
+from fxgrad.compile.interface import input_writes, interface_of, output_roles, outputs_of
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, passes_of, run_passes
 from fxgrad.compile.requires_grad import check_requires_grad
+from fxgrad.compile.transformed import Transformed, WholeStep, check_frozen, with_roles
 from fxgrad.compile.warm_start import warm_start
 from fxgrad.costs.choices import check_applied
-from fxgrad.errors import FxgradError, GraphBreak, LostLayout, OptionError
+from fxgrad.errors import FxgradError
 from fxgrad.graph.context import Context
 from fxgrad.host.dynamo import CaptureAgain, innermost_fn, release_floats, specialize_floats
 from fxgrad.host.functorch import aot_settings
@@ -39,23 +39,19 @@ from fxgrad.quantities import Delivery
 from fxgrad.quantities.base import check_deliveries
 from fxgrad.quantities.read import Reading, is_users
 from fxgrad.rules.registry import RULES
-from fxgrad.runtime.autograd_graph import leaves_behind
-from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.placeholders import Placeholders, watch
-from fxgrad.runtime.refusals import before_the_graph
 from fxgrad.runtime.store import Store
 from fxgrad.runtime.targets import TAPS
 from fxgrad.terms.work import Way
 
 
 @compilation()
-def compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
-    """Compile a graph: Dynamo runs what is returned in the graph's place.
+def compile_graph(captured: Captured, options: Options, store: Store, whole: bool = False) -> Callable[..., Any]:
+    """Compile a graph: Dynamo runs what is returned in the graph's place. ``whole``: with its backward in it.
 
     If that fails, and numbers of the model are inputs since they changed, Dynamo captures it with their values.
     """
     try:
-        compiled = _compile_graph(captured, options, store)
+        compiled = _compile_graph(captured, options, store, whole)
     except CaptureAgain:
         raise
     except Exception as error:
@@ -67,12 +63,14 @@ def compile_graph(captured: Captured, options: Options, store: Store) -> Callabl
     return compiled
 
 
-def _compile_graph(captured: Captured, options: Options, store: Store) -> Callable[..., Any]:
+def _compile_graph(captured: Captured, options: Options, store: Store, whole: bool) -> Callable[..., Any]:
     captured.check_leaves()
     captured.check_objects()
     inner = inner_compiler(options.backend)
     check_requires_grad(captured.gm, captured.traced_inputs(), partial(_with_names, captured, options))
     if not captured.trainable:
+        if whole:
+            raise no_gradient()
         return _without_parameters(captured, options, inner)
     parameters = {name: captured.examples[i] for name, i in captured.trainable.items()}
     check_parameters(parameters)
@@ -92,6 +90,11 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     taps = sum(isinstance(node.target, TAPS) for node in gm.graph.nodes)
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     inputs = _inner_inputs(captured, options)
+    if whole:
+        check_loss(captured, gm, interface)
+        first, last = len(captured.values), len(inputs) - len(ctx.given(1))
+        append_backward(gm, first, last - first)
+        inputs[first:last] = [placeholder.detach() for placeholder in inputs[first:last]]
     with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
         gather_units(_bare(gm, captured), captured, options.quantities, interface.writes)
         compiled = inner(gm, inputs)
@@ -102,7 +105,8 @@ def _compile_graph(captured: Captured, options: Options, store: Store) -> Callab
     given = [tuple(map(_number, value.shape)) for value in inputs[len(inputs) - len(ctx.given(1)) :]]
     for one in read:
         one.settle()
-    return Transformed(compiled, interface, store, captured.batch_size, room, read, given)
+    kind = WholeStep if whole else Transformed
+    return kind(compiled, interface, store, captured.batch_size, room, read, given)
 
 
 def _with_names(captured: Captured, options: Options) -> fx.GraphModule:
@@ -190,26 +194,9 @@ def _without_parameters(captured: Captured, options: Options, inner: Inner) -> C
         check_frozen(captured.frozen, args)
         if writes is not None:
             writes.check(args)
-        return _with_roles(compiled(*args), roles)
+        return with_roles(compiled(*args), roles)
 
     return run
-
-
-def check_frozen(frozen: Mapping[int, str], args: Sequence[Any], now_frozen: Sequence[str] = ()) -> None:
-    """Behind a graph break Dynamo of torch 2.11 does not look at requires_grad, and uses the same graph again."""
-    changed = [name for i, name in frozen.items() if args[i].requires_grad] + list(now_frozen)
-    if changed:
-        raise GraphBreak(
-            f"behind a graph break, what is trainable has changed since the first call: {', '.join(changed)}",
-            advice="Call torch._dynamo.reset() after freezing or unfreezing, or remove the graph break.",
-        )
-
-
-def _with_roles(outputs: Any, roles: Mapping[int, int]) -> Any:
-    """Return a graph's outputs, marked for the graph behind a graph break."""
-    for i, role in roles.items():
-        setattr(outputs[i], SAMPLE_DIM, role)
-    return outputs
 
 
 def _bare(gm: fx.GraphModule, captured: Captured) -> fx.GraphModule:
@@ -248,124 +235,6 @@ def _full(delivery: Delivery) -> Tensor:
     return torch.empty(delivery.shape, dtype=delivery.dtype, device=delivery.device)
 
 
-def _named(function: Callable[..., Any]) -> str:
-    name: str = getattr(function, "__qualname__", type(function).__qualname__)
-    return "a function of norms" if "<lambda>" in name else name.rpartition("<locals>.")[2]
-
-
-_shape = attrgetter("shape")  # for `map`, which adds no Python frame
-
-
 def _number(size: Any) -> int | None:
     """Return a size that a graph is made for; None for one that varies."""
     return size if isinstance(size, int) else None
-
-
-def _fits(size: int, made_for: int | None) -> bool:
-    return made_for in (size, None)
-
-
-@dataclass
-class Transformed:
-    """A compiled graph with its gradient placeholders."""
-
-    compiled: Callable[..., Any]
-    interface: Interface
-    store: Store
-    batch_size: int
-    room: Room
-    read: Sequence[Reading]  # by functions of the user's
-    shapes: Sequence[tuple[int | None, ...]]  # of what the quantities are given; None for sizes that vary
-
-    def __post_init__(self) -> None:
-        self.names, self.positions = tuple(self.interface.trainable), tuple(self.interface.trainable.values())
-        self.last_shapes: list[torch.Size] = []
-
-    def __call__(self, *args: Any) -> Any:
-        n = self.size_of(args)
-        interface, names, positions = self.interface, self.names, self.positions
-        parameters = dict(zip(names, map(args.__getitem__, positions), strict=True))
-        forward = self.store.current.forward or self._own_forward(n, parameters, args)
-        if n != forward.size:
-            raise self._other_size(n, forward.size)
-        if self.read:
-            self._check_read()
-        if n > self.room.largest:
-            self.room.check(n)
-        if interface.frozen or names != forward.names:
-            check_frozen(interface.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
-        placeholders = Placeholders.of(self.store, forward, names, parameters.values())
-        given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
-        shapes = [*map(_shape, given)]
-        if shapes != self.last_shapes:
-            self._check_given(shapes)
-        if interface.writes is not None:
-            interface.writes.check((*args, *given))
-        if forward.first_batch is not None:
-            forward.first_batch.check(self, args, parameters, given)
-        inputs = list(args)
-        for i in positions:
-            inputs[i] = args[i].detach()
-        outputs = list(self.compiled(*inputs, *placeholders, *given))
-        for i in interface.uniform:
-            outputs[i] = Uniform.apply(outputs[i], placeholders[0])  # type: ignore[no-untyped-call]
-        if interface.roles:
-            _with_roles(outputs, interface.roles)
-        if torch.is_grad_enabled():
-            self.store.began(forward, placeholders[0].grad_fn)
-            watch(outputs, self.store, forward)
-        return outputs
-
-    def _check_given(self, shapes: list[torch.Size]) -> None:
-        """Raise where a quantity gives other tensors than its graph was made for, as when directions were added."""
-        fits = [map(_fits, shape, sizes) for shape, sizes in zip(shapes, self.shapes, strict=False)]
-        if [*map(len, shapes)] != [*map(len, self.shapes)] or not all(map(all, fits)):
-            raise OptionError(
-                f"{' and '.join(map(str, self.store.quantities))}: given are tensors of the shapes "
-                f"{[*map(list, shapes)]}, and the graph was made for {[*map(list, self.shapes)]}",
-                advice="Keep the names and shapes of vectors, or transform the model again.",
-            )
-        self.last_shapes = shapes
-
-    def _check_read(self) -> None:
-        """Raise where a function of the user's, which is traced once, would read something else by now."""
-        for one in self.read:
-            name = one.changed()
-            if name is not None:
-                raise OptionError(
-                    f"{name!r}, which {_named(one.function)} reads, is not what it was when its graph was made",
-                    advice="For a bound that changes pass a tensor as max_grad_norm, and write to it; for other "
-                    "numbers transform the model again.",
-                )
-
-    def _own_forward(self, n: int, parameters: dict[str, Tensor], args: Sequence[Any]) -> Forward:
-        """Begin a forward if torch.compile called the backend: this graph is all of it, or follows others of ours."""
-        made = [arg for arg in args if isinstance(arg, Tensor) and arg.grad_fn is not None]
-        if used := [leaf for leaf in leaves_behind(made) if isinstance(leaf, nn.Parameter)]:
-            raise before_the_graph(used)
-        forward = Forward(n, parameters)
-        self.store.owned = frozenset(map(id, parameters.values()))
-        if torch.is_grad_enabled():
-            if self.store.guard is not None:
-                self.store.guard.watch(parameters)
-            self.store.check_clear(forward, forward.enclosing, "a forward")
-        return forward
-
-    def _other_size(self, n: int, size: int) -> LostLayout:
-        """What was batched by its size at a graph break has to go on being so."""
-        return LostLayout(
-            f"a value that held the samples before has {n} rows for {size} samples now",
-            advice="Pass in_dims= to say which inputs hold samples, and remove graph breaks between them.",
-        )
-
-    def size_of(self, args: Sequence[Any]) -> int:
-        """Return the number of samples in the graph's inputs."""
-        if self.batch_size == 1:
-            return 1
-        sizes = {args[i].shape[dim] for i, dim in self.interface.dims.items()}
-        if len(sizes) != 1:
-            raise LostLayout(
-                f"values that held the same samples now have different sizes: {sorted(sizes)}",
-                advice="Pass in_dims= to say which inputs hold samples.",
-            )
-        return int(sizes.pop())

@@ -23,7 +23,7 @@ from fxgrad.first_batch.step import Step, device_of
 from fxgrad.quantities import RESULT, Delivery, Quantity
 
 if TYPE_CHECKING:
-    from fxgrad.compile.compiler import Transformed
+    from fxgrad.compile.transformed import Transformed
 
 
 class Verdict(IntEnum):

@@ -31,7 +31,7 @@ from fxgrad.quantities import Quantity
 from fxgrad.runtime.deliveries import placeholder
 
 if TYPE_CHECKING:
-    from fxgrad.compile.compiler import Transformed
+    from fxgrad.compile.transformed import Transformed
 
 
 @dataclass

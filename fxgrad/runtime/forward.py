@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +42,8 @@ class Forward:
         self.number = next(_NUMBERS)
         self.call = 0  # its place among the model's calls, where several processes have to agree on it
         self.placeholders: list[Any] = []  # autograd nodes
+        # Of `forward_backward`, whose graph has run the backward: its parameters' names, what it found, and the loss.
+        self.computed: tuple[tuple[str, ...], Sequence[Tensor | None], Tensor] | None = None
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
         self.asked: Asked | None = None  # of all parameters
         self.asked_by_graph: dict[tuple[str, ...], Asked] = {}  # of those that are not all
@@ -76,7 +78,9 @@ class Forward:
 
     def delivers(self) -> bool:
         """Decide whether the running backward call reaches the parameters; ``autograd.grad(loss, x)`` does not."""
-        return bool(self.outside) or any(map(will_execute, self.placeholders))
+        if self.computed is not None or self.outside:
+            return True
+        return any(map(will_execute, self.placeholders))
 
 
 class CurrentForward(threading.local):

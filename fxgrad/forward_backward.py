@@ -1,0 +1,126 @@
+"""`fxgrad.forward_backward`: forward, loss and backward of a transformed model as one compiled graph."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxgrad.api import engine_of
+from fxgrad.capture.dynamo import runs_as_originals
+from fxgrad.capture.sharded import check_not_sharded
+from fxgrad.engine import Engine
+from fxgrad.errors import OptionError
+
+_NUMBERS = itertools.count(1)
+
+
+def forward_backward(model: nn.Module, loss_fn: Callable[..., Tensor], *, in_dims: Any = None) -> ForwardBackward:
+    """Return a function that runs forward, loss and backward of a transformed model as one compiled graph.
+
+    ``step(x, y)`` leaves what ``loss_fn(model, x, y).backward()`` leaves: ``p.grad``, ``p.grad_sample`` and results,
+    under the same guard, past the same hooks on parameters. It returns the loss, which needs no gradient. Between
+    forward and backward there is then no autograd, and the compiler sees both at once. The smaller the model, the more
+    that saves.
+
+    Create the function once: each has graphs of its own, as the code of ``loss_fn`` is part of them. Gradients are
+    computed in ``torch.no_grad()``, too.
+
+    Args:
+        model: what `transform` returned.
+        loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the loss, a tensor without dimensions: the sum over samples
+            of their losses, or what ``loss_reduction=`` says. Its first argument is the model. Samples are found among
+            the other arguments.
+        in_dims: of those other arguments, as in `transform`.
+
+    Returns:
+        A function of ``(*args, **kwargs)``; with ``sample_weight=`` where a quantity takes it.
+
+    Raises:
+        OptionError: the model is not transformed, is sharded, has graph breaks (fullgraph=False) or is still to be
+            checked (check_first_batch=True); several processes train it; it has checkpoints; an input requires a
+            gradient; loss_fn returns something else than one loss. Calls raise the errors of a transformed model.
+
+    >>> import torch, fxgrad
+    >>> from torch.nn.functional import cross_entropy
+    >>> private = fxgrad.transform(torch.nn.Linear(3, 2), fxgrad.ClippedGrad(1.0), backend="eager")
+    >>> step = fxgrad.forward_backward(private, lambda model, x, y: cross_entropy(model(x), y, reduction="sum"))
+    >>> loss = step(torch.randn(8, 3), torch.randint(2, (8,)))
+    >>> private.weight.grad.shape
+    torch.Size([2, 3])
+    """
+    engine = _engine(model)
+    if not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn is called as loss_fn(model, x, y), and {type(loss_fn).__name__} cannot be called",
+            advice="Pass a function whose first argument is the model.",
+        )
+    return ForwardBackward(model, engine, loss_fn, in_dims)
+
+
+class ForwardBackward:
+    """What `forward_backward` returns: ``step(*args, **kwargs)`` computes the loss and the gradients."""
+
+    def __init__(self, model: nn.Module, engine: Engine, loss_fn: Callable[..., Tensor], in_dims: Any) -> None:
+        self.model, self._engine, self._name = model, engine, f"forward_backward {next(_NUMBERS)}"
+        engine.add_step(self._name, _bound(loss_fn, engine.model), in_dims)
+        weakref.finalize(self, engine.forget_step, self._name).atexit = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if runs_as_originals() or torch.is_inference_mode_enabled():
+            raise OptionError(
+                "forward_backward was called where nothing has gradients: in inference_mode, or inside of the forward "
+                "of a transformed model",
+                advice="Call it outside.",
+            )
+        with torch.enable_grad():
+            loss: Tensor = self._engine.call(self._name, args, kwargs)
+        return loss
+
+
+def _bound(loss_fn: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
+    """Return the function of a model as a method of it."""
+    if isinstance(loss_fn, types.FunctionType):
+        return types.MethodType(loss_fn, model)
+
+    def called(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return loss_fn(model, *args, **kwargs)
+
+    called.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
+    return types.MethodType(called, model)
+
+
+def _engine(model: Any) -> Engine:
+    engine = engine_of(model)
+    if engine is None:
+        raise OptionError(
+            f"forward_backward takes a transformed model, not {type(model).__name__}",
+            advice="Pass what fxgrad.transform returned, before it is wrapped.",
+        )
+    check_not_sharded(engine.model, "forward_backward")
+    if not engine.options.fullgraph:
+        raise OptionError(
+            "forward_backward needs the whole step as one graph, and fullgraph=False lets it be several",
+            advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
+        )
+    if engine.first_batch is not None:
+        raise OptionError(
+            "check_first_batch looks at the outputs of a model, and forward_backward returns the loss alone",
+            advice="Run fxgrad.verify(model, *inputs) once, and leave out check_first_batch.",
+        )
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise OptionError(
+            "forward_backward does not average over processes",
+            advice="Call the model that DistributedDataParallel or fully_shard returned, and backward().",
+        )
+    return engine
