@@ -58,8 +58,9 @@ from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.ops.families import CHANGES
 from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
+from fxgrad.runtime.computed import deliver_computed
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.placeholders import Unseen, deliver_computed, watch
+from fxgrad.runtime.placeholders import Unseen, watch
 from fxgrad.runtime.processes import telling
 from fxgrad.runtime.store import Store, clear
 from fxgrad.samples.batch import Batch, Roles
@@ -181,7 +182,7 @@ class Engine:
         self._end(forward, tensors)
         return self._stepped(forward, outputs) if method in self.steps else outputs
 
-    def _stepped(self, forward: Forward, loss: Any) -> Tensor:
+    def _stepped(self, forward: Forward, loss: Any) -> Any:
         """Deliver what the graph of a whole step has computed, and return its loss."""
         if forward.computed is None and not forward.size:
             loss.backward()
@@ -189,8 +190,7 @@ class Engine:
             raise not_the_loss()
         else:
             deliver_computed(self.store, forward)
-        stepped: Tensor = loss.detach()
-        return stepped
+        return loss.detach() if loss.requires_grad else loss
 
     def add_step(self, name: str, step: Callable[..., Any], in_dims: Any) -> None:
         """Let calls enter by a function that computes a loss, whose graphs have their backward in them."""
@@ -270,6 +270,8 @@ class Engine:
             check_hooks(forward.parameters)  # after the call, as forward may set hooks
         if self.first_batch is not None and self.first_batch.passed:
             self.first_batch = forward.first_batch = None
+        if forward.computed is not None:
+            return
         if self.options.fullgraph:
             if not forward.placeholders and (names := used_outside(tensors, self.names())):
                 self.compiled.clear()  # Dynamo may skip that function from now on

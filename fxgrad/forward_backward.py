@@ -79,9 +79,11 @@ class ForwardBackward:
                 "of a transformed model",
                 advice="Call it outside.",
             )
-        with torch.enable_grad():
+        if torch.is_grad_enabled():
             loss: Tensor = self._engine.call(self._name, args, kwargs)
-        return loss
+            return loss
+        with torch.enable_grad():
+            return self(*args, **kwargs)
 
 
 def _bound(loss_fn: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:

@@ -42,6 +42,7 @@ class Forward:
         self.number = next(_NUMBERS)
         self.call = 0  # its place among the model's calls, where several processes have to agree on it
         self.placeholders: list[Any] = []  # autograd nodes
+        self.stands_for: int | None = None  # the number in place of a backward call's, where there is none
         # Of `forward_backward`, whose graph has run the backward: its parameters' names, what it found, and the loss.
         self.computed: tuple[tuple[str, ...], Sequence[Tensor | None], Tensor] | None = None
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
@@ -70,6 +71,8 @@ class Forward:
 
     def task(self) -> int:
         """Return the id of the running backward call, which is its graph task's."""
+        if self.stands_for is not None:
+            return self.stands_for
         return current_task() if self.enclosing == -1 else self.enclosing
 
     def reduces_at_once(self) -> bool:

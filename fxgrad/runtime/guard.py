@@ -36,7 +36,16 @@ from fxgrad.runtime.autograd_graph import (
     roots_of_backward,
 )
 from fxgrad.runtime.processes import tell
-from fxgrad.runtime.slot import STAMPS, Slot, expect_all, forget_all, hold_all, slot_of, stand_where_they_were
+from fxgrad.runtime.slot import (
+    STAMPS,
+    Slot,
+    are_alone,
+    expect_all,
+    forget_all,
+    hold_all,
+    slot_of,
+    stand_where_they_were,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -167,6 +176,11 @@ class Guard:
             if slot is None:  # released between forward and backward, and no other guards it
                 continue
             slot.expect(parameter, grad, stamp, tasks)
+
+    def is_alone(self, names: tuple[str, ...], parameters: list[Tensor]) -> bool:
+        """Return whether every parameter is guarded, and has the guards' hook and no other."""
+        route = self._route_to(names, parameters)
+        return route is not None and are_alone(route.slots, route.parameters)
 
     def arrived(self, parameter: Tensor) -> bool:
         """Return whether p.grad has what was delivered, and is guarded; ``backward(inputs=..)`` leaves some out."""

@@ -46,34 +46,6 @@ class Placeholders(torch.autograd.Function):
         return (None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names, ctx))
 
 
-class Computed(Placeholders):
-    """parameters -> the root of a backward that computes nothing: it delivers what the forward's graph has computed."""
-
-    @staticmethod
-    def forward(ctx: Any, store: Store, forward: Forward, names: tuple[str, ...], *parameters: Tensor) -> Any:
-        ctx.store, ctx.of, ctx.names = store, forward, names
-        return parameters[0].new_empty(())
-
-    @staticmethod
-    @as_it_is
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        names, grads, loss = ctx.of.computed
-        ctx.of.computed = names, (), loss  # p.grad is kept without a copy where nothing else holds it
-        return (None, None, None, *ctx.store.deliver(grads, ctx.of, ctx.names, ctx))
-
-
-def deliver_computed(store: Store, forward: Forward) -> None:
-    """Deliver what `forward_backward` has computed, as a backward would: past the hooks on every parameter."""
-    assert forward.computed is not None
-    names = forward.computed[0]
-    parameters = forward.parameters if names == forward.names else {name: forward.parameters[name] for name in names}
-    root = Computed.of(store, forward, names, parameters.values())
-    node = root.grad_fn
-    store.began(forward, node)
-    node.register_prehook(partial(_begin, store, forward))
-    root.backward()
-
-
 class Unseen(torch.autograd.Function):
     """The parameters of a model run as it is, on no samples: there are no gradients to deliver."""
 

@@ -196,7 +196,7 @@ def stand_where_they_were(slots: Sequence[Slot], parameters: Sequence[Tensor]) -
     return all(map(hooks_of, parameters)) and [*map(identity, parameters)] == [*map(_of, slots)]
 
 
-def _are_alone(slots: Sequence[Slot], parameters: Sequence[Tensor]) -> bool:
+def are_alone(slots: Sequence[Slot], parameters: Sequence[Tensor]) -> bool:
     """Return whether every parameter has the guards' hook and no other."""
     hooks: Any = [*map(hooks_of, parameters)]
     return all(hooks) and sum(map(len, hooks)) == len(hooks) and all(map(contains, hooks, map(_key, slots)))
@@ -207,7 +207,7 @@ def expect_all(
 ) -> None:
     """Call `Slot.expect` for each; where nothing was there before, the notes are three attributes."""
     new = not any(map(_tasks, slots)) and all(map(is_, map(grad_of, parameters), repeat(None)))
-    if not (new and _are_alone(slots, parameters) and [*map(_stride, grads)] == [*map(_stride, parameters)]):
+    if not (new and are_alone(slots, parameters) and [*map(_stride, grads)] == [*map(_stride, parameters)]):
         for slot, parameter, grad in zip(slots, parameters, grads, strict=True):
             slot.expect(parameter, grad, stamp, tasks)
         return
@@ -223,7 +223,7 @@ def hold_all(slots: Sequence[Slot], parameters: Sequence[Tensor]) -> bool:
     grads: Any = [*map(grad_of, parameters)]
     if any(map(is_, grads, repeat(None))) or [*map(version, grads)] != [*map(_version, slots)]:
         return False
-    return all(map(is_, map(_before, slots), repeat(None))) and _are_alone(slots, parameters)
+    return all(map(is_, map(_before, slots), repeat(None))) and are_alone(slots, parameters)
 
 
 def forget_all(slots: Iterable[Slot]) -> None:

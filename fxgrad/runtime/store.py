@@ -210,7 +210,7 @@ class Store:
             self.check_clear(forward, forward.task(), "a backward")
             self._check_sizes(forward)
         guarded = self.guard is not None or bool(self.observers)
-        if guarded or self.only_norms:
+        if forward.computed is None and (guarded or self.only_norms):
             roots = roots_of_backward()
             check_undivided(roots)
             if guarded:
@@ -332,7 +332,10 @@ class Store:
     def deliver(
         self, grads: Sequence[Tensor | None], forward: Forward, names: tuple[str, ...], node: Any
     ) -> list[Tensor | None]:
-        """Store what one graph's backward returned to a node; the gradients for p.grad are left to autograd."""
+        """Store what one graph's backward returned to a node; the gradients for p.grad are left to autograd.
+
+        Without a node nothing is on its way: the caller sets p.grad.
+        """
         forward.delivered = forward.task()
         self.last = forward.delivered, forward.number
         by_quantity = self.asked_of(forward, names).by_quantity
@@ -357,7 +360,7 @@ class Store:
             if results:
                 self.results.report(place, self.quantities[place], results, forward.delivered)
         forward.sent.update(sent)
-        if self.guard is not None:
+        if self.guard is not None and node is not None:
             self.guard.deliver(forward.parameters, sent, forward.delivered, node)
         return [*map(sent.get, names)]
 

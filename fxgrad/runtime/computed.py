@@ -1,0 +1,91 @@
+"""Deliver what a graph with its backward in it has computed: as a backward would, or at once.
+
+A backward calls the hooks on parameters, tells those who follow backwards, and adds to what is in p.grad. Where there
+is none of that, its result is known: p.grad is what was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_, is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxgrad.host.autograd import run_backward
+from fxgrad.host.dynamo import as_it_is
+from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
+from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.placeholders import Placeholders
+from fxgrad.runtime.slot import grad_of
+from fxgrad.runtime.store import Store
+
+_FIRST = -2  # of the numbers that stand for a backward call where there is none; the engine's are not negative
+
+
+def deliver_computed(store: Store, forward: Forward) -> None:
+    """Deliver what `forward_backward` has computed."""
+    assert forward.computed is not None
+    names, grads, _ = forward.computed
+    parameters = forward.parameters if names == forward.names else {name: forward.parameters[name] for name in names}
+    tensors = [*parameters.values()]
+    if _is_all(store, forward, grads) and _nothing_follows(store, names, tensors):
+        forward.stands_for = _FIRST - forward.number
+        _set(tensors, store.deliver(grads, forward, names, None))
+        return
+    root = Computed.of(store, forward, names, tensors)
+    store.began(forward, root.grad_fn)
+    del grads
+    run_backward((root,), (root.new_empty(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class Computed(Placeholders):
+    """parameters -> the root of a backward that computes nothing: it delivers what the forward's graph has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, store: Store, forward: Forward, names: tuple[str, ...], *parameters: Tensor) -> Any:
+        ctx.store, ctx.of, ctx.names = store, forward, names
+        return parameters[0].new_empty(())
+
+    @staticmethod
+    @as_it_is
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        store, forward = ctx.store, ctx.of
+        store.begin_backward(forward)
+        names, grads, loss = forward.computed
+        forward.computed = names, (), loss  # p.grad is kept without a copy where nothing else holds it
+        return (None, None, None, *store.deliver(grads, forward, names, ctx))
+
+
+def _is_all(store: Store, forward: Forward, grads: Sequence[Tensor | None]) -> bool:
+    """Return whether this is all that a backward would deliver, and to no one else."""
+    if forward.enclosing != -1 or forward.averaged or forward.units is not None or forward.at_backward:
+        return False
+    if store.exchanges or store.observers or store.reports is not None:
+        return False
+    assert forward.computed is not None
+    return forward.computed[0] == forward.names and not any(map(is_, grads, repeat(None)))
+
+
+def _nothing_follows(store: Store, names: tuple[str, ...], parameters: list[Tensor]) -> bool:
+    """Return whether p.grad is None everywhere, and no hook would see what arrives but the guard's own."""
+    if any(map(is_not, map(grad_of, parameters), repeat(None))) or any(map(post_accumulate_hooks, parameters)):
+        return False
+    if store.guard is not None:
+        return store.guard.is_alone(names, parameters)
+    return not any(map(hooks_of, parameters))
+
+
+def _set(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Set p.grad, in the layout of the parameter and in memory of its own."""
+    memories: set[int] = set()
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is None:
+            continue
+        memory = grad.data_ptr()
+        if grad.stride() != parameter.stride() or memory in memories:
+            grad = torch.empty_like(parameter, dtype=grad.dtype, requires_grad=False).copy_(grad)
+        memories.add(memory)
+        parameter.grad = grad
