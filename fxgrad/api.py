@@ -290,7 +290,6 @@ def _rebuild(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     return transform(model, **arguments)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def zero_grad(model: nn.Module) -> None:
     """Clear ``.grad`` and every per-sample attribute of a model's parameters.
 
@@ -302,11 +301,19 @@ def zero_grad(model: nn.Module) -> None:
     >>> zero_grad(model)
     >>> getattr(model.weight, "grad_sample", None)
     """
+    (_zero_undisturbed if torch.compiler.is_dynamo_compiling() else _zero)(model)
+
+
+def _zero(model: nn.Module) -> None:
     check_module("zero_grad", model)
-    parameters = list(model.parameters())
+    engine = engine_of(model)
+    parameters = list(model.parameters() if engine is None else engine.parameters().values())
     for parameter in parameters:
         parameter.grad = None
-    _clear_results(parameters, engine_of(model))
+    _clear(parameters, engine)
+
+
+_zero_undisturbed = torch.compiler.disable(_zero, reason="fxgrad's results are no part of a graph")
 
 
 def _clear_results(parameters: Sequence[nn.Parameter], engine: Engine | None) -> None:

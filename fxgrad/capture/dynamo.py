@@ -2,8 +2,9 @@
 
 A call that finds its graph needs none of it, so a call configures Dynamo only when a compilation starts:
 
-    call            run() sets itself as this thread's call and calls the compiled function
-    Dynamo          finds a graph: it runs. Finds none: it calls its start callbacks, `_on_start` among them
+    call            run() sets itself as this thread's call and looks for a graph: where there is one it runs
+                    finds none: it calls the compiled function
+    Dynamo          looks again: now it calls its start callbacks, `_on_start` among them
     _on_start       configure() enters all settings, context managers, until the call ends
     backend         check_configured(): the callback did not fire, as another compilation was in progress
     call            catches the error, configures Dynamo, and calls the compiled function again
@@ -45,8 +46,10 @@ from fxgrad.host.dynamo import (
     compilation,
     compile_lock,
     find_main,
+    is_usual,
     mark_dynamic,
     maybe_mark_dynamic,
+    run_found,
     sizes_apart,
     unrecorded,
 )
@@ -64,6 +67,7 @@ class _Current(threading.local):
 
     call: CapturedCall | None = None
     originals: bool = False  # whether transformed parts run as their originals
+    searching: bool = False  # whether the compiled function that is called has to have a graph
 
 
 _CURRENT = _Current()
@@ -89,6 +93,16 @@ def is_capturing() -> bool:
     return _CURRENT.call is not None
 
 
+class NoGraph(Exception):
+    """Raised by a compiled function that is called for a graph it does not have."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_searching() -> bool:
+    """Return whether a graph is looked for; what runs this instead of a graph has none. False while Dynamo traces."""
+    return _CURRENT.searching
+
+
 class CapturedCall:
     """One call of a compiled function, in which every size that can be dynamic is."""
 
@@ -110,6 +124,7 @@ class CapturedCall:
         if _on_start not in compilation.start_callbacks:  # torch._dynamo.reset() forgets it
             compilation.register_start_callback(_on_start)
         enclosing, _CURRENT.call = _CURRENT.call, self
+        searching, _CURRENT.searching = _CURRENT.searching, False
         saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what other compiled models marked, and their marks
         try:
             for tensor in self.batch.tensors:
@@ -119,6 +134,14 @@ class CapturedCall:
                     saved.append((attributes, marks))
                     if not _MARKED.isdisjoint(attributes):
                         self.configure()  # guards would see the user's marks
+            if self.settings is None and self.every_size and is_usual(compiled):
+                try:
+                    _CURRENT.searching = True
+                    return run_found(compiled, self.args, self.kwargs)
+                except NoGraph:
+                    pass
+                finally:
+                    _CURRENT.searching = False
             try:
                 return compiled(*self.args, **self.kwargs)
             except TorchDynamoException:
@@ -128,7 +151,7 @@ class CapturedCall:
             self.configure()
             return compiled(*self.args, **self.kwargs)
         finally:
-            _CURRENT.call = enclosing
+            _CURRENT.call, _CURRENT.searching = enclosing, searching
             if self.settings is not None:
                 self.settings.close()
             else:
@@ -194,6 +217,8 @@ def fresh_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_searching():
+            raise NoGraph
         return original(*args, **kwargs)
 
     name = f"call_{next(_COUNT)}"

@@ -105,8 +105,11 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
     given = [tuple(map(_number, value.shape)) for value in inputs[len(inputs) - len(ctx.given(1)) :]]
     for one in read:
         one.settle()
-    kind = WholeStep if whole else Transformed
-    return kind(compiled, interface, store, captured.batch_size, room, read, given)
+    made = compiled, interface, store, captured.batch_size, room, read, given
+    if not whole:
+        return Transformed(*made)
+    own = interface.trainable.values()
+    return WholeStep(*made, [i for i, one in enumerate(captured.examples) if isinstance(one, Tensor) and i not in own])
 
 
 def _with_names(captured: Captured, options: Options) -> fx.GraphModule:

@@ -22,7 +22,7 @@ from fxgrad.runtime.placeholders import Placeholders, watch
 from fxgrad.runtime.refusals import before_the_graph
 from fxgrad.runtime.store import Store
 
-_shape = attrgetter("shape")  # for `map`, which adds no Python frame
+_shape, _requires_grad = map(attrgetter, ("shape", "requires_grad"))  # for `map`, which adds no Python frame
 
 
 def check_frozen(frozen: Mapping[int, str], args: Sequence[Any], now_frozen: Sequence[str] = ()) -> None:
@@ -171,15 +171,16 @@ class Transformed:
         return int(sizes.pop())
 
 
+@dataclass
 class WholeStep(Transformed):
     """A compiled graph with its backward in it: what that found waits on the forward, for `deliver_computed`."""
 
+    others: Sequence[int] = ()  # inputs: tensors that are no trainable parameters
+
     def __call__(self, *args: Any) -> Any:
         forward, parameters = self._checked(args)
-        own = self.positions
-        for i, value in enumerate(args):
-            if isinstance(value, Tensor) and value.requires_grad and i not in own:
-                raise requires_gradient(f"input {i} of the graph")
+        if any(map(_requires_grad, map(args.__getitem__, self.others))):
+            raise requires_gradient("an input")
         given = self._given(forward, parameters, args)
         placeholders = self.store.asked_of(forward, self.names).placeholders
         loss, *grads = self.compiled(*self._detached(args), *placeholders, *given)

@@ -62,6 +62,39 @@ around our whole backend. Each step asks whether it has to be switched off, as d
 Without: a compiled model is transformed as if it were the model, and steps are slower.
 """
 
+
+def run_found(compiled: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled function where Dynamo has a graph for the arguments; where not, its own code runs, uncompiled.
+
+    So the function has to raise in its first line where it is called for this. The state around a call has to be
+    `is_usual`.
+
+    Why: whoever calls a compiled function prepares Dynamo to compile it, by twenty-five questions, and most calls find
+    their graph.
+    Without: each step takes 35 to 60 us longer.
+    """
+    before = of_frames.set_eval_frame(False)
+    try:
+        return compiled._torchdynamo_orig_callable(*args, **kwargs)  # type: ignore[attr-defined]
+    finally:
+        of_frames.set_eval_frame(before)
+
+
+def is_usual(compiled: Callable[..., Any]) -> bool:
+    """Return whether a call of a compiled function does nothing but run the graph that is found.
+
+    Not so under a stance of torch.compile, while PyTorch traces (another compilation, `torch.jit.trace`), and where
+    Dynamo is switched off.
+
+    Why: as `run_found`.
+    Without: as `run_found`.
+    """
+    stance = eval_frame._stance
+    if stance.stance != "default" or stance.backend is not None or TracingContext.try_get() is not None:
+        return False
+    return not torch._C._is_tracing() and hasattr(compiled, "_torchdynamo_orig_callable")
+
+
 mark_dynamic = torch._dynamo.mark_dynamic
 maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
 """Require a dim of a tensor to be a symbol; or ask for it, where that is possible.

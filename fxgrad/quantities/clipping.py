@@ -204,10 +204,12 @@ class ClippedGrad(Quantity):
     def values(self, forward: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         like = first(parameters)
         groups = 1 if self.groups == "flat" else len(self._groups(list(parameters)))
-        if isinstance(self.max_grad_norm, Sequence | Tensor):  # which may have changed
-            self._check_numbers()
+        if isinstance(self.max_grad_norm, (int, float)):  # asked first: other classes take longer
+            bounds = _constants((self.max_grad_norm,) * groups, like.device)
+        else:
+            self._check_numbers()  # which may have changed
             self._check_bounds(groups)
-        bounds = self._bounds(groups, like.device)
+            bounds = self._bounds(groups, like.device)
         if isinstance(self.max_grad_norm, Tensor):
             written = version(self.max_grad_norm) if are_saved_tensors_hooked() else None
             forward.at_backward.append(partial(self._read_again, bounds, written))
