@@ -47,8 +47,8 @@ from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
 from fxgrad.capture.sharded import check_alone, check_around
-from fxgrad.compile.append_backward import no_gradient, not_the_loss
 from fxgrad.compile.compiler import compile_graph
+from fxgrad.compile.whole_step import no_gradient, not_the_loss
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback, traces_backward

@@ -16,20 +16,21 @@ from fxgrad.capture.captured import Captured
 from fxgrad.capture.checks import check_numbers, check_parameters
 from fxgrad.capture.options import Inner, Options
 from fxgrad.capture.progress import compilation, stage
-from fxgrad.compile.append_backward import append_backward, check_loss, no_gradient
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.gathers import gather_units
 from fxgrad.compile.inductor import inner_compiler
-from fxgrad.compile.interface import input_writes, interface_of, output_roles, outputs_of
+from fxgrad.compile.interface import input_writes, interface_of, output_roles
 from fxgrad.compile.memory_limit import Room
-from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, passes_of, run_passes
+from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, WHOLE, passes_of, run_passes
 from fxgrad.compile.requires_grad import check_requires_grad
 from fxgrad.compile.transformed import Transformed, WholeStep, check_frozen, with_roles
 from fxgrad.compile.warm_start import warm_start
+from fxgrad.compile.whole_step import check_loss, no_gradient
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError
 from fxgrad.graph.context import Context
+from fxgrad.graph.edit import outputs_of
 from fxgrad.host.dynamo import CaptureAgain, innermost_fn, release_floats, specialize_floats
 from fxgrad.host.functorch import aot_settings
 from fxgrad.kernels.memory import keep_memory
@@ -92,9 +93,8 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
     inputs = _inner_inputs(captured, options)
     if whole:
         check_loss(captured, gm, interface)
-        first, last = len(captured.values), len(inputs) - len(ctx.given(1))
-        append_backward(gm, first, last - first)
-        inputs[first:last] = [placeholder.detach() for placeholder in inputs[first:last]]
+        gm = run_passes(gm, ctx, WHOLE)
+        inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
         gather_units(_bare(gm, captured), captured, options.quantities, interface.writes)
         compiled = inner(gm, inputs)

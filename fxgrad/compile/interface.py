@@ -13,6 +13,7 @@ from fxgrad.capture.captured import SAMPLE_DIM, Captured
 from fxgrad.capture.shared_memory import Write, Writes
 from fxgrad.errors import UniformOutput
 from fxgrad.graph.context import source_line
+from fxgrad.graph.edit import outputs_of
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.ops.calls import op_name
@@ -54,13 +55,6 @@ def interface_of(captured: Captured, gm: fx.GraphModule, single: fx.GraphModule 
         {} if captured.single or captured.fullgraph else output_roles(gm),
         max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0),
     )
-
-
-def outputs_of(gm: fx.GraphModule) -> Sequence[Any]:
-    """Return the nodes that a graph returns, and the constants among them."""
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
-    return outputs
 
 
 def _samples(gm: fx.GraphModule) -> dict[int, Samples]:

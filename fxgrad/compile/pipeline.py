@@ -24,6 +24,7 @@ user's model --TorchDynamo--> graph
    prove_coverage     every gradient path that leaves a parameter ends in a tap
    prove_independence every sample is where infer_samples put it, and nowhere else
    ask_policies       what a selective checkpoint holds asks its policy when it is traced
+   append_backward    of forward_backward: the loss's gradients by the placeholders, inside of the graph
 --> AOTAutograd + Inductor
 """
 
@@ -40,6 +41,7 @@ from fxgrad.graph.context import Context
 from fxgrad.graph.spec import check_spec
 from fxgrad.host.dynamo import lazy_graph_module, traced_in
 from fxgrad.ops.calls import CALL
+from fxgrad.passes.append_backward import append_backward
 from fxgrad.passes.ask_policies import ask_policies
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.count_one_sample import count_one_sample
@@ -121,6 +123,7 @@ def passes_of(n: int, quantities: Sequence[Quantity]) -> tuple[Pass, ...]:
 
 
 LAST: tuple[Pass, ...] = (ask_policies,)  # what only the inner compiler has to see
+WHOLE: tuple[Pass, ...] = (append_backward,)  # of `forward_backward`, whose graphs are whole steps
 
 seconds: dict[str, float] = {}  # time spent in each pass since the process began
 

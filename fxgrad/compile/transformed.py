@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.capture.captured import SAMPLE_DIM
-from fxgrad.compile.append_backward import requires_gradient
 from fxgrad.compile.interface import Interface, Uniform
 from fxgrad.compile.memory_limit import Room
+from fxgrad.compile.whole_step import requires_gradient
 from fxgrad.errors import GraphBreak, LostLayout, OptionError
 from fxgrad.quantities.read import Reading
 from fxgrad.runtime.autograd_graph import leaves_behind

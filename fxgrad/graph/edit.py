@@ -106,6 +106,13 @@ def bind_again(nodes: Iterable[fx.Node]) -> None:
             CALL.put(node, bind(node))
 
 
+def outputs_of(gm: fx.GraphModule) -> Sequence[Any]:
+    """Return the nodes that a graph returns, and the constants among them."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    return outputs
+
+
 def add_placeholders(graph: fx.Graph, ctx: Context) -> tuple[list[fx.Node], list[fx.Node]]:
     """Add inputs behind the others: a gradient placeholder for each delivery, and what the quantities are given."""
     nodes = {parameter.name: parameter.node for parameter in ctx.parameters}

@@ -61,6 +61,21 @@ class NewTape(Target):
         return self.tape(self.quantities, self.loss_scale, self.likes, self.given, self.planner)
 
 
+class Leaf(Target):
+    """``leaf(placeholder)``: a gradient placeholder as autograd takes gradients by it, inside of a graph."""
+
+    def __call__(self, placeholder: Tensor) -> Tensor:
+        return placeholder.detach().requires_grad_()
+
+
+class Gradients(Target):
+    """``gradients(loss, *leaves)``: the gradient of a loss by each; None where it does not depend on one."""
+
+    def __call__(self, loss: Tensor, *leaves: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(loss.device.type, enabled=False):  # as in the user's backward
+            return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
 class Recorder(Target, ABC):
     """``target(tape, *operands)``: its backward writes on the tape."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxgrad
-from fxgrad.compile.pipeline import LAST, Pass, copy_graph, run_passes
+from fxgrad.compile.pipeline import LAST, WHOLE, Pass, copy_graph, run_passes
 from fxgrad.graph.context import Context
 from fxgrad.graph.printing import graph_text
 
@@ -62,7 +62,7 @@ def around(run: Pass, model: nn.Module, *args: Any, note: Note | None = None) ->
     notes: list[str] = []
 
     def watched(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass]) -> fx.GraphModule:
-        every = (*passes, *LAST)
+        every = (*passes, *LAST, *WHOLE)
         earlier = run_passes(gm, ctx, every[: every.index(run)])
         pictures.append(picture(earlier, ctx))
         later = run_passes(earlier, ctx, (run,))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fxgrad.compile.pipeline import LAST, ONE, PASSES, SINGLE, Pass
+from fxgrad.compile.pipeline import LAST, ONE, PASSES, SINGLE, WHOLE, Pass
 from fxgrad.passes.attach_taps import attach_taps
 from fxgrad.passes.infer_samples import infer_samples
 from fxgrad.passes.propagate_shapes import propagate_shapes
 from tests.passes.pictures import Small, X, around
 
-NAMES = sorted({run.__name__ for run in (*PASSES, *ONE, *SINGLE, *LAST)})
+NAMES = sorted({run.__name__ for run in (*PASSES, *ONE, *SINGLE, *LAST, *WHOLE)})
 ALWAYS = (propagate_shapes, infer_samples, attach_taps)
 HERE = Path(__file__).parent
 
