@@ -182,15 +182,17 @@ class Engine:
         self._end(forward, tensors)
         return self._stepped(forward, outputs) if method in self.steps else outputs
 
-    def _stepped(self, forward: Forward, loss: Any) -> Any:
-        """Deliver what the graph of a whole step has computed, and return its loss."""
-        if forward.computed is None and not forward.size:
-            loss.backward()
-        elif forward.computed is None or loss is not forward.computed[2]:
-            raise not_the_loss()
-        else:
+    def _stepped(self, forward: Forward, outputs: Any) -> Any:
+        """Deliver what the graph of a whole step has computed."""
+        several = isinstance(outputs, tuple) and bool(outputs)
+        loss = outputs[0] if several else outputs
+        if forward.computed is not None and loss is forward.computed[2]:
             deliver_computed(self.store, forward)
-        return loss.detach() if loss.requires_grad else loss
+            return outputs
+        if forward.size or not isinstance(loss, Tensor):
+            raise not_the_loss()
+        loss.backward()  # of no samples, which no graph computes
+        return (loss.detach(), *outputs[1:]) if several else loss.detach()
 
     def add_step(self, name: str, step: Callable[..., Any], in_dims: Any) -> None:
         """Let calls enter by a function that computes a loss, whose graphs have their backward in them."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxgrad.api import engine_of
 from fxgrad.capture.dynamo import runs_as_originals
@@ -21,11 +21,11 @@ from fxgrad.errors import OptionError
 _NUMBERS = itertools.count(1)
 
 
-def forward_backward(model: nn.Module, loss_fn: Callable[..., Tensor], *, in_dims: Any = None) -> ForwardBackward:
+def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: Any = None) -> ForwardBackward:
     """Return a function that runs forward, loss and backward of a transformed model as one compiled graph.
 
     ``step(x, y)`` leaves what ``loss_fn(model, x, y).backward()`` leaves: ``p.grad``, ``p.grad_sample`` and results,
-    under the same guard, past the same hooks on parameters. It returns the loss, which needs no gradient. Between
+    under the same guard, past the same hooks on parameters. Between
     forward and backward there is then no autograd, and the compiler sees both at once. The smaller the model, the more
     that saves.
 
@@ -35,17 +35,18 @@ def forward_backward(model: nn.Module, loss_fn: Callable[..., Tensor], *, in_dim
     Args:
         model: what `transform` returned.
         loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the loss, a tensor without dimensions: the sum over samples
-            of their losses, or what ``loss_reduction=`` says. Its first argument is the model. Samples are found among
-            the other arguments.
+            of their losses, or what ``loss_reduction=`` says. Or a tuple of the loss and other values that need no
+            gradient, such as ``logits.detach()``. Its first argument is the model. Samples are found among the others.
         in_dims: of those other arguments, as in `transform`.
 
     Returns:
-        A function of ``(*args, **kwargs)``; with ``sample_weight=`` where a quantity takes it.
+        A function of ``(*args, **kwargs)``, with ``sample_weight=`` where a quantity takes it. It returns what loss_fn
+        returns; the loss needs no gradient.
 
     Raises:
-        OptionError: the model is not transformed, is sharded, has graph breaks (fullgraph=False) or is still to be
-            checked (check_first_batch=True); several processes train it; it has checkpoints; an input requires a
-            gradient; loss_fn returns something else than one loss. Calls raise the errors of a transformed model.
+        OptionError: the model is not transformed, is sharded or has graph breaks (fullgraph=False); several processes
+            train it; it has checkpoints; an input requires a gradient; loss_fn returns something else than one loss.
+            Calls raise the errors of a transformed model.
 
     >>> import torch, fxgrad
     >>> from torch.nn.functional import cross_entropy
@@ -67,12 +68,12 @@ def forward_backward(model: nn.Module, loss_fn: Callable[..., Tensor], *, in_dim
 class ForwardBackward:
     """What `forward_backward` returns: ``step(*args, **kwargs)`` computes the loss and the gradients."""
 
-    def __init__(self, model: nn.Module, engine: Engine, loss_fn: Callable[..., Tensor], in_dims: Any) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, loss_fn: Callable[..., Any], in_dims: Any) -> None:
         self.model, self._engine, self._name = model, engine, f"forward_backward {next(_NUMBERS)}"
         engine.add_step(self._name, _bound(loss_fn, engine.model), in_dims)
         weakref.finalize(self, engine.forget_step, self._name).atexit = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if runs_as_originals() or torch.is_inference_mode_enabled():
             raise OptionError(
                 "forward_backward was called where nothing has gradients: in inference_mode, or inside of the forward "
@@ -80,18 +81,17 @@ class ForwardBackward:
                 advice="Call it outside.",
             )
         if torch.is_grad_enabled():
-            loss: Tensor = self._engine.call(self._name, args, kwargs)
-            return loss
+            return self._engine.call(self._name, args, kwargs)
         with torch.enable_grad():
             return self(*args, **kwargs)
 
 
-def _bound(loss_fn: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
+def _bound(loss_fn: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     """Return the function of a model as a method of it."""
     if isinstance(loss_fn, types.FunctionType):
         return types.MethodType(loss_fn, model)
 
-    def called(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return loss_fn(model, *args, **kwargs)
 
     called.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
@@ -111,16 +111,8 @@ def _engine(model: Any) -> Engine:
             "forward_backward needs the whole step as one graph, and fullgraph=False lets it be several",
             advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
         )
-    if engine.first_batch is not None:
-        raise OptionError(
-            "check_first_batch looks at the outputs of a model, and forward_backward returns the loss alone",
-            advice="Run fxgrad.verify(model, *inputs) once, and leave out check_first_batch.",
-        )
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
         raise OptionError(
             "forward_backward does not average over processes",
             advice="Call the model that DistributedDataParallel or fully_shard returned, and backward().",

@@ -28,9 +28,11 @@ def append_backward(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         node.replace_all_uses_with(leaf, lambda user, leaf=leaf: user is not leaf)
         put_facts(leaf, {FAKE: FAKE.get(node)})
         leaves.append(leaf)
-    (loss,) = outputs_of(gm)
+    outputs = list(outputs_of(gm))
+    loss = outputs[ctx.loss]
     with graph.inserting_before(output):
         gradients = graph.call_function(Gradients("gradients"), (loss, *leaves))
         results = [graph.call_function(getitem, (gradients, i)) for i in range(len(leaves))]
-        output.args = ((graph.call_method("detach", (loss,)), *results),)
+        outputs[ctx.loss] = graph.call_method("detach", (loss,))
+        output.args = ((*outputs, *results),)
     return gm

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxgrad.compile.interface import outputs_of
+from fxgrad.graph.edit import outputs_of
 from fxgrad.host.inductor import written_as
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name

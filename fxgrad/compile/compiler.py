@@ -26,7 +26,7 @@ from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SIN
 from fxgrad.compile.requires_grad import check_requires_grad
 from fxgrad.compile.transformed import Transformed, WholeStep, check_frozen, with_roles
 from fxgrad.compile.warm_start import warm_start
-from fxgrad.compile.whole_step import check_loss, no_gradient
+from fxgrad.compile.whole_step import loss_among, no_gradient
 from fxgrad.costs.choices import check_applied
 from fxgrad.errors import FxgradError
 from fxgrad.graph.context import Context
@@ -92,7 +92,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     inputs = _inner_inputs(captured, options)
     if whole:
-        check_loss(captured, gm, interface)
+        ctx.loss = loss_among(captured, gm, interface)
         gm = run_passes(gm, ctx, WHOLE)
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
@@ -109,7 +109,8 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
     if not whole:
         return Transformed(*made)
     own = interface.trainable.values()
-    return WholeStep(*made, [i for i, one in enumerate(captured.examples) if isinstance(one, Tensor) and i not in own])
+    others = [i for i, one in enumerate(captured.examples) if isinstance(one, Tensor) and i not in own]
+    return WholeStep(*made, ctx.loss, others)
 
 
 def _with_names(captured: Captured, options: Options) -> fx.GraphModule:

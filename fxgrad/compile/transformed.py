@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,8 @@ class Transformed:
     room: Room
     read: Sequence[Reading]  # by functions of the user's
     shapes: Sequence[tuple[int | None, ...]]  # of what the quantities are given; None for sizes that vary
+
+    whole: ClassVar[bool] = False  # whether it returns what arrives at the placeholders
 
     def __post_init__(self) -> None:
         self.names, self.positions = tuple(self.interface.trainable), tuple(self.interface.trainable.values())
@@ -175,6 +177,8 @@ class Transformed:
 class WholeStep(Transformed):
     """A compiled graph with its backward in it: what that found waits on the forward, for `deliver_computed`."""
 
+    whole = True
+    loss: int = 0  # outputs: the loss
     others: Sequence[int] = ()  # inputs: tensors that are no trainable parameters
 
     def __call__(self, *args: Any) -> Any:
@@ -183,6 +187,9 @@ class WholeStep(Transformed):
             raise requires_gradient("an input")
         given = self._given(forward, parameters, args)
         placeholders = self.store.asked_of(forward, self.names).placeholders
-        loss, *grads = self.compiled(*self._detached(args), *placeholders, *given)
-        forward.computed = self.names, grads, loss
-        return [loss]
+        if forward.first_batch is not None:
+            forward.first_batch.check(self, args, parameters, given)
+        found = self.compiled(*self._detached(args), *placeholders, *given)
+        outputs = found[: len(found) - len(placeholders)]
+        forward.computed = self.names, found[len(outputs) :], outputs[self.loss]
+        return outputs

@@ -24,7 +24,7 @@ def no_gradient() -> OptionError:
 def not_the_loss() -> OptionError:
     return OptionError(
         "what loss_fn returned is not the loss that its graph computed",
-        advice="Return the loss itself: no number, no tuple, nothing made of it.",
+        advice="Return the loss, or a tuple that begins with it: no number, and nothing made of it.",
     )
 
 
@@ -35,8 +35,11 @@ def requires_gradient(value: str) -> OptionError:
     )
 
 
-def check_loss(captured: Captured, gm: fx.GraphModule, interface: Interface) -> None:
-    """Refuse what ``loss.backward()`` would do beyond the parameters of the model, and what is no loss."""
+def loss_among(captured: Captured, gm: fx.GraphModule, interface: Interface) -> int:
+    """Return which output of a graph is the loss.
+
+    Refuse what ``loss.backward()`` would do beyond the parameters of the model, and what is no loss.
+    """
     own = set(captured.trainable.values())
     for i, example in enumerate(captured.examples):
         if isinstance(example, Tensor) and example.requires_grad and i not in own:
@@ -49,19 +52,22 @@ def check_loss(captured: Captured, gm: fx.GraphModule, interface: Interface) -> 
                 advice=BY_BACKWARD,
             )
     outputs = outputs_of(captured.gm)  # as Dynamo traced them: fxgrad's passes do not run a batch of one
-    values = [EXAMPLE.of(one) if isinstance(one, fx.Node) else one for one in outputs]
-    loss = values[0] if len(values) == 1 else None
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        shown = ", ".join(f"[{', '.join(map(str, v.shape))}]" if isinstance(v, Tensor) else repr(v) for v in values)
+    values = {i: EXAMPLE.of(one) for i, one in enumerate(outputs) if isinstance(one, fx.Node)}
+    losses = {i: value for i, value in values.items() if isinstance(value, Tensor) and value.requires_grad}
+    if not losses:
+        raise no_gradient()
+    place, loss = next(iter(losses.items()))
+    if len(losses) > 1 or loss.dim() or not loss.is_floating_point():
+        shapes = " and ".join(f"[{', '.join(map(str, value.shape))}]" for value in losses.values())
         raise OptionError(
-            f"loss_fn has to compute one loss, a floating-point tensor without dimensions, not {shown or 'nothing'}",
-            advice="Return the sum over samples of their losses. Tensors that loss_fn or the model keeps elsewhere, "
-            "as attributes, count too.",
+            f"loss_fn has to compute one loss, a floating-point tensor without dimensions, and not tensors of the "
+            f"shapes {shapes}",
+            advice="Return the sum over samples of their losses, and detach() what else loss_fn returns. Tensors that "
+            "loss_fn or the model keeps elsewhere, as attributes, count too.",
         )
-    if interface.uniform:
+    if place in interface.uniform:
         raise UniformOutput(
             "the loss depends on parameters alone: its gradient belongs to no sample",
             advice="Compute penalties on parameters outside of loss_fn.",
         )
-    if not loss.requires_grad:
-        raise no_gradient()
+    return place

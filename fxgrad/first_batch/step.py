@@ -65,7 +65,10 @@ class Step:
         asked = [one for q in self.quantities for one in q.deliveries(q.units(self.size), self.parameters)]
         placeholders = [placeholder(delivery).requires_grad_() for delivery in asked]
         with _undisturbed(self.args):
-            outputs = enumerate(self.graph.compiled(*inputs, *placeholders, *self.weights))
+            found = self.graph.compiled(*inputs, *placeholders, *self.weights)
+            if self.graph.whole:
+                return list(found[len(found) - len(placeholders) :])
+            outputs = enumerate(found)
             real = [(i, y) for i, y in outputs if isinstance(y, Tensor) and y.requires_grad]
             taken = {i: y for i, y in real if i not in self.graph.interface.uniform}
             if not taken:

@@ -57,6 +57,7 @@ class Context:
     varying: frozenset[str] | None = None
     may_mix: bool = True  # whether an error may advise mixing="allow"
     labels: dict[str, str] = field(default_factory=dict)  # placeholder the passes added -> how it is printed
+    loss: int = 0  # the output that `append_backward` differentiates
 
     notes: list[str] = field(default_factory=list)  # what explain() says of the samples
 

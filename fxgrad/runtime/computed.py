@@ -44,6 +44,8 @@ def deliver_computed(store: Store, forward: Forward) -> None:
 class Computed(Placeholders):
     """parameters -> the root of a backward that computes nothing: it delivers what the forward's graph has computed."""
 
+    _fxgrad_delivers = True
+
     @staticmethod
     def forward(ctx: Any, store: Store, forward: Forward, names: tuple[str, ...], *parameters: Tensor) -> Any:
         ctx.store, ctx.of, ctx.names = store, forward, names

@@ -81,9 +81,7 @@ class Forward:
 
     def delivers(self) -> bool:
         """Decide whether the running backward call reaches the parameters; ``autograd.grad(loss, x)`` does not."""
-        if self.computed is not None or self.outside:
-            return True
-        return any(map(will_execute, self.placeholders))
+        return bool(self.outside) or any(map(will_execute, self.placeholders))
 
 
 class CurrentForward(threading.local):

@@ -198,7 +198,7 @@ class Store:
             return
         if retains_graph():
             check_runs_again(roots_of_backward())
-        if not forward.delivers():
+        if forward.computed is None and not forward.delivers():
             return
         if forward.outside:
             raise refusals.used_outside(forward.outside)
