@@ -12,10 +12,11 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from benchmarks.results import FXGRAD, PLAIN, Interval, Record, Results
+from benchmarks.results import FXGRAD, PLAIN, STEP, Interval, Record, Results
 
 FOLDER = Path(__file__).parent / "results"
 QUANTITIES = ("C", "N", "G")
+WHOLE = "S"  # C by `forward_backward`, which runs the whole step as one graph
 VALID = (0.97, 1.03)  # the range of an A/A control
 
 
@@ -43,6 +44,7 @@ class Figures:
     C: Ratio | None = None
     N: Ratio | None = None
     G: Ratio | None = None
+    S: Ratio | None = None  # C by `forward_backward`
     peak_C: float | None = None  # of the plain step's
     target_C: float | None = None
     peak_G_mb: int | None = None
@@ -84,7 +86,7 @@ class Kept:
 
     def counts(self) -> dict[str, int]:
         """Return the number of models in the mean of each quantity."""
-        return {quantity: len(self._counted(quantity)) for quantity in QUANTITIES}
+        return {quantity: len(self._counted(quantity)) for quantity in (WHOLE, *QUANTITIES)}
 
     def _counted(self, quantity: str) -> list[float]:
         return [_counted(m, quantity) for m in self.models if m.of(quantity) and not m.model.startswith("c14")]
@@ -105,7 +107,7 @@ def read(name: str) -> Kept:
 
 
 def _figures(entry: dict[str, Any]) -> Figures:
-    ratios = {quantity: Ratio(**entry[quantity]) for quantity in QUANTITIES if quantity in entry}
+    ratios = {quantity: Ratio(**entry[quantity]) for quantity in (WHOLE, *QUANTITIES) if quantity in entry}
     return Figures(**{**entry, **ratios})
 
 
@@ -141,7 +143,7 @@ def keep(name: str, results: Results, source: str) -> None:
 
 def summarise(results: Results, source: str) -> Kept:
     """Return what the page shows of a file that ``--json`` wrote."""
-    own = [record for record in results.records if record.peer == FXGRAD and record.ratio is not None]
+    own = [record for record in results.records if record.peer in (FXGRAD, STEP) and record.ratio is not None]
     models = [_summary([r for r in own if r.model == model]) for model in dict.fromkeys(r.model for r in own)]
     kept = Kept(str(results.machine.get("device")), str(results.machine.get("torch")), source, models=models)
     if results.rates is not None:
@@ -150,14 +152,19 @@ def summarise(results: Results, source: str) -> Kept:
             "stored_gb": round(results.rates.stored_bytes_per_second / 1e9),
         }
     for record in results.records:
-        if record.peer != FXGRAD and (record.failed or record.fxgrad_ratio):
-            rows = kept.peers.setdefault(record.quantity, [])
-            row = next((row for row in rows if row["model"] == record.model), None)
-            if row is None:
-                rows.append(row := {"model": record.model})
-            row[record.peer] = "failed" if record.failed else round(_median(record.fxgrad_ratio), 3)
+        if record.peer not in (FXGRAD, STEP) and (record.failed or record.fxgrad_ratio):
+            _keep_peer(kept.peers.setdefault(record.quantity, []), record, record.fxgrad_ratio)
+            if record.quantity == "C":
+                _keep_peer(kept.peers.setdefault(WHOLE, []), record, record.step_ratio)
     kept.compile = _compiled(results)
     return kept
+
+
+def _keep_peer(rows: list[dict[str, Any]], record: Record, ratio: Interval | None) -> None:
+    row = next((row for row in rows if row["model"] == record.model), None)
+    if row is None:
+        rows.append(row := {"model": record.model})
+    row[record.peer] = "failed" if record.failed else round(_median(ratio), 3)
 
 
 def _median(interval: Interval | None) -> float:
@@ -166,8 +173,10 @@ def _median(interval: Interval | None) -> float:
 
 
 def _summary(records: list[Record]) -> Figures:
-    by = {record.quantity: record for record in records}
-    entry: dict[str, Any] = {quantity: _ratio(by[quantity]) for quantity in QUANTITIES if quantity in by}
+    by = {record.quantity: record for record in records if record.peer == FXGRAD}
+    steps = [record for record in records if record.peer == STEP and record.quantity == "C"]
+    whole = dict(zip((WHOLE,), steps, strict=False))
+    entry: dict[str, Any] = {quantity: _ratio(record) for quantity, record in (by | whole).items()}
     if "C" in by and by["C"].peak_bytes:
         entry["peak_C"] = round(by["C"].peak_bytes[FXGRAD] / by["C"].peak_bytes[PLAIN], 2)
     if "G" in by and by["G"].peak_bytes:

@@ -18,7 +18,7 @@ from benchmarks.memory import peak_bytes
 from benchmarks.peers import PEERS, ours
 from benchmarks.peers.engine import Engine
 from benchmarks.reference import TOLERANCES, Reference
-from benchmarks.results import CONTROL, FXGRAD, PLAIN, CompileRecord, Interval, Record
+from benchmarks.results import CONTROL, FXGRAD, PLAIN, STEP, CompileRecord, Interval, Record
 from benchmarks.roofline import Rates, count_work, floor_ratio
 from benchmarks.tasks import Quantity, Task
 
@@ -68,17 +68,17 @@ class Comparison:
         task, peer, engines = self.task, self.peer, {PLAIN: engine}
         engines[peer], first_step_seconds, graphs = self._first_step(quantity)
         warm_up(task, engines[peer])
-        fxgrad_failed = self._add_fxgrad(quantity, engines)
+        fxgrad_failed = self._add(FXGRAD, quantity, engines) or self._add(STEP, quantity, engines)
         controlled = engines | {CONTROL: engines[PLAIN]}
         times = time_rounds(task, controlled, self.rounds, f"{peer} {quantity}", self.seed)
         error = self._error(quantity, engines[peer])  # of the last step that was timed
-        if FXGRAD in engines and peer != FXGRAD:
+        for name in {FXGRAD, STEP} & engines.keys() - {peer}:
             try:
-                self._error(quantity, engines[FXGRAD])
+                self._error(quantity, engines[name])
             except AssertionError as reason:
                 fxgrad_failed = describe(reason)
         peaks = {name: peak_bytes(task, engine) for name, engine in engines.items()}
-        paired = peer != FXGRAD and fxgrad_failed is None
+        paired = peer not in (FXGRAD, STEP) and fxgrad_failed is None
         allowance = int(MEMORY_ALLOWANCE * task.grad_sample_bytes) if quantity == "G" else 0
         return Record(
             task.name,
@@ -90,6 +90,7 @@ class Comparison:
             ratio=median_ratio(times[peer], times[PLAIN]),
             control=median_ratio(times[CONTROL], times[PLAIN]),
             fxgrad_ratio=median_ratio(times[FXGRAD], times[peer]) if paired else None,
+            step_ratio=median_ratio(times[STEP], times[peer]) if paired else None,
             fxgrad_failed=fxgrad_failed,
             error=error,
             peak_bytes=peaks,
@@ -106,16 +107,16 @@ class Comparison:
         seconds = timed(self.task, engine.step)
         return engine, seconds, counters["stats"]["unique_graphs"] - before
 
-    def _add_fxgrad(self, quantity: Quantity, engines: dict[str, Engine]) -> str | None:
+    def _add(self, ours: str, quantity: Quantity, engines: dict[str, Engine]) -> str | None:
         """Put fxgrad beside another peer; its error where it fails."""
-        if self.peer == FXGRAD:
+        if self.peer in (FXGRAD, STEP):
             return None
         try:
-            engine = PEERS[FXGRAD](self.task, quantity)
+            engine = PEERS[ours](self.task, quantity)
             warm_up(self.task, engine)
         except Exception as reason:
             return describe(reason)
-        engines[FXGRAD] = engine
+        engines[ours] = engine
         return None
 
     def _error(self, quantity: Quantity, engine: Engine) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import kept
-from benchmarks.kept import QUANTITIES, Figures, Kept, Ratio
+from benchmarks.kept import QUANTITIES, WHOLE, Figures, Kept, Ratio
 from benchmarks.results import load
 
 ROOT = Path(__file__).parents[1]
@@ -47,22 +47,26 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def models(machine: Kept) -> str:
     """Return the table of one machine, with the geometric means as its last row."""
-    header = ["model", "plain, ms", *[f"{q} / plain" for q in QUANTITIES], "target of C", "peak of C / plain"]
-    rows = [_model(figures) for figures in machine.models]
-    means = [f"{mean:.2f} of {count}" if (mean := machine.mean(q)) else "" for q, count in machine.counts().items()]
+    names = {q: f"{q} / plain" for q in QUANTITIES}
+    if any(figures.S for figures in machine.models):
+        names = {WHOLE: "C in one graph / plain"} | names
+    header = ["model", "plain, ms", *names.values(), "target of C", "peak of C / plain"]
+    rows = [_model(figures, list(names)) for figures in machine.models]
+    counts = machine.counts()
+    means = [f"{mean:.2f} of {counts[q]}" if (mean := machine.mean(q)) else "" for q in names]
     rows.append(["geometric mean without c14", "", *means, "", "", ""])
     return table([*header, "peak of G, MB (allowed)"], rows)
 
 
-def _model(figures: Figures) -> list[str]:
+def _model(figures: Figures, quantities: Iterable[str]) -> list[str]:
     peak = f"{figures.peak_G_mb} ({figures.allowed_G_mb})" if figures.peak_G_mb is not None else ""
-    ratios = [_ratio(figures.of(quantity)) for quantity in QUANTITIES]
+    shown = {quantity: _ratio(figures.of(quantity)) for quantity in quantities}
     if figures.counted_C:
-        ratios[0] += f"; counted as {figures.counted_C}"
+        shown["C"] += f"; counted as {figures.counted_C}"
     target = f"{figures.target_C:g}" if figures.target_C else ""
     peak_c = f"{figures.peak_C:.2f}" if figures.peak_C else ""
     plain = f"{figures.plain_ms:.3g}" + (" (eager)" if figures.plain == "eager" else "")
-    return [figures.model, plain, *ratios, target, peak_c, peak]
+    return [figures.model, plain, *shown.values(), target, peak_c, peak]
 
 
 def _ratio(ratio: Ratio | None) -> str:

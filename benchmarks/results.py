@@ -18,6 +18,7 @@ from benchmarks.tasks import QUANTITIES
 # The plain step is the faster one of eager and compiled. It runs twice in each round; the second against the first is
 # the A/A control.
 PLAIN, CONTROL, FXGRAD = "plain", "plain again", "fxgrad"
+STEP = "forward_backward"  # fxgrad's whole step as one graph
 CONTROL_RANGE = (0.97, 1.03)
 
 
@@ -44,6 +45,7 @@ class Record:
     ratio: Interval | None = None  # peer / plain
     control: Interval | None = None  # plain / plain
     fxgrad_ratio: Interval | None = None  # fxgrad / peer, paired in the same rounds
+    step_ratio: Interval | None = None  # fxgrad's whole step as one graph / peer, in the same rounds
     fxgrad_failed: str | None = None
     error: float | None = None  # largest difference from the loop over samples
     peak_bytes: dict[str, int] = field(default_factory=dict)
@@ -129,8 +131,8 @@ def _place(record: Record) -> tuple[int, ...]:
 
 
 def _record(entry: dict[str, Any]) -> Record:
-    for name in ("ratio", "control", "fxgrad_ratio"):
-        if entry[name] is not None:
+    for name in ("ratio", "control", "fxgrad_ratio", "step_ratio"):
+        if entry.get(name) is not None:
             entry[name] = Interval(**entry[name])
     entry["milliseconds"] = {name: tuple(values) for name, values in entry["milliseconds"].items()}
     return Record(**entry)

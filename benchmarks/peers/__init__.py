@@ -11,6 +11,7 @@ from benchmarks.tasks import Quantity, Task
 
 PEERS: dict[str, Callable[[Task, Quantity], Engine]] = {
     "fxgrad": ours.fxgrad,
+    "forward_backward": ours.forward_backward,
     "opacus_hooks": opacus.hooks,
     "opacus_functorch": opacus.functorch,
     "opacus_ew": opacus.expanded_weights,

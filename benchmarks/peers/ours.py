@@ -28,12 +28,13 @@ def plain(task: Task, compiled: bool = True) -> Engine:
     return Engine(step, clear, lambda: {name: p.grad for name, p in params.items() if p.grad is not None})
 
 
-def fxgrad(task: Task, quantity: Quantity) -> Engine:
-    """This project, each quantity by one backward."""
+def fxgrad(task: Task, quantity: Quantity, whole: bool = False) -> Engine:
+    """This project, each quantity by one backward; or the whole step as one graph."""
     library = importlib.import_module("fxgrad")
     kind = _kind(library, quantity, task.max_grad_norm)
     model, x, y = copies(task)
     training = library.transform(Training(model, task.losses), quantity=kind, backend=task.backend)
+    forward_backward = library.forward_backward(training, Training.forward) if whole else None
     params = dict(model.named_parameters())
     found: Results = {}
 
@@ -43,7 +44,10 @@ def fxgrad(task: Task, quantity: Quantity) -> Engine:
 
     def step() -> None:
         clear()
-        training(x, y).backward()
+        if forward_backward is not None:
+            forward_backward(x, y)
+        else:
+            training(x, y).backward()
         if quantity == "N":
             found[NORMS] = library.result(training, kind)
 
@@ -58,6 +62,11 @@ def fxgrad(task: Task, quantity: Quantity) -> Engine:
         return weight
 
     return Engine(step, clear, results, weights=weights if quantity == "C" else None)
+
+
+def forward_backward(task: Task, quantity: Quantity) -> Engine:
+    """This project's whole step as one graph."""
+    return fxgrad(task, quantity, whole=True)
 
 
 def pass_seconds() -> float | None:
