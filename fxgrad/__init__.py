@@ -8,13 +8,14 @@ torch.Size([8, 2, 3])
 """
 
 from fxgrad import errors, losses, testing
-from fxgrad.api import empty_cache, release, result, transform, zero_grad
+from fxgrad.api import release, result, transform, zero_grad
 from fxgrad.compat import call_for_per_sample_grads
 from fxgrad.delivered import delivered
 from fxgrad.errors import FxgradError
 from fxgrad.explanation.explaining import Explanation, explain
 from fxgrad.extend import implements_per_sample_grads, register_op
 from fxgrad.forward_backward import forward_backward
+from fxgrad.kernels.memory import empty_cache
 from fxgrad.ops.families import Family
 from fxgrad.quantities import (
     ClippedGrad,

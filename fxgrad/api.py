@@ -24,7 +24,6 @@ from fxgrad.first_batch.check import FirstBatch, check_comparable
 from fxgrad.graph.context import Mixing
 from fxgrad.host.dynamo import OptimizedModule
 from fxgrad.host.modules import is_compiled_in_place, is_filled, refuse_replicas
-from fxgrad.kernels.memory import blocks
 from fxgrad.quantities import GradSample, Quantity, check_quantities
 from fxgrad.runtime.graph_stores import clear_results, latest_with
 from fxgrad.runtime.guard import guard_for
@@ -356,19 +355,6 @@ def release(model: nn.Module) -> None:
         engine.store.guard.release()
     elif engine is None:
         release_parameters(model.parameters())
-
-
-def empty_cache() -> None:
-    """Return memory on CPU that is kept for the next step's results, as ``torch.cuda.empty_cache`` does on CUDA.
-
-    Under Linux a result of more than 32 MiB lies in memory that fxgrad uses again once the result is deleted. Until
-    then the system may take it whenever memory is short, so this function is for limits on a process's addresses and
-    for tools that count what a process has. A block that lay idle for a minute is returned with the next such result
-    anyway.
-
-    >>> empty_cache()
-    """
-    blocks.release()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -48,7 +48,7 @@ from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
 from fxgrad.capture.sharded import check_alone, check_around
 from fxgrad.compile.compiler import compile_graph
-from fxgrad.compile.whole_step import no_gradient, not_the_loss
+from fxgrad.compile.whole_step import no_gradient
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback, traces_backward
@@ -58,7 +58,7 @@ from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.ops.families import CHANGES
 from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
-from fxgrad.runtime.computed import deliver_computed
+from fxgrad.runtime.computed import stepped
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Unseen, watch
 from fxgrad.runtime.processes import telling
@@ -147,12 +147,7 @@ class Engine:
         if known is None and not all(map(_requires_grad, every.values())):
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
-            if method in self.steps:
-                raise no_gradient()
-            self.pop_sample_weight(method, kwargs)
-            outputs = self._original(method)(*args, **kwargs)
-            check_frozen_outputs(outputs, (args, kwargs))
-            return outputs
+            return self._without_parameters(method, args, kwargs)
         nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
         ordinary = are_ordinary(leaves) and (known is not None or self.last.are_ordinary(every, parameters))
@@ -180,33 +175,16 @@ class Engine:
         finally:
             self.store.leave(forward, before)
         self._end(forward, tensors)
-        return self._stepped(forward, outputs) if method in self.steps else outputs
+        return stepped(self.store, forward, outputs) if method in self.steps else outputs
 
-    def _stepped(self, forward: Forward, outputs: Any) -> Any:
-        """Deliver what the graph of a whole step has computed."""
-        several = isinstance(outputs, tuple) and bool(outputs)
-        loss = outputs[0] if several else outputs
-        if forward.computed is not None and loss is forward.computed[2]:
-            deliver_computed(self.store, forward)
-            return outputs
-        if forward.size or not isinstance(loss, Tensor):
-            raise not_the_loss()
-        loss.backward()  # of no samples, which no graph computes
-        return (loss.detach(), *outputs[1:]) if several else loss.detach()
-
-    def add_step(self, name: str, step: Callable[..., Any], in_dims: Any) -> None:
-        """Let calls enter by a function that computes a loss, whose graphs have their backward in them."""
-        own = self.roles["forward"]
-        roles = Roles.of(step, own.batch_size, own.default_dim == 0, in_dims)
-        self.roles, self.originals[name] = {**self.roles, name: roles}, step
-        self.steps.add(name)
-
-    def forget_step(self, name: str) -> None:
-        """Forget such a function and its graphs."""
-        self.steps.discard(name)
-        self.roles = {one: roles for one, roles in self.roles.items() if one != name}
-        self.originals.pop(name, None)
-        self.compiled = {key: compiled for key, compiled in self.compiled.items() if key[0] != name}
+    def _without_parameters(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the original: nothing is trained, or gradients are switched off."""
+        if method in self.steps:
+            raise no_gradient()
+        self.pop_sample_weight(method, kwargs)
+        outputs = self._original(method)(*args, **kwargs)
+        check_frozen_outputs(outputs, (args, kwargs))
+        return outputs
 
     def _check_samples(self, batch: Batch, weight: Any, kwargs: dict[str, Any]) -> None:
         """Refuse groups, weights and divisors that do not go with the samples of a call."""

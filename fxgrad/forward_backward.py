@@ -17,6 +17,7 @@ from fxgrad.capture.dynamo import runs_as_originals
 from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
+from fxgrad.samples.batch import Roles
 
 _NUMBERS = itertools.count(1)
 
@@ -49,10 +50,9 @@ def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: 
             Calls raise the errors of a transformed model.
 
     >>> import torch, fxgrad
-    >>> from torch.nn.functional import cross_entropy
     >>> private = fxgrad.transform(torch.nn.Linear(3, 2), fxgrad.ClippedGrad(1.0), backend="eager")
-    >>> step = fxgrad.forward_backward(private, lambda model, x, y: cross_entropy(model(x), y, reduction="sum"))
-    >>> loss = step(torch.randn(8, 3), torch.randint(2, (8,)))
+    >>> step = fxgrad.forward_backward(private, lambda model, x, y: (model(x) - y).square().sum())
+    >>> loss = step(torch.randn(8, 3), torch.randn(8, 2))
     >>> private.weight.grad.shape
     torch.Size([2, 3])
     """
@@ -70,8 +70,14 @@ class ForwardBackward:
 
     def __init__(self, model: nn.Module, engine: Engine, loss_fn: Callable[..., Any], in_dims: Any) -> None:
         self.model, self._engine, self._name = model, engine, f"forward_backward {next(_NUMBERS)}"
-        engine.add_step(self._name, _bound(loss_fn, engine.model), in_dims)
-        weakref.finalize(self, engine.forget_step, self._name).atexit = False
+        step, roles = _bound(loss_fn, engine.model), engine.roles["forward"]
+        engine.roles = {
+            **engine.roles,
+            self._name: Roles.of(step, roles.batch_size, roles.default_dim == 0, in_dims),
+        }
+        engine.originals[self._name] = step
+        engine.steps.add(self._name)
+        weakref.finalize(self, _forget, engine, self._name).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if runs_as_originals() or torch.is_inference_mode_enabled():
@@ -84,6 +90,14 @@ class ForwardBackward:
             return self._engine.call(self._name, args, kwargs)
         with torch.enable_grad():
             return self(*args, **kwargs)
+
+
+def _forget(engine: Engine, name: str) -> None:
+    """Forget a function and its graphs."""
+    engine.steps.discard(name)
+    engine.roles = {one: roles for one, roles in engine.roles.items() if one != name}
+    engine.originals.pop(name, None)
+    engine.compiled = {key: compiled for key, compiled in engine.compiled.items() if key[0] != name}
 
 
 def _bound(loss_fn: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:

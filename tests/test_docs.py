@@ -19,14 +19,14 @@ DESIGN = (ROOT / "docs" / "design.md").read_text()
 def test_the_table_of_passes_is_the_pipeline() -> None:
     (table,) = re.findall(r"<!-- passes: begin -->(.*?)<!-- passes: end -->", DESIGN, re.DOTALL)
     names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    usual = [*pipeline.PASSES, *pipeline.LAST]
+    usual = [*pipeline.PASSES, *pipeline.LAST, *pipeline.WHOLE]
     only_one = [run for run in [*pipeline.ONE, *pipeline.SINGLE] if run not in usual]
     assert names == list(dict.fromkeys(run.__name__ for run in [*usual, *only_one]))
 
 
 def test_a_list_in_the_pipeline_is_the_same() -> None:
     """Its docstring may list the passes, or refer to the table."""
-    names = [run.__name__ for run in [*pipeline.PASSES, *pipeline.LAST]]
+    names = [run.__name__ for run in [*pipeline.PASSES, *pipeline.LAST, *pipeline.WHOLE]]
     first_words = re.findall(r"^\s+(\w+)", pipeline.__doc__ or "", re.MULTILINE)
     assert [word for word in first_words if word in names] in ([], names)
 

@@ -222,7 +222,7 @@ def test_the_guard_stays() -> None:
     model = engine_of(private).model  # type: ignore[union-attr]
     fxgrad.forward_backward(private, loss_of)(*batch())
     before = [grad_of(p).clone() for p in model.parameters()]
-    with pytest.raises(UnclippedGrad):
+    with pytest.raises(UnclippedGrad, match="outside of the transformed"):
         loss_of(model, *batch()).backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
 
@@ -527,6 +527,8 @@ def checkpointed(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 OTHER = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64))
 
+SCALER = torch.amp.GradScaler("cpu")
+
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "mean": (lambda m, x, y: F.cross_entropy(m(x), y), MixedSamples, "cross_entropy"),
     "several": (lambda m, x, y: (loss_of(m, x, y), m(x)), OptionError, r"shapes \[\] and \["),
@@ -538,6 +540,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "without the model": (lambda m, x, y: x.sum(), OptionError, "no trainable parameter"),
     "penalty alone": (lambda m, x, y: m[0].weight.square().sum(), FxgradError, "parameters alone|no input"),
     "penalty": (lambda m, x, y: loss_of(m, x, y) + m[0].weight.square().sum(), FxgradError, "sample|parameters"),
+    "scaler": (lambda m, x, y: SCALER.scale(loss_of(m, x, y)), FxgradError, "GradScaler.scale"),
     "checkpoint": (checkpointed, OptionError, "checkpoint"),
     "another's parameter": (lambda m, x, y: (m(x) * OTHER).sum(), FxgradError, "model.parameters"),
     "input": (lambda m, x, y: loss_of(m, x.requires_grad_(), y), FxgradError, "require"),

@@ -57,7 +57,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_the_reference_has_every_pass_in_order() -> None:
-    runs = [*pipeline.PASSES, *pipeline.LAST, *pipeline.ONE, *pipeline.SINGLE]
+    runs = [*pipeline.PASSES, *pipeline.LAST, *pipeline.WHOLE, *pipeline.ONE, *pipeline.SINGLE]
     names = list(dict.fromkeys(f"{run.__module__}.{run.__name__}" for run in runs))
     assert [name for name in DOCUMENTED if name.startswith("fxgrad.passes.")] == names
 

@@ -20,7 +20,7 @@ from fxgrad.compile.context_of import make_context
 from fxgrad.compile.dry_run import rehearse
 from fxgrad.compile.gathers import gather_units
 from fxgrad.compile.inductor import inner_compiler
-from fxgrad.compile.interface import input_writes, interface_of, output_roles
+from fxgrad.compile.interface import Interface, input_writes, interface_of, output_roles
 from fxgrad.compile.memory_limit import Room
 from fxgrad.compile.pipeline import ANALYSIS, DEFINITIONS, LAST, NAMES, ONE, SINGLE, WHOLE, passes_of, run_passes
 from fxgrad.compile.requires_grad import check_requires_grad
@@ -94,14 +94,8 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
     if whole:
         ctx.loss = loss_among(captured, gm, interface)
         gm = run_passes(gm, ctx, WHOLE)
-        inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
-    with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
-        gather_units(_bare(gm, captured), captured, options.quantities, interface.writes)
-        compiled = inner(gm, inputs)
-    stage(f"the backend {getattr(options.backend, '__name__', options.backend)} finished")
-    keep_memory()
-    if isinstance(options.backend, str):
-        compiled = innermost_fn(compiled)  # Dynamo disables itself around all of this
+        inputs = [_untraced(value) for value in inputs]
+    compiled = _compiled(gm, inputs, captured, options, interface)
     given = [tuple(map(_number, value.shape)) for value in inputs[len(inputs) - len(ctx.given(1)) :]]
     for one in read:
         one.settle()
@@ -111,6 +105,23 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
     own = interface.trainable.values()
     others = [i for i, one in enumerate(captured.examples) if isinstance(one, Tensor) and i not in own]
     return WholeStep(*made, ctx.loss, others)
+
+
+def _compiled(
+    gm: fx.GraphModule, inputs: list[Any], captured: Captured, options: Options, interface: Interface
+) -> Callable[..., Any]:
+    """Return what the inner compiler makes of a rewritten graph."""
+    with warm_start(gm, inputs, options.backend), _outputs_kept(gm):
+        gather_units(_bare(gm, captured), captured, options.quantities, interface.writes)
+        compiled = inner_compiler(options.backend)(gm, inputs)
+    stage(f"the backend {getattr(options.backend, '__name__', options.backend)} finished")
+    keep_memory()
+    # Dynamo disables itself around all of this.
+    return innermost_fn(compiled) if isinstance(options.backend, str) else compiled
+
+
+def _untraced(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _with_names(captured: Captured, options: Options) -> fx.GraphModule:

@@ -73,10 +73,8 @@ class Transformed:
         forward, parameters = self._checked(args)
         interface = self.interface
         placeholders = Placeholders.of(self.store, forward, self.names, parameters.values())
-        given = self._given(forward, parameters, args)
-        if forward.first_batch is not None:
-            forward.first_batch.check(self, args, parameters, given)
-        outputs = list(self.compiled(*self._detached(args), *placeholders, *given))
+        inputs, given = self._inputs(forward, parameters, args)
+        outputs = list(self.compiled(*inputs, *placeholders, *given))
         for i in interface.uniform:
             outputs[i] = Uniform.apply(outputs[i], placeholders[0])  # type: ignore[no-untyped-call]
         if interface.roles:
@@ -102,21 +100,22 @@ class Transformed:
             check_frozen(interface.frozen, args, sorted(parameters.keys() - forward.parameters.keys()))
         return forward, parameters
 
-    def _given(self, forward: Forward, parameters: Mapping[str, Tensor], args: Sequence[Any]) -> list[Tensor]:
-        """Return what the quantities give to this graph, after a look at what it writes to."""
+    def _inputs(
+        self, forward: Forward, parameters: Mapping[str, Tensor], args: Sequence[Any]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Return the inputs with detached parameters, and what the quantities give; check what is written to."""
         given = [value for q in self.store.quantities for value in q.values(forward, parameters)]
         shapes = [*map(_shape, given)]
         if shapes != self.last_shapes:
             self._check_given(shapes)
         if self.interface.writes is not None:
             self.interface.writes.check((*args, *given))
-        return given
-
-    def _detached(self, args: Sequence[Any]) -> list[Any]:
+        if forward.first_batch is not None:
+            forward.first_batch.check(self, args, parameters, given)
         inputs = list(args)
         for i in self.positions:
             inputs[i] = args[i].detach()
-        return inputs
+        return inputs, given
 
     def _check_given(self, shapes: list[torch.Size]) -> None:
         """Raise where a quantity gives other tensors than its graph was made for, as when directions were added."""
@@ -185,11 +184,9 @@ class WholeStep(Transformed):
         forward, parameters = self._checked(args)
         if any(map(_requires_grad, map(args.__getitem__, self.others))):
             raise requires_gradient("an input")
-        given = self._given(forward, parameters, args)
+        inputs, given = self._inputs(forward, parameters, args)
         placeholders = self.store.asked_of(forward, self.names).placeholders
-        if forward.first_batch is not None:
-            forward.first_batch.check(self, args, parameters, given)
-        found = self.compiled(*self._detached(args), *placeholders, *given)
+        found = self.compiled(*inputs, *placeholders, *given)
         outputs = found[: len(found) - len(placeholders)]
         forward.computed = self.names, found[len(outputs) :], outputs[self.loss]
         return outputs

@@ -21,13 +21,6 @@ def no_gradient() -> OptionError:
     )
 
 
-def not_the_loss() -> OptionError:
-    return OptionError(
-        "what loss_fn returned is not the loss that its graph computed",
-        advice="Return the loss, or a tuple that begins with it: no number, and nothing made of it.",
-    )
-
-
 def requires_gradient(value: str) -> OptionError:
     return OptionError(
         f"{value} requires a gradient, and forward_backward computes gradients of the model's parameters alone",

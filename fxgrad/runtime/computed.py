@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxgrad.errors import OptionError
 from fxgrad.host.autograd import run_backward
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
@@ -23,6 +24,22 @@ from fxgrad.runtime.slot import grad_of
 from fxgrad.runtime.store import Store
 
 _FIRST = -2  # of the numbers that stand for a backward call where there is none; the engine's are not negative
+
+
+def stepped(store: Store, forward: Forward, outputs: Any) -> Any:
+    """Deliver what the graph of a whole step has computed, and return what the step returns."""
+    several = isinstance(outputs, tuple) and bool(outputs)
+    loss = outputs[0] if several else outputs
+    if forward.computed is not None and loss is forward.computed[2]:
+        deliver_computed(store, forward)
+        return outputs
+    if forward.size or not isinstance(loss, Tensor):
+        raise OptionError(
+            "what loss_fn returned is not the loss that its graph computed",
+            advice="Return the loss, or a tuple that begins with it: no number, and nothing made of it.",
+        )
+    loss.backward()  # of no samples, which no graph computes
+    return (loss.detach(), *outputs[1:]) if several else loss.detach()
 
 
 def deliver_computed(store: Store, forward: Forward) -> None:
