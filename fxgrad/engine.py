@@ -46,7 +46,7 @@ from fxgrad.capture.dynamo_errors import (
 from fxgrad.capture.named_parameters import NamedParameters
 from fxgrad.capture.options import Options
 from fxgrad.capture.progress import stage
-from fxgrad.capture.sharded import check_alone, check_around
+from fxgrad.capture.sharded import check_alone, check_around, check_not_sharded
 from fxgrad.compile.compiler import compile_graph
 from fxgrad.compile.whole_step import no_gradient
 from fxgrad.errors import FxgradError, OptionError
@@ -127,6 +127,8 @@ class Engine:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.units is None:
             return self._call_whole(method, args, kwargs)
+        if method in self.steps:
+            check_not_sharded(self.model, "forward_backward")
         if self.units.outdated():
             self.find_units()
         self.units.free()

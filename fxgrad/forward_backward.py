@@ -10,16 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxgrad.api import engine_of
-from fxgrad.capture.dynamo import runs_as_originals
+from fxgrad.capture.dynamo import is_capturing, runs_as_originals
+from fxgrad.capture.dynamo_errors import NO_LOSS
 from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
+from fxgrad.host.autograd import compiles_backward
+from fxgrad.host.dynamo import graph_break
+from fxgrad.runtime.refusals import not_ordinary
 from fxgrad.samples.batch import Roles
 
 _NUMBERS = itertools.count(1)
+_AVAILABLE = torch.distributed.is_available()
 
 
 def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: Any = None) -> ForwardBackward:
@@ -36,8 +41,9 @@ def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: 
     Args:
         model: what `transform` returned.
         loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the loss, a tensor without dimensions: the sum over samples
-            of their losses, or what ``loss_reduction=`` says. Or a tuple of the loss and other values that need no
-            gradient, such as ``logits.detach()``. Its first argument is the model. Samples are found among the others.
+            of their losses, or their mean as ``loss_reduction=`` says. Or a tuple of the loss and other values that
+            need no gradient, such as ``logits.detach()``. Its first argument is the model. Samples are found among the
+            others.
         in_dims: of those other arguments, as in `transform`.
 
     Returns:
@@ -77,7 +83,7 @@ class ForwardBackward:
         }
         engine.originals[self._name] = step
         engine.steps.add(self._name)
-        weakref.finalize(self, _forget, engine, self._name).atexit = False
+        weakref.finalize(self, _forget, weakref.ref(engine), self._name).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if runs_as_originals() or torch.is_inference_mode_enabled():
@@ -86,14 +92,26 @@ class ForwardBackward:
                 "of a transformed model",
                 advice="Call it outside.",
             )
+        if compiles_backward():
+            raise not_ordinary()
+        _check_alone()
         if torch.is_grad_enabled():
             return self._engine.call(self._name, args, kwargs)
         with torch.enable_grad():
             return self(*args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        raise OptionError(
+            "a function of forward_backward cannot be copied or pickled: its graphs belong to one model",
+            advice="Copy the model, and call forward_backward with the copy.",
+        )
 
-def _forget(engine: Engine, name: str) -> None:
-    """Forget a function and its graphs."""
+
+def _forget(reference: weakref.ref[Engine], name: str) -> None:
+    """Forget a function and its graphs; whatever the function holds may hold the engine."""
+    engine = reference()
+    if engine is None:
+        return
     engine.steps.discard(name)
     engine.roles = {one: roles for one, roles in engine.roles.items() if one != name}
     engine.originals.pop(name, None)
@@ -101,14 +119,22 @@ def _forget(engine: Engine, name: str) -> None:
 
 
 def _bound(loss_fn: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """Return the function of a model as a method of it."""
-    if isinstance(loss_fn, types.FunctionType):
-        return types.MethodType(loss_fn, model)
+    """Return the function of a model as a method of it, in which Dynamo looks at what is returned."""
 
     def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(model, *args, **kwargs)
+        returned = loss_fn(model, *args, **kwargs)
+        first = returned[0] if isinstance(returned, tuple) and returned else returned
+        if is_capturing() and not (isinstance(first, Tensor) and first.requires_grad):
+            graph_break(msg=NO_LOSS)  # which the error says
+        return returned
 
-    called.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
+    try:
+        called.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
+    except ValueError:
+        raise OptionError(
+            f"the arguments of {loss_fn!r} are not known, as it is no function of Python's",
+            advice="Write one that calls it, such as lambda model, x, y: ..",
+        ) from None
     return types.MethodType(called, model)
 
 
@@ -125,10 +151,14 @@ def _engine(model: Any) -> Engine:
             "forward_backward needs the whole step as one graph, and fullgraph=False lets it be several",
             advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
         )
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
+    _check_alone()
+    return engine
+
+
+def _check_alone() -> None:
+    """Refuse several processes: nothing averages what each has computed."""
+    if _AVAILABLE and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise OptionError(
             "forward_backward does not average over processes",
             advice="Call the model that DistributedDataParallel or fully_shard returned, and backward().",
         )
-    return engine

@@ -533,11 +533,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "mean": (lambda m, x, y: F.cross_entropy(m(x), y), MixedSamples, "cross_entropy"),
     "several": (lambda m, x, y: (loss_of(m, x, y), m(x)), OptionError, r"shapes \[\] and \["),
     "not summed": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), OptionError, "one loss"),
-    "number": (lambda m, x, y: loss_of(m, x, y).item(), OptionError, "no trainable parameter"),
-    "in a list": (lambda m, x, y: [loss_of(m, x, y)], OptionError, "not the loss"),
-    "at the end": (lambda m, x, y: (m(x).detach(), loss_of(m, x, y)), OptionError, "not the loss"),
-    "detached": (lambda m, x, y: loss_of(m, x, y).detach(), OptionError, "no trainable parameter"),
-    "without the model": (lambda m, x, y: x.sum(), OptionError, "no trainable parameter"),
+    "number": (lambda m, x, y: loss_of(m, x, y).item(), FxgradError, "returns no loss"),
+    "in a list": (lambda m, x, y: [loss_of(m, x, y)], FxgradError, "returns no loss"),
+    "at the end": (lambda m, x, y: (m(x).detach(), loss_of(m, x, y)), FxgradError, "returns no loss"),
+    "detached": (lambda m, x, y: loss_of(m, x, y).detach(), FxgradError, "returns no loss"),
+    "without the model": (lambda m, x, y: x.sum(), FxgradError, "returns no loss"),
     "penalty alone": (lambda m, x, y: m[0].weight.square().sum(), FxgradError, "parameters alone|no input"),
     "penalty": (lambda m, x, y: loss_of(m, x, y) + m[0].weight.square().sum(), FxgradError, "sample|parameters"),
     "scaler": (lambda m, x, y: SCALER.scale(loss_of(m, x, y)), FxgradError, "GradScaler.scale"),
@@ -668,6 +668,91 @@ def test_non_finite_samples_leave_nothing() -> None:
         step(x, y)
     assert all(p.grad is None for p in private.parameters())
     step(*batch())
+
+
+def test_nodes_that_somebody_holds() -> None:
+    """Hooks on a node live as long as it does: a node of AccumulateGrad that is held may have some."""
+    private = made()
+    step = fxgrad.forward_backward(private, loss_of)
+    x, y = batch()
+    step(x, y)
+    fxgrad.zero_grad(private)
+    weight, said = private[0].weight, list[str]()
+    node: Any = weight.view_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: said.append("node"))
+    step(x, y)
+    assert said == ["node"]
+    fxgrad.zero_grad(private)
+    node.register_prehook(lambda grads: tuple(2 * grad for grad in grads))
+    with pytest.raises(UnclippedGrad, match="changed while it was delivered"):
+        step(x, y)
+    assert all(p.grad is None for p in private.parameters())
+
+
+def test_an_error_behind_a_step_leaves_its_result() -> None:
+    kind = fxgrad.ClippedGrad(0.5)
+    private = made(quantity=kind)
+    step = fxgrad.forward_backward(private, loss_of)
+    for _ in range(3):
+        fxgrad.zero_grad(private)
+        step(*batch())
+    norms = fxgrad.result(private, kind).norm_sample
+    with pytest.raises(OptionError, match="create_graph"):
+        loss_of(private, *batch()).backward(create_graph=True)
+    assert fxgrad.result(private, kind).norm_sample is norms
+    store = engine_of(private).store  # type: ignore[union-attr]
+    assert not store.results.replaced
+
+
+def test_refused_functions_write_nothing() -> None:
+    private = made(Written(), fxgrad.GradSample())
+    step = fxgrad.forward_backward(private, lambda m, x, y: {"loss": m(x).sum()})
+    for _ in range(2):
+        with pytest.raises(FxgradError, match="returns no loss"):
+            step(*batch())
+    assert private.count == 0
+
+
+def test_a_trainer_is_freed() -> None:
+    """What loss_fn is a method of holds the function, and the model."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.private = made()
+            self.step = fxgrad.forward_backward(self.private, self.loss)
+
+        def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return loss_of(model, x, y)
+
+    trainer = Trainer()
+    trainer.step(*batch())
+    alive = weakref.ref(trainer)
+    del trainer
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
+
+
+def test_copies_and_builtins_are_refused() -> None:
+    step = fxgrad.forward_backward(made(), loss_of)
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(OptionError, match="copied or pickled"):
+            copied(step)
+    with pytest.raises(OptionError, match="no function of Python's"):
+        fxgrad.forward_backward(made(), torch.dot)
+
+
+@pytest.mark.parametrize("quantity", ["rows", "norms", "clipped"])
+def test_a_penalty_beside_the_loss_of_one_sample(quantity: str) -> None:
+    """Of several samples it is refused as well: it is no sample's."""
+    private = made(quantity=QUANTITIES[quantity]())
+    step = fxgrad.forward_backward(private, lambda m, x, y: loss_of(m, x, y) + 0.1 * m[0].weight.square().sum())
+    with pytest.raises(FxgradError, match="parameters alone"):
+        step(*batch(1))
+    with pytest.raises(MixedSamples, match="add"):
+        step(*batch(4))
+    scaled = fxgrad.forward_backward(private, lambda m, x, y: 2 * loss_of(m, x, y) / 3 + m(x).square().sum())
+    scaled(*batch(1))
 
 
 def test_uniform_losses_of_one_sample() -> None:

@@ -77,6 +77,12 @@ class Captured:
         tensors = [i for i, example in enumerate(self.examples) if isinstance(example, Tensor)]
         return [i for i in tensors if i not in self.parameters and id(self.examples[i]) not in self.buffers]
 
+    @property
+    def other_tensors(self) -> list[int]:
+        """Return the positions of tensors that are no trainable parameters."""
+        own = set(self.trainable.values())
+        return [i for i, example in enumerate(self.examples) if isinstance(example, Tensor) and i not in own]
+
     @cached_property
     def roles(self) -> dict[int, int]:
         """Return the inputs' sample dimensions, or the constants in place of one."""

@@ -106,8 +106,15 @@ NAMED_TWICE = (
     "Set it before the model is called, or of a copy: h = h.clone().requires_grad_().",
 )
 
+NO_LOSS = "loss_fn returns no loss"
+
 # What Dynamo's message says, and what it means here.
 _KNOWN: Sequence[tuple[str, str, str]] = (
+    (
+        NO_LOSS,
+        f"{NO_LOSS}: neither a tensor that depends on the model's parameters, nor a tuple that begins with one",
+        "Return the sum over samples of their losses; and in a tuple behind it, what else you want.",
+    ),
     (
         "Module-level backwards hooks|[Mm]odule backward hook",
         "a module has a backward hook (register_full_backward_hook), which sees the gradients of the whole batch",

@@ -87,12 +87,13 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
         if not captured.single:
             _rehearse(gm, ctx, captured.batch_size, options, room)
     room.check(captured.batch_size)
-    interface = interface_of(captured, gm, _with_names(captured, options) if captured.single else None)
+    single = _with_names(captured, options) if captured.single else None
+    interface = interface_of(captured, gm, single)
     taps = sum(isinstance(node.target, TAPS) for node in gm.graph.nodes)
     stage(f"fxgrad's passes rewrote them to {len(gm.graph.nodes)} nodes, {taps} taps,")
     inputs = _inner_inputs(captured, options)
     if whole:
-        ctx.loss = loss_among(captured, gm, interface)
+        ctx.loss = loss_among(captured, gm, interface, single)
         gm = run_passes(gm, ctx, WHOLE)
         inputs = [_untraced(value) for value in inputs]
     compiled = _compiled(gm, inputs, captured, options, interface)
@@ -100,11 +101,7 @@ def _compile_graph(captured: Captured, options: Options, store: Store, whole: bo
     for one in read:
         one.settle()
     made = compiled, interface, store, captured.batch_size, room, read, given
-    if not whole:
-        return Transformed(*made)
-    own = interface.trainable.values()
-    others = [i for i, one in enumerate(captured.examples) if isinstance(one, Tensor) and i not in own]
-    return WholeStep(*made, ctx.loss, others)
+    return WholeStep(*made, ctx.loss, captured.other_tensors) if whole else Transformed(*made)
 
 
 def _compiled(

@@ -17,7 +17,7 @@ from fxgrad.graph.edit import outputs_of
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.ops.calls import op_name
-from fxgrad.ops.facts import FAKE, TRACED
+from fxgrad.ops.facts import EXAMPLE, FAKE, TRACED
 from fxgrad.ops.values import memory, tensors_of
 from fxgrad.ops.written import tensors_written, writers_by_memory
 from fxgrad.samples.batch import LOST, SHARED
@@ -91,6 +91,39 @@ def input_writes(captured: Captured, gm: fx.GraphModule) -> Writes | None:
 
 def _reached_by_parameters_alone(captured: Captured, gm: fx.GraphModule) -> list[int]:
     """Return the uniform outputs for a batch of one, whose graph says nothing about samples."""
+    held, traced = _reached(captured, gm)
+    return [i for i, node in enumerate(outputs_of(gm)) if node in traced and node not in held]
+
+
+def adds_parameters(captured: Captured, gm: fx.GraphModule, loss: int) -> fx.Node | None:
+    """Return the op by which a loss of one sample gets a term of parameters alone; None where there is none.
+
+    A sum over samples is a number. So a term that is added to it, behind which there is none of the sample's values,
+    belongs to no sample, for one as for several.
+    """
+    held, traced = _reached(captured, gm)
+    stack: list[fx.Node] = [outputs_of(gm)[loss]]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        operands = node.all_input_nodes
+        if any(_size(one) != 0 for one in operands):
+            continue
+        if any(one in traced and one not in held for one in operands):
+            return node
+        stack += [one for one in operands if one not in seen]
+        seen.update(operands)
+    return None
+
+
+def _size(node: fx.Node) -> int | None:
+    """Return how many dimensions a value has; None of what is no tensor."""
+    value = EXAMPLE.get(node)
+    return value.dim() if isinstance(value, Tensor) else None
+
+
+def _reached(captured: Captured, gm: fx.GraphModule) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the nodes behind which the sample's values are, and those behind which trainable parameters are."""
     examples, nodes = captured.examples, gm.graph.find_nodes(op="placeholder")
     held = {nodes[i] for i in captured.inputs if getattr(examples[i], SAMPLE_DIM, None) != SHARED}
     traced = {nodes[i] for i in captured.trainable.values()}
@@ -98,7 +131,7 @@ def _reached_by_parameters_alone(captured: Captured, gm: fx.GraphModule) -> list
         for reached in (held, traced):
             if reached.intersection(node.all_input_nodes):
                 reached.update((node, *_changed(node)))
-    return [i for i, node in enumerate(outputs_of(gm)) if node in traced and node not in held]
+    return held, traced
 
 
 def _changed(node: fx.Node) -> list[fx.Node]:

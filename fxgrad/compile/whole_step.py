@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from fxgrad.capture.captured import Captured
-from fxgrad.compile.interface import Interface
+from fxgrad.compile.interface import Interface, adds_parameters
 from fxgrad.errors import OptionError, UniformOutput
 from fxgrad.graph.context import OF_A_CHECKPOINT, source_line
 from fxgrad.graph.edit import outputs_of
@@ -28,14 +28,13 @@ def requires_gradient(value: str) -> OptionError:
     )
 
 
-def loss_among(captured: Captured, gm: fx.GraphModule, interface: Interface) -> int:
+def loss_among(captured: Captured, gm: fx.GraphModule, interface: Interface, single: fx.GraphModule | None) -> int:
     """Return which output of a graph is the loss.
 
     Refuse what ``loss.backward()`` would do beyond the parameters of the model, and what is no loss.
     """
-    own = set(captured.trainable.values())
-    for i, example in enumerate(captured.examples):
-        if isinstance(example, Tensor) and example.requires_grad and i not in own:
+    for i in captured.other_tensors:
+        if captured.examples[i].requires_grad:
             raise requires_gradient(captured.described(i))
     for node in gm.graph.nodes:
         if OF_A_CHECKPOINT & node.meta.keys():
@@ -58,9 +57,11 @@ def loss_among(captured: Captured, gm: fx.GraphModule, interface: Interface) -> 
             advice="Return the sum over samples of their losses, and detach() what else loss_fn returns. Tensors that "
             "loss_fn or the model keeps elsewhere, as attributes, count too.",
         )
-    if place in interface.uniform:
+    term = None if single is None else adds_parameters(captured, single, place)
+    if place in interface.uniform or term is not None:
         raise UniformOutput(
-            "the loss depends on parameters alone: its gradient belongs to no sample",
+            "the loss, or a term of it, depends on parameters alone: its gradient belongs to no sample",
+            where="" if term is None else source_line(term),
             advice="Compute penalties on parameters outside of loss_fn.",
         )
     return place

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -10,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo import compiled_autograd as _compiled_autograd
 from torch.autograd import graph as _graph
 
@@ -62,6 +65,28 @@ run_backward = _graph._engine_run_backward
 Why: a step that has computed its gradients already runs a backward to deliver them, and each step waits for it.
 Without: each step of `forward_backward` looks at its own arguments once more, in twenty calls.
 """
+
+
+def held_by_others(leaf: Tensor) -> bool:
+    """Return whether somebody holds, in Python, the node that adds to a leaf's gradient; gradients have to be enabled.
+
+    Why: hooks on that node are in no list, and live as long as it does; who sets some keeps the node.
+    Without: optimizers that run in hooks (`_apply_optimizer_in_backward`) do nothing in a step of `forward_backward`.
+    """
+    return _references(leaf) > _fewest_references()
+
+
+def _references(leaf: Tensor) -> int:
+    view: Any = leaf.view_as(leaf)
+    node = view.grad_fn.next_functions[0][0]
+    return sys.getrefcount(node)
+
+
+@functools.cache
+def _fewest_references() -> int:
+    """Count the references to a node that nobody holds: versions of Python count differently."""
+    return _references(torch.ones(1, requires_grad=True))
+
 
 BACKWARD_CODE: CodeType = run_backward.__code__
 outputs_of_backward: Callable[[Mapping[str, Any]], Iterable[Any]] = itemgetter("t_outputs")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.errors import OptionError
-from fxgrad.host.autograd import run_backward
+from fxgrad.host.autograd import held_by_others, run_backward
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
 from fxgrad.runtime.forward import Forward
@@ -38,7 +38,8 @@ def stepped(store: Store, forward: Forward, outputs: Any) -> Any:
             "what loss_fn returned is not the loss that its graph computed",
             advice="Return the loss, or a tuple that begins with it: no number, and nothing made of it.",
         )
-    loss.backward()  # of no samples, which no graph computes
+    if loss.requires_grad:
+        loss.backward()  # of no samples, which no graph computes
     return (loss.detach(), *outputs[1:]) if several else loss.detach()
 
 
@@ -51,6 +52,7 @@ def deliver_computed(store: Store, forward: Forward) -> None:
     if _is_all(store, forward, grads) and _nothing_follows(store, names, tensors):
         forward.stands_for = _FIRST - forward.number
         _set(tensors, store.deliver(grads, forward, names, None))
+        store.results.replaced.clear()
         return
     root = Computed.of(store, forward, names, tensors)
     store.began(forward, root.grad_fn)
@@ -92,9 +94,9 @@ def _nothing_follows(store: Store, names: tuple[str, ...], parameters: list[Tens
     """Return whether p.grad is None everywhere, and no hook would see what arrives but the guard's own."""
     if any(map(is_not, map(grad_of, parameters), repeat(None))) or any(map(post_accumulate_hooks, parameters)):
         return False
-    if store.guard is not None:
-        return store.guard.is_alone(names, parameters)
-    return not any(map(hooks_of, parameters))
+    guard = store.guard
+    alone = not any(map(hooks_of, parameters)) if guard is None else guard.is_alone(names, parameters)
+    return alone and not any(map(held_by_others, parameters))
 
 
 def _set(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
