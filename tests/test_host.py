@@ -1421,6 +1421,62 @@ def _(host: Any) -> None:
         assert not recorded()
 
 
+@check("dynamo.run_found", "dynamo.is_usual")
+def _(host: Any) -> None:
+    traced: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            traced.append(False)
+            raise KeyError("no graph")
+        return x + 1
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    with pytest.raises(KeyError):
+        host.run_found(compiled, (torch.ones(3),), {})
+    compiled(torch.ones(3))
+    assert torch.equal(host.run_found(compiled, (torch.ones(3),), {}), 2 * torch.ones(3)) and traced == [False]
+    with pytest.raises(KeyError):
+        host.run_found(compiled, (torch.ones(3, dtype=torch.float64),), {})
+    assert host.active_callback() is None
+
+    def fails(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.nn.functional.embedding(torch.tensor([7]), x)
+
+    failing = torch.compile(fails, backend="eager", fullgraph=True)
+    failing(torch.ones(9, 2))
+    with contextlib.suppress(IndexError):
+        host.run_found(failing, (torch.ones(9, 2)[:3],), {})
+    assert not torch.is_autocast_enabled("cpu") and host.active_callback() is None
+    assert host.is_usual(compiled) and not host.is_usual(function)
+    with torch.compiler.set_stance("force_eager"):
+        assert not host.is_usual(compiled)
+
+
+@check("autograd.run_backward")
+def _(host: Any) -> None:
+    x = torch.ones(2, requires_grad=True)
+    host.run_backward((x.sum(),), (torch.tensor(3.0),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert torch.equal(x.grad, 3 * torch.ones(2))  # type: ignore[arg-type]
+    assert host.run_backward.__code__ is host.BACKWARD_CODE
+
+
+@check("autograd.held_by_others")
+def _(host: Any) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert not host.held_by_others(leaf)
+    loss = leaf.sum()
+    assert not host.held_by_others(leaf)  # a graph holds the node, and nobody in Python
+    node: Any = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert host.held_by_others(leaf)
+    del node
+    assert not host.held_by_others(leaf)
+    handle = leaf.view_as(leaf).grad_fn.next_functions[0][0].register_hook(print)  # type: ignore[union-attr]
+    assert not host.held_by_others(leaf)  # it lasts no longer than the graph
+    handle.remove()
+
+
 @check("dynamo.as_it_is")
 def _(host: Any) -> None:
     x = torch.ones(3, requires_grad=True)
