@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,22 +64,44 @@ def halved(norms: Tensor) -> Tensor:
     return 0.5 / (norms + 1)
 
 
-STEPS: list[tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], fxgrad.Quantity]]] = [
-    (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), (6, 8), lambda: fxgrad.ClippedGrad(1.0)),
-    (Norms, (6, 8), lambda: fxgrad.ClippedGrad(1.0, weights=halved)),
-    (Functions, (6, 8), fxgrad.GradSample),
-    (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), (6, 8), fxgrad.GradSample),
-    (lambda: nn.Sequential(nn.Linear(8, 3)), (1, 8), fxgrad.GradSample),
-    (encoder, (4, 5, 8), fxgrad.NormSample),
+class Row(NamedTuple):
+    """A model, the shape of its input, a quantity; and whether `forward_backward` runs the step."""
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    quantity: Callable[[], fxgrad.Quantity]
+    whole: bool = False
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+STEPS = [
+    Row(perceptron, (6, 8), lambda: fxgrad.ClippedGrad(1.0)),
+    Row(Norms, (6, 8), lambda: fxgrad.ClippedGrad(1.0, weights=halved)),
+    Row(perceptron, (6, 8), lambda: fxgrad.ClippedGrad(0.5), whole=True),
+    Row(Functions, (6, 8), fxgrad.GradSample),
+    Row(perceptron, (6, 8), fxgrad.GradSample),
+    Row(lambda: nn.Sequential(nn.Linear(8, 3)), (1, 8), fxgrad.GradSample),
+    Row(encoder, (4, 5, 8), fxgrad.NormSample),
 ]
 
 
-def step(make: Callable[[], nn.Module], shape: tuple[int, ...], quantity: fxgrad.Quantity) -> list[Tensor]:
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+def step(row: Row) -> list[Tensor]:
     """Return all that one backward delivers."""
     torch.manual_seed(0)
-    model, x = make(), torch.randn(shape)
+    model, x, quantity = row.model(), torch.randn(row.shape), row.quantity()
     transformed = fxgrad.transform(model, quantity=quantity)
-    transformed(x).square().sum().backward()
+    if row.whole:
+        fxgrad.forward_backward(transformed, loss_of)(x)
+    else:
+        loss_of(transformed, x).backward()
     of_parameters = [getattr(p, name, None) for p in model.parameters() for name in ("grad", "grad_sample")]
     result = None if isinstance(quantity, fxgrad.GradSample) else fxgrad.result(transformed, quantity)
     of_model = result if isinstance(result, tuple) else [result]
@@ -95,7 +117,7 @@ def main() -> None:
     if options.load:
         torch.compiler.load_cache_artifacts(options.load.read_bytes())
     with config.patch(compile_threads=1):
-        results = [step(make, shape, quantity()) for make, shape, quantity in STEPS[: options.first]]
+        results = [step(row) for row in STEPS[: options.first]]
     if options.save:
         saved = torch.compiler.save_cache_artifacts()
         assert saved is not None
