@@ -1432,11 +1432,11 @@ def _(host: Any) -> None:
         return x + 1
 
     compiled = torch.compile(function, backend="eager", fullgraph=True)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="no graph"):
         host.run_found(compiled, (torch.ones(3),), {})
     compiled(torch.ones(3))
     assert torch.equal(host.run_found(compiled, (torch.ones(3),), {}), 2 * torch.ones(3)) and traced == [False]
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="no graph"):
         host.run_found(compiled, (torch.ones(3, dtype=torch.float64),), {})
     assert host.active_callback() is None
 
