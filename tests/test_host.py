@@ -1464,16 +1464,16 @@ def _(host: Any) -> None:
 
 @check("autograd.held_by_others")
 def _(host: Any) -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    assert not host.held_by_others(leaf)
+    other, leaf = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert not host.held_by_others([other, leaf])
     loss = leaf.sum()
-    assert not host.held_by_others(leaf)  # a graph holds the node, and nobody in Python
+    assert not host.held_by_others([other, leaf])  # a graph holds the node, and nobody in Python
     node: Any = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    assert host.held_by_others(leaf)
+    assert host.held_by_others([other, leaf])
     del node
-    assert not host.held_by_others(leaf)
+    assert not host.held_by_others([other, leaf])
     handle = leaf.view_as(leaf).grad_fn.next_functions[0][0].register_hook(print)  # type: ignore[union-attr]
-    assert not host.held_by_others(leaf)  # it lasts no longer than the graph
+    assert not host.held_by_others([other, leaf])  # it lasts no longer than the graph
     handle.remove()
 
 

@@ -67,25 +67,29 @@ Without: each step of `forward_backward` looks at its own arguments once more, i
 """
 
 
-def held_by_others(leaf: Tensor) -> bool:
-    """Return whether somebody holds, in Python, the node that adds to a leaf's gradient; gradients have to be enabled.
+def held_by_others(leaves: Sequence[Tensor]) -> bool:
+    """Return whether somebody holds, in Python, a node that adds to a leaf's gradient; gradients have to be enabled.
 
     Why: hooks on that node are in no list, and live as long as it does; who sets some keeps the node.
     Without: optimizers that run in hooks (`_apply_optimizer_in_backward`) do nothing in a step of `forward_backward`.
     """
-    return _references(leaf) > _fewest_references()
+    return _references(leaves) > _fewest_references()
 
 
-def _references(leaf: Tensor) -> int:
-    view: Any = leaf.view_as(leaf)
-    node = view.grad_fn.next_functions[0][0]
-    return sys.getrefcount(node)
+def _references(leaves: Sequence[Tensor]) -> int:
+    """Count the references to the node that has most; without a Python frame for each leaf."""
+    views = map(Tensor.view_as, leaves, leaves)
+    nodes = [edges[0][0] for edges in map(_behind, views)]
+    return max(map(sys.getrefcount, nodes))
+
+
+_behind = attrgetter("grad_fn.next_functions")
 
 
 @functools.cache
 def _fewest_references() -> int:
     """Count the references to a node that nobody holds: versions of Python count differently."""
-    return _references(torch.ones(1, requires_grad=True))
+    return _references([torch.ones(1, requires_grad=True)])
 
 
 BACKWARD_CODE: CodeType = run_backward.__code__

@@ -96,7 +96,7 @@ def _nothing_follows(store: Store, names: tuple[str, ...], parameters: list[Tens
         return False
     guard = store.guard
     alone = not any(map(hooks_of, parameters)) if guard is None else guard.is_alone(names, parameters)
-    return alone and not any(map(held_by_others, parameters))
+    return alone and not held_by_others(parameters)
 
 
 def _set(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
