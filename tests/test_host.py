@@ -1467,14 +1467,11 @@ def _(host: Any) -> None:
     other, leaf = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     assert not host.held_by_others([other, leaf])
     loss = leaf.sum()
-    assert not host.held_by_others([other, leaf])  # a graph holds the node, and nobody in Python
+    assert host.held_by_others([other, leaf]) == at_least("2.13")  # a graph holds the node, and nobody in Python
     node: Any = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     assert host.held_by_others([other, leaf])
-    del node
+    del node, loss
     assert not host.held_by_others([other, leaf])
-    handle = leaf.view_as(leaf).grad_fn.next_functions[0][0].register_hook(print)  # type: ignore[union-attr]
-    assert not host.held_by_others([other, leaf])  # it lasts no longer than the graph
-    handle.remove()
 
 
 @check("dynamo.as_it_is")

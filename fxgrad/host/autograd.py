@@ -68,8 +68,9 @@ Without: each step of `forward_backward` looks at its own arguments once more, i
 
 
 def held_by_others(leaves: Sequence[Tensor]) -> bool:
-    """Return whether somebody holds, in Python, a node that adds to a leaf's gradient; gradients have to be enabled.
+    """Return whether somebody holds a node that adds to a leaf's gradient; gradients have to be enabled.
 
+    Since: from torch 2.13 on a graph or C++ may be who holds it; in 2.11, tested, only holders in Python are seen.
     Why: hooks on that node are in no list, and live as long as it does; who sets some keeps the node.
     Without: optimizers that run in hooks (`_apply_optimizer_in_backward`) do nothing in a step of `forward_backward`.
     """
