@@ -121,7 +121,8 @@ PAIRS = [(model, quantity) for model in MODELS for quantity in QUANTITIES]
 
 
 @pytest.mark.parametrize(
-    ("model", "quantity"), long_but(lambda pair: pair[0] == "perceptron" or pair == ("tied", "clipped"), PAIRS)
+    ("model", "quantity"),
+    long_but(lambda model, quantity: model == "perceptron" or (model, quantity) == ("tied", "clipped"), PAIRS),
 )
 def test_as_backward_does(model: str, quantity: str) -> None:
     """Several batches by the same graph: as long as the layers are wide, of one sample, of none."""
