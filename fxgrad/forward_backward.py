@@ -27,7 +27,7 @@ _NUMBERS = itertools.count(1)
 _AVAILABLE = torch.distributed.is_available()
 
 
-def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: Any = None) -> ForwardBackward:
+def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: Any = None) -> Callable[..., Any]:
     """Return a function that runs forward, loss and backward of a transformed model as one compiled graph.
 
     ``step(x, y)`` leaves what ``loss_fn(model, x, y).backward()`` leaves: ``p.grad``, ``p.grad_sample`` and results,
