@@ -143,7 +143,8 @@ def keep(name: str, results: Results, source: str) -> None:
 
 def summarise(results: Results, source: str) -> Kept:
     """Return what the page shows of a file that ``--json`` wrote."""
-    own = [record for record in results.records if record.peer in (FXGRAD, STEP) and record.ratio is not None]
+    timed = (record for record in results.records if record.ratio is not None)
+    own = [one for one in timed if one.peer == FXGRAD or (one.peer, one.quantity) == (STEP, "C")]
     models = [_summary([r for r in own if r.model == model]) for model in dict.fromkeys(r.model for r in own)]
     kept = Kept(str(results.machine.get("device")), str(results.machine.get("torch")), source, models=models)
     if results.rates is not None:
@@ -173,10 +174,8 @@ def _median(interval: Interval | None) -> float:
 
 
 def _summary(records: list[Record]) -> Figures:
-    by = {record.quantity: record for record in records if record.peer == FXGRAD}
-    steps = [record for record in records if record.peer == STEP and record.quantity == "C"]
-    whole = dict(zip((WHOLE,), steps, strict=False))
-    entry: dict[str, Any] = {quantity: _ratio(record) for quantity, record in (by | whole).items()}
+    by = {WHOLE if record.peer == STEP else record.quantity: record for record in records}
+    entry: dict[str, Any] = {quantity: _ratio(record) for quantity, record in by.items()}
     if "C" in by and by["C"].peak_bytes:
         entry["peak_C"] = round(by["C"].peak_bytes[FXGRAD] / by["C"].peak_bytes[PLAIN], 2)
     if "G" in by and by["G"].peak_bytes:

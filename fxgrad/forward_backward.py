@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxgrad.api import engine_of
 from fxgrad.capture.dynamo import is_capturing, runs_as_originals
 from fxgrad.capture.dynamo_errors import NO_LOSS
-from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.host.autograd import compiles_backward
 from fxgrad.host.dynamo import graph_break
 from fxgrad.runtime.refusals import not_ordinary
 from fxgrad.samples.batch import Roles
+from fxgrad.warming import engine_of_one_graph
 
 _NUMBERS = itertools.count(1)
 _AVAILABLE = torch.distributed.is_available()
@@ -31,9 +30,8 @@ def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: 
     """Return a function that runs forward, loss and backward of a transformed model as one compiled graph.
 
     ``step(x, y)`` leaves what ``loss_fn(model, x, y).backward()`` leaves: ``p.grad``, ``p.grad_sample`` and results,
-    under the same guard, past the same hooks on parameters. Between
-    forward and backward there is then no autograd, and the compiler sees both at once. The smaller the model, the more
-    that saves.
+    under the same guard, past the same hooks on parameters. Between forward and backward there is then no autograd, and
+    the compiler sees both at once. The smaller the model, the more that saves.
 
     Create the function once: each has graphs of its own, as the code of ``loss_fn`` is part of them. Gradients are
     computed in ``torch.no_grad()``, too.
@@ -62,7 +60,9 @@ def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: 
     >>> private.weight.grad.shape
     torch.Size([2, 3])
     """
-    engine = _engine(model)
+    need = "the whole step as one graph, and fullgraph=False lets it be several"
+    engine = engine_of_one_graph(model, "forward_backward", need)
+    _check_one_process()
     if not callable(loss_fn):
         raise OptionError(
             f"loss_fn is called as loss_fn(model, x, y), and {type(loss_fn).__name__} cannot be called",
@@ -75,6 +75,7 @@ class ForwardBackward:
     """What `forward_backward` returns: ``step(*args, **kwargs)`` computes the loss and the gradients."""
 
     def __init__(self, model: nn.Module, engine: Engine, loss_fn: Callable[..., Any], in_dims: Any) -> None:
+        # The view, with which the guard on p.grad lives.
         self.model, self._engine, self._name = model, engine, f"forward_backward {next(_NUMBERS)}"
         step, roles = _bound(loss_fn, engine.model), engine.roles["forward"]
         engine.roles = {
@@ -94,7 +95,7 @@ class ForwardBackward:
             )
         if compiles_backward():
             raise not_ordinary()
-        _check_alone()
+        _check_one_process()
         if torch.is_grad_enabled():
             return self._engine.call(self._name, args, kwargs)
         with torch.enable_grad():
@@ -138,24 +139,7 @@ def _bound(loss_fn: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     return types.MethodType(called, model)
 
 
-def _engine(model: Any) -> Engine:
-    engine = engine_of(model)
-    if engine is None:
-        raise OptionError(
-            f"forward_backward takes a transformed model, not {type(model).__name__}",
-            advice="Pass what fxgrad.transform returned, before it is wrapped.",
-        )
-    check_not_sharded(engine.model, "forward_backward")
-    if not engine.options.fullgraph:
-        raise OptionError(
-            "forward_backward needs the whole step as one graph, and fullgraph=False lets it be several",
-            advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
-        )
-    _check_alone()
-    return engine
-
-
-def _check_alone() -> None:
+def _check_one_process() -> None:
     """Refuse several processes: nothing averages what each has computed."""
     if _AVAILABLE and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise OptionError(

@@ -64,7 +64,8 @@ def warm_up(
     >>> hasattr(model.weight, "grad_sample")
     False
     """
-    engine = _engine(model)
+    why = "what is behind a graph break is compiled in a step only"
+    engine = engine_of_one_graph(model, "warm_up", f"the whole model as one graph: {why}")
     modes = _checked(batch_sizes, [modes] if isinstance(modes, str) else modes)
     if engine.weighted is not None:  # every step has weights, which are ones by default
         kwargs.pop("sample_weight", None)
@@ -78,17 +79,18 @@ def warm_up(
                 _compile(engine, batch_sizes, args, kwargs)
 
 
-def _engine(model: Any) -> Engine:
+def engine_of_one_graph(model: Any, what: str, need: str) -> Engine:
+    """Return the engine of a transformed model that is whole, and one graph; `forward_backward` asks, too."""
     engine = engine_of(model)
     if engine is None:
         raise OptionError(
-            f"warm_up takes a transformed model, not {type(model).__name__}",
+            f"{what} takes a transformed model, not {type(model).__name__}",
             advice="Pass what fxgrad.transform returned, before it is wrapped.",
         )
-    check_not_sharded(engine.model, "warm_up")
+    check_not_sharded(engine.model, what)
     if not engine.options.fullgraph:
         raise OptionError(
-            "warm_up needs the whole model as one graph: what is behind a graph break is compiled in a step only",
+            f"{what} needs {need}",
             advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
         )
     return engine

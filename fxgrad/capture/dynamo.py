@@ -135,8 +135,11 @@ class CapturedCall:
                     if not _MARKED.isdisjoint(attributes):
                         self.configure()  # guards would see the user's marks
             if self.settings is None and self.every_size and is_usual(compiled):
-                with contextlib.suppress(NoGraph):
-                    return self._run_found(compiled)
+                _CURRENT.searching = True
+                try:
+                    return run_found(compiled, self.args, self.kwargs)
+                except NoGraph:
+                    _CURRENT.searching = False
             try:
                 return compiled(*self.args, **self.kwargs)
             except TorchDynamoException:
@@ -155,14 +158,6 @@ class CapturedCall:
                         tensor.__dict__.pop(mark, None)
             for attributes, marks in saved:
                 attributes.update(marks)
-
-    def _run_found(self, compiled: Callable[..., Any]) -> Any:
-        """Run the graph that Dynamo has for this call; raise NoGraph where it has none."""
-        _CURRENT.searching = True
-        try:
-            return run_found(compiled, self.args, self.kwargs)
-        finally:
-            _CURRENT.searching = False
 
     def configure(self) -> None:
         """Configure Dynamo from now to the end of the call."""

@@ -71,7 +71,7 @@ def run_found(compiled: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
 
     Why: whoever calls a compiled function prepares Dynamo to compile it, by twenty-five questions, and most calls find
     their graph.
-    Without: each step takes 35 to 60 us longer. Without its guard, autocast that a failed forward entered stays on.
+    Without: each step takes some 35 us longer. Without its guard, autocast that a failed forward entered stays on.
     """
     function: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
     levels = torch._C._functorch.get_dynamic_layer_stack_depth()
