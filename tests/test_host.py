@@ -1670,6 +1670,31 @@ def _(host: Any) -> None:
     assert torch.equal(result, -given) and result.stride() == (1, 2)
 
 
+@check("inductor.write_as_inferred")
+def _(host: Any) -> None:
+    """Its effect on one graph of a whole step, tests/test_channels_last.py sees."""
+    host.import_compiler()
+    seen: list[bool] = []
+
+    @torch.library.custom_op("fxgrad_tests::in_any_layout", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+    def in_any_layout(x: Tensor) -> Tensor:
+        seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        return x.sum()
+
+    in_any_layout.register_fake(lambda x: x.new_empty(()))
+    for written in (False, True):
+        graph = fx.Graph()
+        last: Any = {"memory_format": torch.channels_last}
+        copied = graph.call_function(torch.ops.aten.clone.default, (graph.placeholder("x"),), last)
+        value = graph.call_function(torch.ops.aten.exp.default, (copied,))
+        if written:
+            host.write_as_inferred(value)
+        graph.output((graph.call_function(torch.ops.fxgrad_tests.in_any_layout.default, (value,)),))
+        gm = fx.GraphModule(nn.Module(), graph)
+        torch._inductor.compile_fx.compile_fx_inner(gm, [torch.randn(2, 3, 4, 5)])([torch.randn(2, 3, 4, 5)])
+    assert seen == [False, True]
+
+
 @check("inductor.decompositions")
 def _(host: Any) -> None:
     assert torch.ops.aten.native_layer_norm.default in host.decompositions()

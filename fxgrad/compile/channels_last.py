@@ -1,18 +1,17 @@
-"""Values around convolutions keep their layout.
+"""Values around convolutions on CPU have their channels last, from one end of a traced graph to the other.
 
-Forward, `keep_layout`: what is saved for the backward behind the last convolution. Backward, `write_once`: the
-gradients of convolutions' outputs.
+Inductor computes convolutions on CPU with channels last, but plans their neighbours by the layouts that were traced,
+which are contiguous: behind the last convolution of a forward each saved value is copied from one layout to the other,
+and back in the backward. In one graph of a whole step, where no saved value tells the backward how the forward has laid
+it out, each value that both read is written twice. A small network for images has its largest values there. A copy in
+front of each convolution tells Inductor, which infers all layouts behind it before it plans, and leaves out the copies
+that change nothing (`lay_out`):
 
-Inductor computes convolutions on CPU with channels last, and what comes before the last one, too. Behind it, it saves
-each value as the traced graph has it, which is contiguous: a copy from one layout to the other in the forward, and one
-back in the backward. A small network for images has its largest values there. Copies that Inductor does not carry out
-tell it where the layout changes:
+    h = conv(x)           h = conv(clone(x, channels_last))
+    y = conv(relu(h))     y = conv(clone(relu(h), channels_last))
 
-    h = conv(x)                 h = clone(conv(x), channels_last)
-    y = relu(h)        ->       y = relu(h)
-    z = y.mean((2, 3))          z = clone(y, contiguous).mean((2, 3))
-
-What the user sees keeps its layout.
+Gradients of convolutions' outputs, as norm layers compute them, have to be told by themselves (`write_once`). What the
+user sees keeps its layout.
 """
 
 from __future__ import annotations
@@ -23,61 +22,72 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxgrad.graph.edit import outputs_of
-from fxgrad.host.inductor import written_as
+from fxgrad.host.inductor import write_as_inferred, written_as
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
 
 aten = torch.ops.aten
 _RESHAPES = frozenset("view _unsafe_view reshape".split())
 
-# Ops whose backward reads no layout: it saves nothing of their operand, or Inductor has its own code for it.
+# Ops that take any layout, and whose backward does: it saves nothing of their operand, or Inductor has its own code for
+# it. PyTorch's other kernels may return a layout that it does not expect.
 _ANY_LAYOUT = frozenset(
-    """view _unsafe_view reshape permute transpose select slice unsqueeze squeeze expand alias clone
-    mean sum amax amin avg_pool2d _adaptive_avg_pool2d""".split()
+    """view reshape permute transpose t select slice unsqueeze squeeze expand alias detach clone split split_with_sizes
+    unbind cat constant_pad_nd flip index_put zeros_like ones_like full_like empty_like new_zeros new_full
+    sym_size mean sum amax amin var_mean avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
+    convolution convolution_backward mm addmm bmm baddbmm""".split()
 )
 
 
-def keep_layout(gm: fx.GraphModule) -> None:
-    """Change a forward's traced graph on CPU."""
+def lay_out(gm: fx.GraphModule) -> bool:
+    """Change the traced graph of a forward, or of a whole step, on CPU: convolutions read images with channels last.
+
+    A reader that may depend on the layout gets the one that was traced. Where that is not contiguous, nothing changes.
+    Return whether anything did.
+    """
     convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
     if not convolutions or not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
-        return
-    last = convolutions[-1]
-    value = last.meta["val"]
-    if value.dim() != 4 or any(one.args[0].meta["val"].device.type != "cpu" for one in convolutions):
-        return
+        return False
+    if any(not _is_image_on_cpu(operand) for one in convolutions for operand in one.args[:2]):
+        return False
     output = gm.graph.output_node()
     visible = output.meta.get("user_visible_output_idxs")  # Inductor's own note of what the user sees
     if visible is None:
-        return
-    region = _region(convolutions)
+        return False
     results = list(outputs_of(gm))
-    for i in visible:
-        if results[i] in region and isinstance(results[i].meta["val"], Tensor):
-            results[i] = _copy_behind(results[i], _traced(results[i]))
+    values = [node for node in _reached(convolutions) if isinstance(node.meta["val"], Tensor)]
+    readers = {node: [user for user in node.users if _asks_for_layout(user)] for node in values}
+    seen = {results[i] for i in visible}
+    bound = {node: users for node, users in readers.items() if users or node in seen}
+    if not all(_is_contiguous(node.meta["val"]) for node in bound):
+        return False
+    for node, users in bound.items():
+        copy = _copy_behind(node, torch.contiguous_format)
+        node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
+        kept = range(len(results)) if users else visible  # a backward gets what it was traced with
+        results = [copy if one is node and i in kept else one for i, one in enumerate(results)]
     output.args = (tuple(results),)
-    for node in region:
-        outside = [user for user in node.users if user not in region and user is not output]
-        if outside and isinstance(node.meta["val"], Tensor):
-            copy = _copy_behind(node, _traced(node))
-            if not all(op_name(user.target) in _ANY_LAYOUT for user in outside):
-                outside.append(output)  # a backward gets what it was traced with
-            node.replace_all_uses_with(copy, delete_user_cb=outside.__contains__)
-    copy = _copy_behind(last, torch.channels_last)
-    last.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    for node in values:
+        # Read by an operator, which takes any layout; or 1/σ of a group, which a loop computes for each pixel else.
+        if any(_is_operator(user) for user in node.users) or node.target is aten.rsqrt.default:
+            write_as_inferred(node)
+    for convolution in convolutions:
+        image = convolution.args[0]
+        copy = _copy_behind(image, torch.channels_last)
+        image.replace_all_uses_with(copy, delete_user_cb=lambda user, to=convolution: user is to)
     gm.recompile()
+    return True
 
 
-def write_once(gm: fx.GraphModule, examples: Sequence[Any]) -> None:
+def write_once(gm: fx.GraphModule) -> None:
     """Change a backward's traced graph on CPU: gradients of convolutions' outputs are written with their channels last.
 
     A norm layer computes such a gradient for its groups, ``[n, groups, channels / groups, pixels]``. What two ops read,
     Inductor writes in the shape in which it was computed, contiguous, and copies it from there.
     """
-    if not any(_is_channels_last(example) for example in examples):
-        return
     convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
     windows = gm.graph.find_nodes(op="call_function", target=torch.ops.fxgrad.window_rows.default)
     grads = [node.args[0] for node in convolutions] + [_viewed(node.args[0]) for node in windows]
@@ -100,8 +110,8 @@ def _is_reshape(node: fx.Node) -> bool:
     return node.op == "call_function" and op_name(node.target) in _RESHAPES
 
 
-def _is_channels_last(value: Any) -> bool:
-    """Read ints alone: to ask a symbolic size would be a guard."""
+def is_channels_last(value: Any) -> bool:
+    """Return whether an image is, by ints alone: to ask a symbolic size would be a guard."""
     strides = _strides_of(value) if isinstance(value, Tensor) else ()
     steps = value.stride()[1:] if strides else ()
     return bool(strides) and all(isinstance(step, int) for step in steps) and steps == strides[1:]
@@ -115,42 +125,48 @@ def _strides_of(image: Tensor) -> tuple[int, ...]:
     return channels * rows * columns, 1, columns * channels, channels
 
 
-def _region(convolutions: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return the last convolution, and what is computed of it element by element or by max pooling, in order.
-
-    Values of other convolutions may take part, such as what a residual block adds: they are laid out alike.
-    """
-    alike, region = set(convolutions), {convolutions[-1]: None}
+def _reached(convolutions: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Return what is computed of convolutions' results, and these, in order."""
+    reached = dict.fromkeys(convolutions)
     for node in convolutions[0].graph.nodes:
-        operands = [one for one in node.all_input_nodes if not _is_spread(one)]
-        if node.op == "call_function" and operands and all(one in alike for one in operands) and _keeps(node):
-            alike.add(node)
-            if any(one in region for one in operands):
-                region[node] = None
-    return region
+        if "val" in node.meta and any(one in reached for one in node.all_input_nodes):
+            reached[node] = None
+    return reached
 
 
-def _is_spread(operand: fx.Node) -> bool:
-    """Return whether a value is smaller than what an op makes of it, as one number for each channel: it has no say."""
-    value = operand.meta.get("val")  # the bodies of `torch.cond` have none
-    if not isinstance(value, Tensor) or value.dim() > 4:
+def _has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    tags: Sequence[torch.Tag] = node.target.tags if isinstance(node.target, OpOverload) else ()
+    return tag in tags
+
+
+def _is_operator(user: fx.Node) -> bool:
+    return str(user.target).startswith("fxgrad.")
+
+
+def _asks_for_layout(user: fx.Node) -> bool:
+    """Return whether a node may depend on the layout of its operands: any that is not known not to."""
+    if user.op == "output" or user.target is operator.getitem:
         return False
-    return value.dim() < 4 or any(isinstance(size, int) and size == 1 for size in value.shape)
-
-
-def _keeps(node: fx.Node) -> bool:
-    """Return whether an op lays out its result as its operands are."""
-    if node.target in (torch.ops.fxgrad.max_pool.default, operator.getitem):
+    if not isinstance(user.target, OpOverload) or user.target.namespace not in ("aten", "prims"):
+        return not _has_tag(user, torch.Tag.flexible_layout)
+    if user.target is aten.view.dtype:
         return True
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return op_name(user.target) not in _ANY_LAYOUT and not _has_tag(user, torch.Tag.pointwise)
 
 
-def _traced(node: fx.Node) -> torch.memory_format:
-    """Return the layout that a value was traced with."""
-    value = node.meta["val"]
-    if value.is_contiguous() or not value.is_contiguous(memory_format=torch.channels_last):
-        return torch.contiguous_format
-    return torch.channels_last
+def _is_image_on_cpu(operand: fx.Node) -> bool:
+    value = operand.meta["val"]
+    return isinstance(value, Tensor) and value.dim() == 4 and value.device.type == "cpu"
+
+
+def _is_contiguous(value: Tensor) -> bool:
+    """Return whether a value is known to be, which asks symbolic sizes for nothing."""
+    expected: Any = 1
+    for size, step in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically_known_true(step == expected):
+            return False
+        expected = step * size
+    return True
 
 
 def _copy_behind(node: fx.Node, layout: torch.memory_format) -> fx.Node:

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
-from fxgrad.compile.channels_last import keep_layout, write_once
+from fxgrad.compile.channels_last import is_channels_last, lay_out, write_once
 from fxgrad.compile.compared import save_compared
 from fxgrad.compile.folded import fold_batches
 from fxgrad.compile.joined_squares import KEPT, join_squares
@@ -62,12 +62,12 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             fold_batches(gm)
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
-            forward = not kwargs.get("is_backward") and not kwargs.get("is_inference")
-            # What the user's views are made of, behind the graph, has the layout that was traced.
-            if forward and not inductor.show_bases(gm) and on_cpu:
-                keep_layout(gm)
-            if kwargs.get("is_backward") and on_cpu:
-                write_once(gm, args[0])
+            if kwargs.get("is_backward"):
+                laid_out = any(is_channels_last(example) for example in args[0])
+            else:  # what the user's views are made of, behind the graph, has the layout that was traced
+                laid_out = not inductor.show_bases(gm) and on_cpu and lay_out(gm)
+            if laid_out and on_cpu:
+                write_once(gm)
             return inductor.compile_traced(gm, *args, **kwargs)
 
     with inductor.before_partition(keep_unchanged, save_compared):
