@@ -46,6 +46,7 @@ class Figures:
     G: Ratio | None = None
     S: Ratio | None = None  # C by `forward_backward`
     peak_C: float | None = None  # of the plain step's
+    peak_S: float | None = None
     target_C: float | None = None
     peak_G_mb: int | None = None
     allowed_G_mb: int | None = None  # plain + 1.1 B|P|
@@ -176,8 +177,10 @@ def _median(interval: Interval | None) -> float:
 def _summary(records: list[Record]) -> Figures:
     by = {WHOLE if record.peer == STEP else record.quantity: record for record in records}
     entry: dict[str, Any] = {quantity: _ratio(record) for quantity, record in by.items()}
-    if "C" in by and by["C"].peak_bytes:
-        entry["peak_C"] = round(by["C"].peak_bytes[FXGRAD] / by["C"].peak_bytes[PLAIN], 2)
+    for quantity in ("C", WHOLE):
+        record = by.get(quantity)
+        if record is not None and record.peak_bytes:
+            entry[f"peak_{quantity}"] = round(record.peak_bytes[record.peer] / record.peak_bytes[PLAIN], 2)
     if "G" in by and by["G"].peak_bytes:
         entry["peak_G_mb"] = round(by["G"].peak_bytes[FXGRAD] / 1e6)
         entry["allowed_G_mb"] = round(by["G"].allowed_bytes / 1e6)

@@ -48,25 +48,27 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def models(machine: Kept) -> str:
     """Return the table of one machine, with the geometric means as its last row."""
     names = {q: f"{q} / plain" for q in QUANTITIES}
+    peaks = {"peak_C": "peak of C / plain"}
     if any(figures.S for figures in machine.models):
         names = {WHOLE: "C in one graph / plain"} | names
-    header = ["model", "plain, ms", *names.values(), "target of C", "peak of C / plain"]
-    rows = [_model(figures, list(names)) for figures in machine.models]
+        peaks["peak_S"] = "peak of C in one graph / plain"
+    header = ["model", "plain, ms", *names.values(), "target of C", *peaks.values()]
+    rows = [_model(figures, list(names), peaks) for figures in machine.models]
     counts = machine.counts()
     means = [f"{mean:.2f} of {counts[q]}" if (mean := machine.mean(q)) else "" for q in names]
-    rows.append(["geometric mean without c14", "", *means, "", "", ""])
+    rows.append(["geometric mean without c14", "", *means, "", *[""] * len(peaks), ""])
     return table([*header, "peak of G, MB (allowed)"], rows)
 
 
-def _model(figures: Figures, quantities: Iterable[str]) -> list[str]:
+def _model(figures: Figures, quantities: Iterable[str], peaks: Iterable[str]) -> list[str]:
     peak = f"{figures.peak_G_mb} ({figures.allowed_G_mb})" if figures.peak_G_mb is not None else ""
     shown = {quantity: _ratio(figures.of(quantity)) for quantity in quantities}
     if figures.counted_C:
         shown["C"] += f"; counted as {figures.counted_C}"
     target = f"{figures.target_C:g}" if figures.target_C else ""
-    peak_c = f"{figures.peak_C:.2f}" if figures.peak_C else ""
+    shares = [f"{share:.2f}" if (share := getattr(figures, peak)) else "" for peak in peaks]
     plain = f"{figures.plain_ms:.3g}" + (" (eager)" if figures.plain == "eager" else "")
-    return [figures.model, plain, *shown.values(), target, peak_c, peak]
+    return [figures.model, plain, *shown.values(), target, *shares, peak]
 
 
 def _ratio(ratio: Ratio | None) -> str:
