@@ -6,8 +6,7 @@ where layers are small:
 
     s_1 = sum_squares(g_1)  ..  s_m = sum_squares(g_m)   ->   s = squares_of_many([g_1 .. g_m]);  s_1 = s[0]  ..
 
-What reads them goes behind. The total, which one operator takes of what would be written to memory for it, is then
-taken by groups in the loops that read s.
+What reads them goes behind.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from fxgrad.kernels import many_squares as many_squares  # its operator
 from fxgrad.kernels.norms import FEW
 
 aten, ours = torch.ops.aten, torch.ops.fxgrad
-SQUARES, ROOT, PART = ours.sum_squares.default, ours.root_of_many.default, ours.root_of_few.default
+SQUARES = ours.sum_squares.default
 _VIEWS = {aten.view.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
-KEPT = SQUARES, ROOT  # what has to be there: operators that are opened after this
+KEPT = (SQUARES,)  # what has to be there: opened after this
 
 
 def join_squares(gm: fx.GraphModule) -> None:
@@ -35,8 +34,6 @@ def join_squares(gm: fx.GraphModule) -> None:
     joined = [node for node in found if _is_kept(_rows(node), behind)]
     if len(joined) > FEW and _moved(gm.graph, joined, behind):
         _join(gm.graph, joined)
-        for root in gm.graph.find_nodes(op="call_function", target=ROOT):
-            _take_by_groups(root)
     gm.recompile()
 
 
@@ -127,17 +124,6 @@ def _join(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     for node, row in zip(nodes, rows, strict=True):
         node.replace_all_uses_with(row)
         graph.erase_node(node)
-
-
-def _take_by_groups(root: fx.Node) -> None:
-    """``root_of_many(norms)`` as roots of groups of `FEW`, which a compiler looks into."""
-    norms, wide = cast("tuple[Sequence[fx.Node], bool]", root.args)
-    graph = root.graph
-    with graph.inserting_before(root):
-        while len(norms) > 1:
-            norms = [_call(graph, PART, norms[i : i + FEW], wide) for i in range(0, len(norms), FEW)]
-    root.replace_all_uses_with(norms[0])
-    graph.erase_node(root)
 
 
 def _call(graph: fx.Graph, op: Callable[..., Any], *args: Any) -> fx.Node:
