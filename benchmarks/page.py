@@ -51,6 +51,7 @@ def models(machine: Kept) -> str:
     peaks = {"peak_C": "peak of C / plain"}
     if any(figures.S for figures in machine.models):
         names = {WHOLE: "C in one graph / plain"} | names
+    if any(figures.peak_S for figures in machine.models):
         peaks["peak_S"] = "peak of C in one graph / plain"
     header = ["model", "plain, ms", *names.values(), "target of C", *peaks.values()]
     rows = [_model(figures, list(names), peaks) for figures in machine.models]

@@ -63,7 +63,7 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
             if kwargs.get("is_backward"):
-                laid_out = any(is_channels_last(example) for example in args[0])
+                laid_out = any(map(is_channels_last, args[0]))
             else:  # what the user's views are made of, behind the graph, has the layout that was traced
                 laid_out = not inductor.show_bases(gm) and on_cpu and lay_out(gm)
             if laid_out and on_cpu:
