@@ -60,6 +60,27 @@ void turn_over(const T* from, int64_t of_row, int64_t rows, int64_t columns, T* 
 constexpr int64_t OS = V >= 16 ? 8 : 4;  // the outputs, and vectors of inputs, whose products are summed in registers
 constexpr int64_t VECTORS = 3;  // at most
 
+// V numbers of a position, as rows of panels that are OS wide.
+static inline void put_in_panels(const Vec& numbers, float* into, int64_t of_panel) {
+  float lanes[V];
+  numbers.store(lanes);
+  for (int64_t at = 0; at < V; at += OS) std::copy_n(lanes + at, OS, into + at / OS * of_panel);
+}
+
+// Of a position and the next one: whole vectors, as half of one would be written twice as often.
+static inline void put_in_panels(const Vec& numbers, const Vec& next, float* into, int64_t of_panel) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm512_storeu_ps(into, _mm512_shuffle_f32x4(numbers, next, 0x44));
+  _mm512_storeu_ps(into + of_panel, _mm512_shuffle_f32x4(numbers, next, 0xEE));
+#elif defined(CPU_CAPABILITY_AVX2)
+  _mm256_storeu_ps(into, _mm256_permute2f128_ps(numbers, next, 0x20));
+  _mm256_storeu_ps(into + of_panel, _mm256_permute2f128_ps(numbers, next, 0x31));
+#else
+  put_in_panels(numbers, into, of_panel);
+  put_in_panels(next, into + OS, of_panel);
+#endif
+}
+
 // How many vectors of the `left` that are left are next: a single one at the end would take as long as two.
 static inline int64_t next_of(int64_t left) { return left == 4 ? 2 : std::min(VECTORS, left); }
 
@@ -187,31 +208,36 @@ template <typename T>
 void hold(VecOf<T>&) {}
 #endif
 
-struct Steps {  // from one row to the next, and from one column
-  int64_t row, column;
+// Where what is multiplied with each position begins: as far apart as rows of a matrix, or anywhere.
+struct Apart {
+  int64_t step;
+  int64_t operator()(int64_t position) const { return position * step; }
 };
 
-// total[o, :] (+)= the sum over some rows of positions of g[position, o] input[position, :], for OS o and N vectors.
-template <int64_t N, typename T>
-void multiply(const T* g, Steps of_g, const T* input, Steps of_input, int64_t rows, int64_t columns, T* total,
-              int64_t of_total, bool first) {
+struct Anywhere {
+  const int64_t* starts;
+  int64_t operator()(int64_t position) const { return starts[position]; }
+};
+
+// total[o, :] (+)= the sum over some positions of g[position, o] input[where(position), :], for OS o and N vectors. One loop:
+// one inside of another, such as over rows of eight pixels, takes a third longer.
+template <int64_t N, typename T, typename Where>
+void multiply(const T* g, int64_t of_g, const T* input, Where where, int64_t positions, T* total, int64_t of_total, bool first) {
   constexpr int64_t size = VecOf<T>::size();
   VecOf<T> sums[OS][N];  // zeros
-  for (int64_t y = 0; y < rows; ++y) {
-    const T *gs = g + y * of_g.row, *values = input + y * of_input.row;
-    for (int64_t x = 0; x < columns; ++x, gs += of_g.column, values += of_input.column) {
-      VecOf<T> run[N];
+  for (int64_t position = 0; position < positions; ++position, g += of_g) {
+    const T* values = input + where(position);
+    VecOf<T> run[N];
 #pragma GCC unroll 3
-      for (int64_t r = 0; r < N; ++r) {
-        run[r] = VecOf<T>::loadu(values + r * size);
-        hold<T>(run[r]);
-      }
+    for (int64_t r = 0; r < N; ++r) {
+      run[r] = VecOf<T>::loadu(values + r * size);
+      hold<T>(run[r]);
+    }
 #pragma GCC unroll 8
-      for (int64_t o = 0; o < OS; ++o) {
-        const VecOf<T> factor(gs[o]);
+    for (int64_t o = 0; o < OS; ++o) {
+      const VecOf<T> factor(g[o]);
 #pragma GCC unroll 3
-        for (int64_t r = 0; r < N; ++r) sums[o][r] = at::vec::fmadd(factor, run[r], sums[o][r]);
-      }
+      for (int64_t r = 0; r < N; ++r) sums[o][r] = at::vec::fmadd(factor, run[r], sums[o][r]);
     }
   }
   for (int64_t o = 0; o < OS; ++o)
@@ -221,7 +247,7 @@ void multiply(const T* g, Steps of_g, const T* input, Steps of_input, int64_t ro
     }
 }
 
-template <typename T = float>
+template <typename T = float, typename Where = Apart>
 auto multiply_by(int64_t vectors) {
-  return vectors == 3 ? multiply<3, T> : vectors == 2 ? multiply<2, T> : multiply<1, T>;
+  return vectors == 3 ? multiply<3, T, Where> : vectors == 2 ? multiply<2, T, Where> : multiply<1, T, Where>;
 }

@@ -5,21 +5,23 @@
 // Groups stand side by side in a vector, one in each lane. For a few (i, j) at a time the sums stay in registers, while
 // a padded copy of some groups' images, groups last, is read shifted by each of them.
 
-// total[i, j] (+)= the sum over some rows of positions of g[position] input[position + (i, j)], of V lanes each.
+struct Steps {  // from one row to the next, and from one column
+  int64_t row, column;
+};
+
+// total[i, j] (+)= the sum over some positions of g[position] input[starts[position] + (i, j)], of V lanes each.
 template <int64_t I, int64_t J>
-void shift(const float* g, Steps of_g, const float* input, Steps of_input, Steps of_place, int64_t rows, int64_t columns,
-           float* total, int64_t of_total, bool first) {
+void shift(const float* g, const float* input, const int64_t* starts, Steps of_place, int64_t positions, float* total,
+           int64_t of_total, bool first) {
   Vec sums[I][J];  // zeros
-  for (int64_t y = 0; y < rows; ++y) {
-    const float *gs = g + y * of_g.row, *values = input + y * of_input.row;
-    for (int64_t x = 0; x < columns; ++x, gs += of_g.column, values += of_input.column) {
-      const Vec factor = Vec::loadu(gs);
+  for (int64_t position = 0; position < positions; ++position) {
+    const float* values = input + starts[position];
+    const Vec factor = Vec::loadu(g + position * V);
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < I; ++i)
+    for (int64_t i = 0; i < I; ++i)
 #pragma GCC unroll 8
-        for (int64_t j = 0; j < J; ++j)
-          sums[i][j] = at::vec::fmadd(factor, Vec::loadu(values + i * of_place.row + j * of_place.column), sums[i][j]);
-    }
+      for (int64_t j = 0; j < J; ++j)
+        sums[i][j] = at::vec::fmadd(factor, Vec::loadu(values + i * of_place.row + j * of_place.column), sums[i][j]);
   }
   for (int64_t i = 0; i < I; ++i)
     for (int64_t j = 0; j < J; ++j) {
@@ -54,6 +56,7 @@ struct Groups {
   const Shape s;
   const int64_t of_g_row = s.out_columns * V, of_g = s.out_rows * of_g_row;
   const int64_t of_row = (s.columns + 2 * s.column_padding) * V, of_image = (s.rows + 2 * s.row_padding) * of_row;
+  const std::vector<int64_t> starts = window_starts(s, of_row, V);
   Memory<float> gs = Memory<float>(s.images * s.outs * of_g);
   Memory<float> inputs = Memory<float>(s.images * s.channels * of_image);
   Memory<float> total = Memory<float>(s.kernel_rows * s.kernel_columns * V);
@@ -90,13 +93,11 @@ struct Groups {
   }
 
   void add_places(int64_t o, int64_t c, int64_t i, int64_t j, Shift of_places) {
-    const Steps to_g{of_g_row, V}, to_input{s.row_stride * of_row, s.column_stride * V};
     const Steps to_place{s.row_dilation * of_row, s.column_dilation * V};
-    by_blocks(s, [&](int64_t k, int64_t y, int64_t x, int64_t rows, int64_t columns, bool first) {
-      const float* factors = gs.data() + (k * s.outs + o) * of_g + y * to_g.row + x * to_g.column;
-      const float* values = inputs.data() + (k * s.channels + c) * of_image + y * to_input.row + x * to_input.column +
-                            i * to_place.row + j * to_place.column;
-      of_places(factors, to_g, values, to_input, to_place, rows, columns,
+    by_blocks(s, [&](int64_t k, int64_t position, int64_t positions, bool first) {
+      const float* factors = gs.data() + (k * s.outs + o) * of_g + position * V;
+      const float* values = inputs.data() + (k * s.channels + c) * of_image + i * to_place.row + j * to_place.column;
+      of_places(factors, values, starts.data() + position, to_place, positions,
                 total.data() + (i * s.kernel_columns + j) * V, s.kernel_columns * V, first);
     });
   }

@@ -3,15 +3,124 @@
 //     sum G X   sum |G X|   sum |g_a| |g_b| |X_ab|   sum |x_a| |x_b| |G_ab|   sum |g_a| |x_a|   sum |g_a|   sum |x_a|
 //
 // The first is the squared norm of sum_k g_k (x) x_k, the others bound its rounding. The matrices are symmetric: what
-// is above the diagonal counts twice. Some features of all positions are turned at a time, and stay in a near cache.
+// is above the diagonal counts twice.
+//
+// Where positions are few and have many features, one behind the other in memory, V features are multiplied at once, and V
+// sums of V lanes are turned over and added. Else V positions are: some features of all positions are turned over, and
+// stay in a near cache.
 
 constexpr int64_t NEAR = 6144, FEATURES = 96;  // numbers, and features at least: gram_kernel.py knows of the second
+constexpr int64_t FEW = 4 * V, MANY = 4;       // positions, and features for each of them
+constexpr int64_t LONGEST = 1024;              // features of OS positions that stay in the cache while others go by
+constexpr int64_t OTHERS = V / OS;             // positions that are multiplied with OS: V sums
+
+// Lets the cache fetch what is read later, some of it at each step: first one block of memory, then another.
+struct Ahead {
+  const float *at, *end, *then, *end_then;
+
+  void step() {
+#if defined(__GNUC__)
+    __builtin_prefetch(at, 0, 2);  // into the second cache
+#endif
+    at += LINE / 8;
+  }
+
+  void go_on() {
+    if (at < end) return;
+    at = then;
+    end = end_then;
+  }
+};
+
+// The sums over `count` features of the products of OS positions with OTHERS: [OTHERS, OS], V of them.
+static inline Vec products(const float* const* own, const float* const* others, int64_t count, Ahead& ahead) {
+  Vec sums[OS][OTHERS];  // zeros
+  const auto add = [&](int64_t f, int64_t width) {
+    Vec values[OTHERS];
+#pragma GCC unroll 2
+    for (int64_t r = 0; r < OTHERS; ++r) {
+      values[r] = width == V ? Vec::loadu(others[r] + f) : Vec::loadu(others[r] + f, width);
+      hold<float>(values[r]);
+    }
+#pragma GCC unroll 8
+    for (int64_t o = 0; o < OS; ++o) {
+      const Vec value = width == V ? Vec::loadu(own[o] + f) : Vec::loadu(own[o] + f, width);
+#pragma GCC unroll 2
+      for (int64_t r = 0; r < OTHERS; ++r) sums[o][r] = at::vec::fmadd(value, values[r], sums[o][r]);
+    }
+  };
+  Ahead here = ahead;  // in registers
+  int64_t f = 0;
+  for (; f + V <= count; f += V) {
+    here.step();
+    add(f, V);
+  }
+  ahead = here;
+  if (f < count) add(f, count - f);
+  alignas(LINE) float lanes[V * V], turned[V * V];
+  for (int64_t r = 0; r < OTHERS; ++r)
+    for (int64_t o = 0; o < OS; ++o) sums[o][r].store(lanes + (r * OS + o) * V);
+  turn_over(lanes, V, V, V, turned, V);
+  Vec parts[4] = {Vec(0), Vec(0), Vec(0), Vec(0)};
+  for (int64_t lane = 0; lane < V; ++lane) parts[lane % 4] = parts[lane % 4] + Vec::loadu(turned + lane * V);
+  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}
 
 struct Gram {
   const int64_t k, padded = up(k, V), most = std::clamp(NEAR / padded / TILE * TILE, FEATURES, CHAIN);
   Memory<float> features = Memory<float>(most * padded);
   Memory<float> matrix = Memory<float>(padded * padded), lengths = Memory<float>(padded);
   double length = 0;  // of all positions, added up
+
+  void add_up(const float* from, const int64_t* steps, int64_t size, Ahead& ahead, const float* next, int64_t of_next) {
+    if (steps[2] == 1 && k <= FEW && size >= MANY * k)
+      by_features(from, steps[1], size, ahead);
+    else
+      by_positions(from, steps, size, next, of_next);
+    length = 0;
+    for (int64_t a = 0; a < k; ++a) {
+      lengths[a] = std::sqrt(std::max(0.0, double(matrix[a * padded + a])) + size * LOST);
+      length += lengths[a];
+    }
+  }
+
+  // What is behind the last position is that one again, and is not counted.
+  void by_features(const float* from, int64_t of_position, int64_t size, Ahead& ahead) {
+    const auto position = [&](int64_t at) { return from + std::min(at, k - 1) * of_position; };
+    for (int64_t start = 0; start < size; start += LONGEST)
+      for (int64_t a = 0; a < k; a += OS) {
+        const float *own[OS], *others[OTHERS];
+        for (int64_t o = 0; o < OS; ++o) own[o] = position(a + o) + start;
+        for (int64_t b = 0; b < std::min(a + OS, k); b += OTHERS) {
+          for (int64_t r = 0; r < OTHERS; ++r) others[r] = position(b + r) + start;
+          ahead.go_on();
+          float sums[V];
+          products(own, others, std::min(LONGEST, size - start), ahead).store(sums);
+          for (int64_t r = 0; r < OTHERS; ++r) {
+            float* to = matrix.data() + (b + r) * padded + a;
+            const Vec sum = Vec::loadu(sums + r * OS, OS);
+            (start == 0 ? sum : sum + Vec::loadu(to, OS)).store(to, OS);
+          }
+        }
+      }
+  }
+
+  // `next` is read behind these. While products are computed, the cache fetches what comes after the features in work.
+  void by_positions(const float* from, const int64_t* steps, int64_t size, const float* next, int64_t of_next) {
+    for (int64_t start = 0; start < size; start += most) {
+      const int64_t count = std::min(most, size - start);
+      load(from + start * steps[2], steps, count);
+      const bool more = start + most < size;
+      const float* ahead = more ? from + (start + most) * steps[2] : next;
+      const int64_t of_row = more ? steps[1] : of_next;
+      for (int64_t a = 0; a < k; a += OS) {
+        fetch(ahead + a * of_row, of_row, std::min(OS, k - a), most);
+        for (int64_t b = a / V * V, left = (padded - b) / V; left > 0; b += next_of(left) * V, left -= next_of(left))
+          multiply_by(next_of(left))(features.data() + a, padded, features.data() + b, {padded}, count,
+                                     matrix.data() + a * padded + b, padded, start == 0);
+      }
+    }
+  }
 
   // [k, count] as [count, padded]; what is behind the positions stays 0.
   void load(const float* from, const int64_t* steps, int64_t count) {
@@ -23,35 +132,32 @@ struct Gram {
           features[f * padded + position] = from[position * steps[1] + f * steps[2]];
     }
   }
+};
 
-  // `next` is read behind these. While products are computed, the cache fetches what comes after the features in work.
-  void add_up(const float* from, const int64_t* steps, int64_t size, const float* next, int64_t of_next) {
-    for (int64_t start = 0; start < size; start += most) {
-      const int64_t count = std::min(most, size - start);
-      load(from + start * steps[2], steps, count);
-      const bool more = start + most < size;
-      const float* ahead = more ? from + (start + most) * steps[2] : next;
-      const int64_t of_row = more ? steps[1] : of_next;
-      for (int64_t a = 0; a < k; a += OS) {
-        fetch(ahead + a * of_row, of_row, std::min(OS, k - a), most);
-        for (int64_t b = a / V * V, left = (padded - b) / V; left > 0; b += next_of(left) * V, left -= next_of(left))
-          multiply_by(next_of(left))(features.data() + a, {0, padded}, features.data() + b, {0, padded}, 1, count,
-                                     matrix.data() + a * padded + b, padded, start == 0);
-      }
-    }
-    length = 0;
-    for (int64_t a = 0; a < k; ++a) {
-      lengths[a] = std::sqrt(std::max(0.0, double(matrix[a * padded + a])) + size * LOST);
-      length += lengths[a];
-    }
+// The sum of vectors, lane by lane as doubles.
+struct Wide {
+  VecOf<double> lanes[2] = {VecOf<double>(0), VecOf<double>(0)};
+
+  void add(const Vec& values) {
+    const auto wide = at::vec::convert<double, 2, float, 1>(values);
+    lanes[0] = lanes[0] + wide[0];
+    lanes[1] = lanes[1] + wide[1];
+  }
+
+  double total() const {
+    double parts[V];
+    lanes[0].store(parts);
+    lanes[1].store(parts + V / 2);
+    return summed(parts, V);
   }
 };
 
-// `off_g`, `off_x` and `off_sum` say how far rounding may put off a product of two g, one of two x, and a sum over positions.
+// `off_g` and `off_x` say how far rounding may put off a product of two g, and one of two x.
 extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
-                           int64_t n, int64_t k, int64_t o, int64_t i, double off_g, double off_x, double off_sum,
-                           double* found, bool* doubtful, int threads) {
+                           int64_t n, int64_t k, int64_t o, int64_t i, double off_g, double off_x, double* found,
+                           bool* doubtful, int threads) {
   const Norms norms{found, doubtful, n};
+  const double off_sum = (up(k, V) / V + 4) * UNIT;  // of a sum over positions
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Gram g{k}, x{k};
@@ -59,30 +165,34 @@ extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const fl
 #pragma omp for
     for (int64_t sample = 0; sample < n; ++sample) {
       const float *of_g = g_data + sample * g_steps[0], *of_x = x_data + sample * x_steps[0];
-      g.add_up(of_g, g_steps, o, of_x, x_steps[1]);
-      x.add_up(of_x, x_steps, i, of_g + g_steps[0], g_steps[1]);
+      const float *next_g = of_g + g_steps[0], *next_x = of_x + x_steps[0];
+      Ahead ahead{next_g, next_g + (k - 1) * g_steps[1] + o, next_x, next_x + (k - 1) * x_steps[1] + i};
+      g.add_up(of_g, g_steps, o, ahead, of_x, x_steps[1]);
+      x.add_up(of_x, x_steps, i, ahead, next_g, g_steps[1]);
       std::fill_n(counts.begin(), k, 2.0f);
-      double sums[5] = {0, 0, 0, 0, 0};
+      Wide squares, sizes, by_g, by_x;
+      double lengths = 0;
       for (int64_t a = 0; a < k; ++a) {
         counts[a] = 1;
-        Vec square(0), size(0), by_g(0), by_x(0);
+        Vec of_row[4] = {Vec(0), Vec(0), Vec(0), Vec(0)};
         for (int64_t b = a / V * V; b < g.padded; b += V) {
           const Vec count = Vec::loadu(counts.data() + b);
           const Vec in_g = Vec::loadu(g.matrix.data() + a * g.padded + b);
           const Vec in_x = Vec::loadu(x.matrix.data() + a * g.padded + b);
           const Vec product = in_g * in_x;
-          square = at::vec::fmadd(count, product, square);
-          size = at::vec::fmadd(count, product.abs(), size);
-          by_g = at::vec::fmadd(count * Vec::loadu(g.lengths.data() + b), in_x.abs(), by_g);
-          by_x = at::vec::fmadd(count * Vec::loadu(x.lengths.data() + b), in_g.abs(), by_x);
+          of_row[0] = at::vec::fmadd(count, product, of_row[0]);
+          of_row[1] = at::vec::fmadd(count, product.abs(), of_row[1]);
+          of_row[2] = at::vec::fmadd(count * Vec::loadu(g.lengths.data() + b), in_x.abs(), of_row[2]);
+          of_row[3] = at::vec::fmadd(count * Vec::loadu(x.lengths.data() + b), in_g.abs(), of_row[3]);
         }
         counts[a] = 0;
-        sums[0] += total_of(square);
-        sums[1] += total_of(size);
-        sums[2] += total_of(by_g) * g.lengths[a];
-        sums[3] += total_of(by_x) * x.lengths[a];
-        sums[4] += double(g.lengths[a]) * x.lengths[a];
+        squares.add(of_row[0]);
+        sizes.add(of_row[1]);
+        by_g.add(of_row[2] * Vec(g.lengths[a]));
+        by_x.add(of_row[3] * Vec(x.lengths[a]));
+        lengths += double(g.lengths[a]) * x.lengths[a];
       }
+      const double sums[5] = {squares.total(), sizes.total(), by_g.total(), by_x.total(), lengths};
       const double lost = LOST * (o * x.length * x.length + i * g.length * g.length);  // to underflow
       const double slack = off_g * sums[2] + off_x * sums[3] + off_g * off_x * sums[4] * sums[4] + off_sum * sums[1] + lost;
       const double square = sums[0] < 0 ? 0 : sums[0];

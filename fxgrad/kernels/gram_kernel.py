@@ -13,7 +13,6 @@ from fxgrad.kernels.compiled import Library
 from fxgrad.kernels.norms import gamma, norms_of_kernel
 
 FEATURES = 96  # whose products are added up at once, at least
-VECTOR = 8  # numbers, at least
 
 KERNELS = Library("common.cpp", "gram.cpp", computes="norms of linear layers with few positions")
 
@@ -27,8 +26,7 @@ def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``."""
     (n, k, o), i = g.shape, x.shape[2]
     found, doubtful = norms_of_kernel(g)
-    rounding = _rounding(o), _rounding(i), gamma(k // VECTOR + 2, g.dtype)
-    KERNELS.call("gram_norms", g, g.stride(), x, x.stride(), n, k, o, i, *rounding, found, doubtful)
+    KERNELS.call("gram_norms", g, g.stride(), x, x.stride(), n, k, o, i, _rounding(o), _rounding(i), found, doubtful)
     return found, doubtful
 
 

@@ -54,8 +54,8 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
           for (int64_t row = 0; row < k; row += CHAIN) {
             const float* factors = gs.data() + (block - start) * k + row * OS;
             const float* values = xs.data() + at * k + row * width;
-            multiply_by(next_of(left))(factors, {0, OS}, values, {0, width}, 1, std::min(CHAIN, k - row), tile.data(),
-                                       width, row == 0);
+            multiply_by(next_of(left))(factors, OS, values, {width}, std::min(CHAIN, k - row), tile.data(), width,
+                                       row == 0);
           }
           square.add(tile.data(), OS * width);  // what is behind the end is 0, or the sample is not finite anyway
           if (out)

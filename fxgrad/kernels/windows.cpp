@@ -38,16 +38,52 @@ static inline void copy(const float* from, const int64_t* steps, int64_t channel
   }
 }
 
+// Some channels of an image as panels of OS, each with the positions one behind the other. There is room for V channels at
+// a time: behind those that are there come zeros.
+static inline void copy_panels(const float* from, const int64_t* steps, int64_t channels, int64_t rows, int64_t columns,
+                               float* into, int64_t of_panel) {
+  const int64_t channel = steps[2], row = steps[3], column = steps[4];
+  float tile[TILE * TILE];  // channels last
+  for (int64_t c = 0; c < channels; c += TILE)
+    for (int64_t y = 0; y < rows; ++y)
+      for (int64_t x = 0; x < columns; x += TILE) {
+        const int64_t high = std::min(TILE, channels - c), wide = std::min(TILE, columns - x);
+        const float* here = from + c * channel + y * row + x * column;
+        if (channel > 1 && column == 1) {
+          turn_over(here, channel, high, wide, tile, TILE);
+        } else if (channel > 1) {
+          for (int64_t at = 0; at < wide; ++at)
+            for (int64_t r = 0; r < high; ++r) tile[at * TILE + r] = here[r * channel + at * column];
+        }
+        for (int64_t part = 0; part < high; part += V) {
+          const auto numbers = [&](int64_t at) {
+            const float* own = channel > 1 ? tile + at * TILE + part : here + at * column + part;
+            return part + V <= high ? Vec::loadu(own) : Vec::loadu(own, high - part);
+          };
+          float* to = into + (c + part) / OS * of_panel + (y * columns + x) * OS;
+          for (int64_t at = 0; at + 2 <= wide; at += 2) put_in_panels(numbers(at), numbers(at + 1), to + at * OS, of_panel);
+          if (wide % 2) put_in_panels(numbers(wide - 1), to + (wide - 1) * OS, of_panel);
+        }
+      }
+}
+
+// Where the window of each position begins in a padded copy of an image.
+static inline std::vector<int64_t> window_starts(const Shape& s, int64_t of_row, int64_t of_pixel) {
+  std::vector<int64_t> starts;
+  for (int64_t y = 0; y < s.out_rows; ++y)
+    for (int64_t x = 0; x < s.out_columns; ++x) starts.push_back(y * s.row_stride * of_row + x * s.column_stride * of_pixel);
+  return starts;
+}
+
 // Every position of a sample's outputs, at most CHAIN at a time: what these come to is added up afterwards. `add` gets an
-// image, the first row and column, how many of both, and whether nothing has been added up before.
+// image, the first position and how many, and whether nothing has been added up before.
 template <typename Add>
 void by_blocks(const Shape& s, Add add) {
-  const int64_t columns = std::min(s.out_columns, CHAIN), rows = CHAIN / std::max<int64_t>(columns, 1);
+  const int64_t positions = s.out_rows * s.out_columns;
   bool first = true;
   for (int64_t k = 0; k < s.images; ++k)
-    for (int64_t y = 0; y < s.out_rows; y += rows)
-      for (int64_t x = 0; x < s.out_columns; x += columns, first = false)
-        add(k, y, x, std::min(rows, s.out_rows - y), std::min(columns, s.out_columns - x), first);
+    for (int64_t start = 0; start < positions; start += CHAIN, first = false)
+      add(k, start, std::min(CHAIN, positions - start), first);
 }
 
 // The gradients of a sample's weights for some of its outputs, in memory that a thread uses again for each.
@@ -57,9 +93,10 @@ struct Worker {
   const bool joined = s.column_dilation == 1;  // a window's row is one run
   const int64_t runs = joined ? s.kernel_rows : s.kernel_rows * s.kernel_columns;
   const int64_t length = joined ? s.kernel_columns * s.channels : s.channels, padded = up(length, V);
-  const int64_t of_pixel = up(outs, OS), of_row = (s.columns + 2 * s.column_padding) * s.channels;
-  const int64_t of_g = s.out_rows * s.out_columns * of_pixel, of_image = (s.rows + 2 * s.row_padding) * of_row;
-  Memory<float> gs = Memory<float>(s.images * of_g);
+  const int64_t of_g = s.out_rows * s.out_columns * OS, of_panel = s.images * of_g;
+  const int64_t of_row = (s.columns + 2 * s.column_padding) * s.channels, of_image = (s.rows + 2 * s.row_padding) * of_row;
+  const std::vector<int64_t> starts = window_starts(s, of_row, s.channels);
+  Memory<float> gs = Memory<float>(up(outs, V) / OS * of_panel);
   Memory<float> inputs = Memory<float>(s.images * of_image + VECTORS * V);  // the last run is read too far
   // `turn` reads PLACES rows, of which the last may not be there.
   Memory<float> total = Memory<float>(OS * runs * padded + PLACES * std::max(padded, s.channels));
@@ -68,8 +105,7 @@ struct Worker {
     if (outs < s.outs) std::fill(gs.begin(), gs.end(), 0);  // the last outputs may be fewer
     for (int64_t k = 0; k < s.images; ++k) {
       const float* first = g.data + n * g.steps[0] + k * g.steps[1] + start * g.steps[2];
-      copy(first, g.steps, end - start, s.out_rows, s.out_columns, gs.data() + k * of_g, s.out_columns * of_pixel,
-           of_pixel);
+      copy_panels(first, g.steps, end - start, s.out_rows, s.out_columns, gs.data() + k * of_g, of_panel);
       float* inside = inputs.data() + k * of_image + s.row_padding * of_row + s.column_padding * s.channels;
       copy(input.data + n * input.steps[0] + k * input.steps[1], input.steps, s.channels, s.rows, s.columns, inside,
            of_row, s.channels);
@@ -77,16 +113,15 @@ struct Worker {
   }
 
   void add_up(int64_t o) {
-    const Steps to_g{s.out_columns * of_pixel, of_pixel}, to_input{s.row_stride * of_row, s.column_stride * s.channels};
     for (int64_t run = 0; run < runs; ++run) {
       const int64_t i = joined ? run : run / s.kernel_columns, j = joined ? 0 : run % s.kernel_columns;
       const int64_t shift = i * s.row_dilation * of_row + j * s.column_dilation * s.channels;
       for (int64_t at = 0, left = padded / V; left > 0; at += next_of(left) * V, left -= next_of(left))
-        by_blocks(s, [&](int64_t k, int64_t y, int64_t x, int64_t rows, int64_t columns, bool first) {
-          const float* factors = gs.data() + k * of_g + y * to_g.row + x * to_g.column + o;
-          const float* values = inputs.data() + k * of_image + shift + y * to_input.row + x * to_input.column + at;
-          multiply_by(next_of(left))(factors, to_g, values, to_input, rows, columns, total.data() + run * padded + at,
-                                     runs * padded, first);
+        by_blocks(s, [&](int64_t k, int64_t position, int64_t positions, bool first) {
+          const float* factors = gs.data() + o / OS * of_panel + k * of_g + position * OS;
+          const float* values = inputs.data() + k * of_image + shift + at;
+          multiply_by<float, Anywhere>(next_of(left))(factors, OS, values, {starts.data() + position}, positions,
+                                                      total.data() + run * padded + at, runs * padded, first);
         });
     }
   }

@@ -96,8 +96,8 @@ class Shared {
       const int64_t width = vectors * SIZE<T>;
       for (int64_t start = 0; start < k; start += AT_ONCE)
         for (int64_t row = 0; row < batch; row += OS)
-          multiply_by<T>(vectors)(of(step) + (row / TILE * k + start) * TILE + row % TILE, {0, TILE},
-                                  weights + at * k + start * width, {0, width}, 1, std::min(AT_ONCE, k - start),
+          multiply_by<T>(vectors)(of(step) + (row / TILE * k + start) * TILE + row % TILE, TILE,
+                                  weights + at * k + start * width, {width}, std::min(AT_ONCE, k - start),
                                   out + row * part.width + at - part.from, part.width, start == 0);
     });
   }
