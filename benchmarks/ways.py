@@ -7,12 +7,10 @@ is than the fastest.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import sys
 import time
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxgrad.costs.choices import Planner
 from fxgrad.costs.contractions import costs
@@ -36,7 +35,6 @@ TABLE = [(32, 256, 10004, 16), (16, 64, 50257, 256), (32, 64, 100, 64), (32, 256
 
 SLOW = 1.0  # estimated seconds from which a way is left out
 ROUNDS = 20
-_COUNT = itertools.count()
 
 Make = Callable[[Tensor, Tensor], Term]
 
@@ -70,7 +68,9 @@ def table(n: int, k: int, rows: int, d: int) -> tuple[Sequence[Tensor], Make, tu
     return operands, lambda ids, g: Term("n...v,n...d->nvd", OneHot(ids, rows), g), (rows, d)
 
 
-def step(way: Way, make: Make, shape: tuple[int, ...], machine: Machine) -> Callable[..., Any]:
+def step(
+    way: Way, make: Make, shape: tuple[int, ...], machine: Machine, operands: Sequence[Tensor]
+) -> Callable[..., Any]:
     """One weight's part of a backward that clips, compiled; the machine says which library multiplies."""
     ways = Only(machine, way=way)
 
@@ -80,8 +80,9 @@ def step(way: Way, make: Make, shape: tuple[int, ...], machine: Machine) -> Call
         norms = grads.norms()
         return norms, grads.weighted((1 / (norms[1] + 1e-6)).clamp(max=1).float())
 
-    code = run.__code__.replace(co_name=f"run_{next(_COUNT)}")  # Dynamo keeps its graphs by code
-    return torch.compile(types.FunctionType(code, run.__globals__, "run", None, run.__closure__), dynamic=False)
+    # Traced as AOTAutograd traces a backward: TorchDynamo sees nothing of it, and would break the graph.
+    compiled: Callable[..., Any] = torch.compile(make_fx(run)(*operands), dynamic=False, fullgraph=True)
+    return compiled
 
 
 def least_seconds(steps: dict[Way, Callable[..., Any]], operands: Sequence[Tensor]) -> dict[Way, float]:
@@ -101,7 +102,7 @@ def line(kind: str, sizes: tuple[int, ...], machine: Machine) -> str:
     operands, make, shape = {"linear": linear, "conv": conv, "table": table}[kind](*sizes)
     term, n = make(*operands), sizes[0]
     prices = costs(term.contraction(), REFERENCE, n)
-    steps = {way: step(way, make, shape, machine) for way, price in prices.items() if price.seconds < SLOW}
+    steps = {way: step(way, make, shape, machine, operands) for way, price in prices.items() if price.seconds < SLOW}
     times = least_seconds(steps, operands)
     best = min(times.values())
     cells = [f"{1e3 * times[way]:.3g}" if way in times else "" for way in Way]
