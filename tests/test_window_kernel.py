@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxgrad.kernels import compiled, norms, window_kernel
+from fxgrad.kernels import compiled, norms, window_gram_kernel, window_kernel
 from fxgrad.kernels.convolutions import conv_rows
 from fxgrad.kernels.norms import CHAIN
 from fxgrad.kernels.precision import unit
@@ -99,7 +99,10 @@ def test_every_shape_and_layout(data: Any) -> None:
     atol = 5e-5 if transposed else 1e-5  # more positions are added up, ten times as many
     torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=atol)
     norms = true.flatten(1).norm(dim=1)
-    for norm, bound in (found, window_norms(g, input, shape, told.numbers(), False)):
+    plain = groups == 1 and not transposed and g.shape[1] == 1
+    assert not plain or window_gram_kernel.applies(g, input, shape)
+    by_gram = [window_norms(g, input, shape, told.numbers(), True)] if plain else []
+    for norm, bound in (found, window_norms(g, input, shape, told.numbers(), False), *by_gram):
         torch.testing.assert_close(norm, norms, rtol=1e-5, atol=1e-7)
         assert (bound >= norms * (1 - 1e-12)).all()
         assert (bound <= norms + 1e-3 * g.flatten(1).norm(dim=1) * input.flatten(1).norm(dim=1)).all()
@@ -215,7 +218,7 @@ def test_equal_samples_have_equal_bounds_in_any_number_of_threads(
 
 def test_sizes_have_one_order_in_python_and_in_c() -> None:
     """`Shape` goes to C++ as memory: a field in another place would be another size, and no error."""
-    source = (Path(window_kernel.__file__).parent / "windows.cpp").read_text()
+    source = (Path(window_kernel.__file__).parent / "shape.cpp").read_text()
     (body,) = re.findall(r"struct Shape \{(.*?)\};", source, re.DOTALL)
     declared = re.findall(r"\w+(?=[,;])", body)
     assert declared == [field[0] for field in window_kernel.Shape._fields_]

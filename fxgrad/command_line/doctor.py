@@ -20,12 +20,13 @@ from fxgrad.capture.progress import AFTER
 from fxgrad.costs.machines import RATES, VARIABLE, Machine, file, measure_again, remembered
 from fxgrad.host.inductor import cache_folder, find_compiler
 from fxgrad.host.versions import at_least
-from fxgrad.kernels import gram_kernel, many_squares, product_kernel, tables, window_kernel
+from fxgrad.kernels import gram_kernel, many_squares, product_kernel, tables, window_gram_kernel, window_kernel
 from fxgrad.kernels.recurrent import lstm_kernel
 
 OLDEST_TORCH = "2.11"
 OPACUS = "1.6", "1.7"  # from, and before
-KERNELS = [room.KERNELS for room in (product_kernel, gram_kernel, window_kernel, tables, many_squares, lstm_kernel)]
+_ROOMS = product_kernel, gram_kernel, window_kernel, window_gram_kernel, tables, many_squares, lstm_kernel
+KERNELS = [room.KERNELS for room in _ROOMS]
 INSTALL = "Install a C++ compiler, such as g++, or name one in the environment variable CXX."
 
 

@@ -66,22 +66,35 @@ static inline Vec products(const float* const* own, const float* const* others, 
   return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
-struct Gram {
-  const int64_t k, padded = up(k, V), most = std::clamp(NEAR / padded / TILE * TILE, FEATURES, CHAIN);
-  Memory<float> features = Memory<float>(most * padded);
+// The products of positions with each other. They are symmetric: only what is not below the diagonal counts.
+struct Pairs {
+  const int64_t k, padded = up(k, V);
   Memory<float> matrix = Memory<float>(padded * padded), lengths = Memory<float>(padded);
   double length = 0;  // of all positions, added up
+
+  explicit Pairs(int64_t k) : k(k) {}
+
+  void measure(int64_t size) {
+    length = 0;
+    for (int64_t a = 0; a < k; ++a) {
+      lengths[a] = std::sqrt(std::max(0.0, double(matrix[a * padded + a])) + size * LOST);
+      length += lengths[a];
+    }
+  }
+};
+
+struct Gram : Pairs {
+  const int64_t most = std::clamp(NEAR / padded / TILE * TILE, FEATURES, CHAIN);
+  Memory<float> features = Memory<float>(most * padded);
+
+  using Pairs::Pairs;
 
   void add_up(const float* from, const int64_t* steps, int64_t size, Ahead& ahead, const float* next, int64_t of_next) {
     if (steps[2] == 1 && k <= FEW && size >= MANY * k)
       by_features(from, steps[1], size, ahead);
     else
       by_positions(from, steps, size, next, of_next);
-    length = 0;
-    for (int64_t a = 0; a < k; ++a) {
-      lengths[a] = std::sqrt(std::max(0.0, double(matrix[a * padded + a])) + size * LOST);
-      length += lengths[a];
-    }
+    measure(size);
   }
 
   // What is behind the last position is that one again, and is not counted.
@@ -126,6 +139,8 @@ struct Gram {
   void load(const float* from, const int64_t* steps, int64_t count) {
     if (steps[2] == 1) {
       turn_over(from, steps[1], k, count, features.data(), padded);
+    } else if (steps[1] == 1) {
+      for (int64_t f = 0; f < count; ++f) std::copy_n(from + f * steps[2], k, features.data() + f * padded);
     } else {
       for (int64_t f = 0; f < count; ++f)
         for (int64_t position = 0; position < k; ++position)
@@ -152,16 +167,56 @@ struct Wide {
   }
 };
 
-// `off_g` and `off_x` say how far rounding may put off a product of two g, and one of two x.
+// What two matrices come to for each sample. `off_g` and `off_x` say how far rounding may put off a product of two g, of `o`
+// features, and one of two x.
+struct Meeting {
+  const int64_t o, i;
+  const double off_g, off_x;
+  const Norms norms;
+  Memory<float> counts;  // how often an entry of a row counts
+
+  void meet(int64_t sample, const Pairs& g, const Pairs& x) {
+    counts.assign(g.padded, 0);
+    std::fill_n(counts.begin(), g.k, 2.0f);
+    Wide squares, sizes, by_g, by_x;
+    double lengths = 0;
+    for (int64_t a = 0; a < g.k; ++a) {
+      counts[a] = 1;
+      Vec of_row[4] = {Vec(0), Vec(0), Vec(0), Vec(0)};
+      for (int64_t b = a / V * V; b < g.padded; b += V) {
+        const Vec count = Vec::loadu(counts.data() + b);
+        const Vec in_g = Vec::loadu(g.matrix.data() + a * g.padded + b);
+        const Vec in_x = Vec::loadu(x.matrix.data() + a * g.padded + b);
+        const Vec product = in_g * in_x;
+        of_row[0] = at::vec::fmadd(count, product, of_row[0]);
+        of_row[1] = at::vec::fmadd(count, product.abs(), of_row[1]);
+        of_row[2] = at::vec::fmadd(count * Vec::loadu(g.lengths.data() + b), in_x.abs(), of_row[2]);
+        of_row[3] = at::vec::fmadd(count * Vec::loadu(x.lengths.data() + b), in_g.abs(), of_row[3]);
+      }
+      counts[a] = 0;
+      squares.add(of_row[0]);
+      sizes.add(of_row[1]);
+      by_g.add(of_row[2] * Vec(g.lengths[a]));
+      by_x.add(of_row[3] * Vec(x.lengths[a]));
+      lengths += double(g.lengths[a]) * x.lengths[a];
+    }
+    const double lost = LOST * (o * x.length * x.length + i * g.length * g.length);  // to underflow
+    const double off_sum = (g.padded / V + 4) * UNIT;
+    const double slack = off_g * by_g.total() + off_x * by_x.total() + off_g * off_x * lengths * lengths +
+                         off_sum * sizes.total() + lost;
+    const double found = squares.total(), square = found < 0 ? 0 : found;
+    const double bound = std::sqrt(square + 1.01 * slack) * (1 + 1e-12);
+    norms.set(sample, std::sqrt(square), bound, bound < SMALL || lost > 1e-7 * found);
+  }
+};
+
 extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
                            int64_t n, int64_t k, int64_t o, int64_t i, double off_g, double off_x, double* found,
                            bool* doubtful, int threads) {
-  const Norms norms{found, doubtful, n};
-  const double off_sum = (up(k, V) / V + 4) * UNIT;  // of a sum over positions
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Gram g{k}, x{k};
-    Memory<float> counts(g.padded);  // how often an entry of a row counts
+    Meeting meeting{o, i, off_g, off_x, {found, doubtful, n}, {}};
 #pragma omp for
     for (int64_t sample = 0; sample < n; ++sample) {
       const float *of_g = g_data + sample * g_steps[0], *of_x = x_data + sample * x_steps[0];
@@ -169,35 +224,7 @@ extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const fl
       Ahead ahead{next_g, next_g + (k - 1) * g_steps[1] + o, next_x, next_x + (k - 1) * x_steps[1] + i};
       g.add_up(of_g, g_steps, o, ahead, of_x, x_steps[1]);
       x.add_up(of_x, x_steps, i, ahead, next_g, g_steps[1]);
-      std::fill_n(counts.begin(), k, 2.0f);
-      Wide squares, sizes, by_g, by_x;
-      double lengths = 0;
-      for (int64_t a = 0; a < k; ++a) {
-        counts[a] = 1;
-        Vec of_row[4] = {Vec(0), Vec(0), Vec(0), Vec(0)};
-        for (int64_t b = a / V * V; b < g.padded; b += V) {
-          const Vec count = Vec::loadu(counts.data() + b);
-          const Vec in_g = Vec::loadu(g.matrix.data() + a * g.padded + b);
-          const Vec in_x = Vec::loadu(x.matrix.data() + a * g.padded + b);
-          const Vec product = in_g * in_x;
-          of_row[0] = at::vec::fmadd(count, product, of_row[0]);
-          of_row[1] = at::vec::fmadd(count, product.abs(), of_row[1]);
-          of_row[2] = at::vec::fmadd(count * Vec::loadu(g.lengths.data() + b), in_x.abs(), of_row[2]);
-          of_row[3] = at::vec::fmadd(count * Vec::loadu(x.lengths.data() + b), in_g.abs(), of_row[3]);
-        }
-        counts[a] = 0;
-        squares.add(of_row[0]);
-        sizes.add(of_row[1]);
-        by_g.add(of_row[2] * Vec(g.lengths[a]));
-        by_x.add(of_row[3] * Vec(x.lengths[a]));
-        lengths += double(g.lengths[a]) * x.lengths[a];
-      }
-      const double sums[5] = {squares.total(), sizes.total(), by_g.total(), by_x.total(), lengths};
-      const double lost = LOST * (o * x.length * x.length + i * g.length * g.length);  // to underflow
-      const double slack = off_g * sums[2] + off_x * sums[3] + off_g * off_x * sums[4] * sums[4] + off_sum * sums[1] + lost;
-      const double square = sums[0] < 0 ? 0 : sums[0];
-      const double bound = std::sqrt(square + 1.01 * slack) * (1 + 1e-12);
-      norms.set(sample, std::sqrt(square), bound, bound < SMALL || lost > 1e-7 * sums[0]);
+      meeting.meet(sample, g, x);
     }
   }
 }

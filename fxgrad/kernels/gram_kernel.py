@@ -26,9 +26,10 @@ def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``."""
     (n, k, o), i = g.shape, x.shape[2]
     found, doubtful = norms_of_kernel(g)
-    KERNELS.call("gram_norms", g, g.stride(), x, x.stride(), n, k, o, i, _rounding(o), _rounding(i), found, doubtful)
+    KERNELS.call("gram_norms", g, g.stride(), x, x.stride(), n, k, o, i, rounding(o), rounding(i), found, doubtful)
     return found, doubtful
 
 
-def _rounding(features: int) -> float:
+def rounding(features: int) -> float:
+    """Return how far a product of two positions may be off, of a product of their lengths."""
     return gamma(features, torch.float32, blocks=-(-features // FEATURES))

@@ -34,7 +34,7 @@ class Shape(ctypes.Structure):
     )
 
 
-KERNELS = Library("common.cpp", "windows.cpp", "depthwise.cpp", computes="convolutions")
+KERNELS = Library("common.cpp", "shape.cpp", "windows.cpp", "depthwise.cpp", computes="convolutions")
 
 
 def applies(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> bool:
@@ -53,17 +53,25 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     in, *space]``; returns the squares of what each sample has of them, and of both: ``[3, n, parts]`` in float64."""
     if settings.transposed:  # it is g that has windows, at the positions of the input
         return rows(input, g, kernel, settings._replace(transposed=False), out)
-    large = _large_groups(kernel, settings)
-    stride, padding, dilation = (list(each) for each in settings[:3])
-    if len(kernel) == 3:  # a row of pixels is an image
-        g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
-        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
-    groups, (outs, channels) = settings.groups, kernel[:2]
+    large, groups = _large_groups(kernel, settings), settings.groups
+    g, input, shape = as_images(g, input, kernel, settings)
     if large:  # of each group
-        parts = parts_of(len(g) * groups, outs // groups, g[0].numel() // groups * g.element_size())
+        parts = parts_of(len(g) * groups, shape.outs, g[0].numel() // groups * g.element_size())
     else:
         parts = -(-groups // LANES)
     sums = torch.empty(3, len(g), groups * parts if large else parts, dtype=torch.float64)
+    kernel_in_c = "window_rows" if large else "depthwise_rows"
+    KERNELS.call(kernel_in_c, g, g.stride(), input, input.stride(), ctypes.byref(shape), out, sums, parts)
+    return sums
+
+
+def as_images(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[Tensor, Tensor, Shape]:
+    """``[n, k, channels, rows, columns]`` of both, a row of pixels as an image, and their sizes."""
+    stride, padding, dilation = (list(each) for each in settings[:3])
+    if len(kernel) == 3:
+        g, input, kernel = g.unsqueeze(3), input.unsqueeze(3), (*kernel[:2], 1, kernel[2])
+        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
+    groups, (outs, channels) = settings.groups, kernel[:2]
     shape = Shape(samples=len(g), images=g.shape[1], outs=outs // groups, channels=channels, groups=groups)
     shape.out_rows, shape.out_columns = g.shape[3:]
     shape.rows, shape.columns = input.shape[3:]
@@ -71,9 +79,7 @@ def rows(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, ou
     shape.row_stride, shape.column_stride = stride
     shape.row_padding, shape.column_padding = padding
     shape.row_dilation, shape.column_dilation = dilation
-    kernel_in_c = "window_rows" if large else "depthwise_rows"
-    KERNELS.call(kernel_in_c, g, g.stride(), input, input.stride(), ctypes.byref(shape), out, sums, parts)
-    return sums
+    return g, input, shape
 
 
 def norms(g: Tensor, sums: Tensor, relative: float) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,6 @@
 // dx is 1; else C numbers for each j). So D is, for a few o at a time, a product of [o, positions] by [positions, run]
 // whose right side's rows overlap in memory: no window is ever copied, and the sums stay in registers.
 
-// As the caller fills it, all in int64; outputs and channels are those of a group.
-struct Shape {
-  int64_t samples, images, outs, out_rows, out_columns, channels, rows, columns, kernel_rows, kernel_columns;
-  int64_t row_stride, column_stride, row_padding, column_padding, row_dilation, column_dilation, groups;
-};
-static_assert(sizeof(Shape) == 17 * sizeof(int64_t), "window_kernel.Shape has these numbers, one behind the other");
-
 constexpr int64_t PLACES = 16;  // of a window, at most, that are written as vectors
 
 struct Values {  // [samples, images, channels, rows, columns], and the steps between them

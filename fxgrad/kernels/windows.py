@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxgrad.kernels import window_kernel
+from fxgrad.kernels import window_gram_kernel, window_kernel
 from fxgrad.kernels.convolutions import blocks, conv_rows
 from fxgrad.kernels.gram import from_squares, met, pixels_of, window_gram
 from fxgrad.kernels.in_parts import inner_of
@@ -52,8 +52,7 @@ def _relative(positions: Sequence[int], copies: int, like: Tensor) -> float:
 
 
 def _fake_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequence[int], gram: bool) -> Tensor:
-    if not gram:
-        window_kernel.KERNELS.start(g)
+    (window_gram_kernel if gram else window_kernel).KERNELS.start(g)
     return norms_like(g)
 
 
@@ -121,6 +120,8 @@ def window_norms(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Seque
     if not gram and window_kernel.applies(g, input, kernel, settings):
         norms, doubtful = _by_kernel(g, input, kernel, settings, None)
         return again(g, input, norms, doubtful, carefully)
+    if gram and window_gram_kernel.applies(g, input, kernel):
+        return again(g, input, *window_gram_kernel.norms(g, input, kernel, settings), carefully)
     if not gram:
         return by_blocks(g, input, blocks(g, input, kernel), of, carefully)
 
