@@ -26,8 +26,9 @@ from fxgrad.terms.part import ChooseWay, Chosen, Materialised, Readable
 from fxgrad.terms.work import Costs, CostTable, Way, Work, c, e, f, k, n, o, p, s, w
 
 # The gradient itself is made by a kernel that copies each sample, keeps its sums in registers and looks at each
-# weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift.
-GRAMS = 1 << 20  # bytes of Gram matrices that one round of calls looks at
+# weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift: on a CPU by a
+# kernel, on a GPU by PyTorch's ops.
+MEANWHILE = 4 << 20  # bytes that a GPU reads or writes while it launches a kernel
 _SUM = Work(kernel=2 * n * k * w, memory=2 * e * n * s, call=Integer(8), launch=Integer(6))
 COSTS = CostTable(
     "windows",
@@ -35,11 +36,11 @@ COSTS = CostTable(
     {
         Way.GRAM: Costs(
             Work(
-                batched=2 * n * (p**2 * c + k**2 * o),
+                kernel=n * (p * (p + 16) * c + k * (k + 16) * o),
                 memory=e * n * s,
-                cache=(6 * f + 13) * e * n * k**2,
-                call=(30 + 8 * f) * (1 + e * n * p**2 / GRAMS),
-                launch=(30 + 8 * f) * (1 + e * n * p**2 / BLOCK_ON_GPU),
+                cache=(f + 5) * e * n * k**2,
+                call=Integer(30),
+                launch=(30 + 8 * f) * (1 + e * n * p**2 / BLOCK_ON_GPU) + f * e * n * k**2 / MEANWHILE,
             ),
             _SUM,
         ),
