@@ -460,6 +460,19 @@ def _(host: Any) -> None:
         assert host.forward_level() == 0
 
 
+@check("functorch.merge_equal_nodes")
+def _(host: Any) -> None:
+    """What it is for, tests/test_merged.py sees."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    one, two = (graph.call_function(torch.ops.aten.exp.default, (x,)) for _ in range(2))
+    graph.output(graph.call_function(torch.ops.aten.add.Tensor, (one, two)))
+    gm = fx.GraphModule(nn.Module(), graph)
+    host.merge_equal_nodes(gm)
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)) == 1
+    assert gm(torch.zeros(2)).tolist() == [2, 2]
+
+
 @check("functorch.aot_settings")
 def _(host: Any) -> None:
     from torch._functorch import config

@@ -54,3 +54,15 @@ def must_be_in_backward() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     tagged: contextlib.AbstractContextManager[None] = set_partitioner_tag_must_be_in_backward()
     return tagged
+
+
+def merge_equal_nodes(gm: torch.fx.GraphModule) -> None:
+    """Replace nodes of a functional graph by earlier ones with the same op and arguments, but what the graph returns.
+
+    Why: AOTAutograd does so before it parts a forward from its backward, and not for a graph that has both.
+    Without: a step of `forward_backward` computes twice what rules compute again, such as a group norm's statistics.
+    """
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    gm.graph = fx_graph_cse(gm.graph)
+    gm.recompile()

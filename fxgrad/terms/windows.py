@@ -26,8 +26,8 @@ from fxgrad.terms.part import ChooseWay, Chosen, Materialised, Readable
 from fxgrad.terms.work import Costs, CostTable, Way, Work, c, e, f, k, n, o, p, s, w
 
 # The gradient itself is made by a kernel that copies each sample, keeps its sums in registers and looks at each
-# weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift: on a CPU by a
-# kernel, on a GPU by PyTorch's ops.
+# weight's gradient once, in the cache. Windows' Gram matrices are added up from the pixels', shift by shift: by a
+# kernel on a CPU, by PyTorch's ops on a GPU.
 MEANWHILE = 4 << 20  # bytes that a GPU reads or writes while it launches a kernel
 _SUM = Work(kernel=2 * n * k * w, memory=2 * e * n * s, call=Integer(8), launch=Integer(6))
 COSTS = CostTable(
