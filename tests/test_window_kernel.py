@@ -216,6 +216,21 @@ def test_equal_samples_have_equal_bounds_in_any_number_of_threads(
         assert (bound == bound[0]).all()
 
 
+@pytest.mark.parametrize("layout", ["plain", "channels last", "expanded"])
+def test_gram_matrices_of_a_row_of_pixels(layout: str) -> None:
+    told = Settings((2,), (3,), (2,), False, (0,), 1)
+    g, input, shape = torch.randn(4, 1, 300, 11), torch.randn(4, 1, 40, 19), (300, 40, 3)
+    if layout == "expanded":  # as of a mean over space
+        g = g[..., :1].expand(g.shape)
+    else:
+        g, input = in_layout(g, layout), in_layout(input, layout)
+    assert window_gram_kernel.applies(g, input, shape)
+    norm, bound = window_norms(g, input, shape, told.numbers(), True)
+    true = expected(g, input, shape, told).flatten(1).norm(dim=1)
+    torch.testing.assert_close(norm, true, rtol=1e-6, atol=0)
+    assert (bound >= true).all() and (bound <= 1.001 * true).all()
+
+
 def test_sizes_have_one_order_in_python_and_in_c() -> None:
     """`Shape` goes to C++ as memory: a field in another place would be another size, and no error."""
     source = (Path(window_kernel.__file__).parent / "shape.cpp").read_text()

@@ -222,7 +222,8 @@ struct Anywhere {
 // total[o, :] (+)= the sum over some positions of g[position, o] input[where(position), :], for OS o and N vectors. One loop:
 // one inside of another, such as over rows of eight pixels, takes a third longer.
 template <int64_t N, typename T, typename Where>
-void multiply(const T* g, int64_t of_g, const T* input, Where where, int64_t positions, T* total, int64_t of_total, bool first) {
+void multiply(const T* g, int64_t of_g, const T* input, Where where, int64_t positions, T* total, int64_t of_total,
+              bool first) {
   constexpr int64_t size = VecOf<T>::size();
   VecOf<T> sums[OS][N];  // zeros
   for (int64_t position = 0; position < positions; ++position, g += of_g) {

@@ -43,7 +43,7 @@ def window_rounding(
 
 
 def _relative(positions: Sequence[int], copies: int, like: Tensor) -> float:
-    """The same for norms of 1. A kernel adds up some rows of an image, and then those sums."""
+    """The same for norms of 1. Some rows of an image are added up, then those sums: our kernels have no more."""
     *images, rows, columns = (1, *positions)
     high = max(1, CHAIN // max(columns, 1))
     blocks = math.prod(images) * -(-rows // high) * -(-columns // CHAIN)
