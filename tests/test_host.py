@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -1432,6 +1433,23 @@ def _(host: Any) -> None:
     assert recorded()
     with host.unrecorded():
         assert not recorded()
+
+
+@check("dynamo.sizes_read_plainly")
+def _(host: Any) -> None:
+    def helper_is_called() -> bool:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: x * x.shape[0] + x.stride(0), backend="eager", dynamic=True)
+        compiled(torch.ones(3, 2))
+        with mock.patch.object(torch._dynamo.utils, "call_size", wraps=torch._dynamo.utils.call_size) as helper:
+            assert compiled(torch.ones(5, 2)).eq(7).all()
+        return bool(helper.called)
+
+    before = torch._dynamo.source.TensorPropertySource.reconstruct
+    assert helper_is_called()
+    with host.sizes_read_plainly():
+        assert not helper_is_called()
+    assert torch._dynamo.source.TensorPropertySource.reconstruct is before
 
 
 @check("dynamo.run_found", "dynamo.is_usual")

@@ -11,8 +11,8 @@ A call that finds its graph needs none of it, so a call configures Dynamo only w
     call            leaves all settings
 
 The settings are, in their order: the lock, `marked`, `sizes_unseen`, `traceable_definitions`, `recurrent_modules`,
-`leaves_followed`, `messages_ignored` and `unrecorded`. The lock comes first and goes last, because all threads share
-what the others change.
+`leaves_followed`, `messages_ignored`, `unrecorded` and `sizes_read_plainly`. The lock comes first and goes last,
+because all threads share what the others change.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from fxgrad.host.dynamo import (
     maybe_mark_dynamic,
     run_found,
     sizes_apart,
+    sizes_read_plainly,
     unrecorded,
 )
 from fxgrad.host.leaves import leaves_followed
@@ -167,8 +168,9 @@ class CapturedCall:
         self.settings = contextlib.ExitStack()
         marks = marked(self.batch, self.every_size)
         definitions = traceable_definitions(), recurrent_modules(self.model)
-        patches = (sizes_unseen(), *definitions, leaves_followed(), messages_ignored(), unrecorded())
-        for setting in (compile_lock, marks, *patches):
+        of_capture = sizes_unseen(), *definitions, leaves_followed(), messages_ignored()
+        of_steps = unrecorded(), sizes_read_plainly()
+        for setting in (compile_lock, marks, *of_capture, *of_steps):
             self.settings.enter_context(setting)
         self.settings.callback(progress.end)
 

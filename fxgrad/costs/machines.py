@@ -284,13 +284,14 @@ def _probes_of_gpu(ones: Callable[..., Tensor]) -> dict[str, Probe]:
 
 def _rates(device: torch.device) -> dict[str, float]:
     probes = _probes(device)
+    for run, times, _ in probes.values():  # a warm-up, which loads kernels and takes memory
+        _seconds(run, times, device)
     best = dict.fromkeys(probes, 0.0)
     start = time.perf_counter()
-    for round_ in range(ROUNDS + 1):
+    for round_ in range(ROUNDS):
         for what, (run, times, done) in probes.items():
-            rate = times * done / _seconds(run, times, device)
-            best[what] = max(best[what], rate if round_ else 0.0)  # the first is a warm-up
-        if round_ >= 2 and time.perf_counter() - start > ENOUGH:
+            best[what] = max(best[what], times * done / _seconds(run, times, device))
+        if round_ and time.perf_counter() - start > ENOUGH:
             break
     return best
 

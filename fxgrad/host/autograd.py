@@ -70,11 +70,25 @@ Without: each step of `forward_backward` looks at its own arguments once more, i
 def held_by_others(leaves: Sequence[Tensor]) -> bool:
     """Return whether somebody holds a node that adds to a leaf's gradient; gradients have to be enabled.
 
+    Such a node holds its leaf. So most steps only count references to the leaves, which makes no nodes.
+
     Since: from torch 2.13 on a graph or C++ may be who holds it; in 2.11, tested, only holders in Python are seen.
     Why: hooks on that node are in no list, and live as long as it does; who sets some keeps the node.
     Without: optimizers that run in hooks (`_apply_optimizer_in_backward`) do nothing in a step of `forward_backward`.
     """
+    if [*map(_uses, leaves)].count(_fewest_uses()) == len(leaves):
+        return False
     return _references(leaves) > _fewest_references()
+
+
+_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+# C++ counts all of Python's references as one.
+
+
+@functools.cache
+def _fewest_uses() -> int:
+    """Count the references to a leaf that nothing in C++ holds."""
+    return _uses(torch.ones(1, requires_grad=True))
 
 
 def _references(leaves: Sequence[Tensor]) -> int:

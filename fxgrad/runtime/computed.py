@@ -6,7 +6,7 @@ is none of that, its result is known: p.grad is what was computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any
@@ -22,6 +22,8 @@ from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.placeholders import Placeholders
 from fxgrad.runtime.slot import grad_of
 from fxgrad.runtime.store import Store
+
+_data_ptr, _stride = Tensor.data_ptr, Tensor.stride  # for `map`, which adds no Python frame
 
 _FIRST = -2  # of the numbers that stand for a backward call where there is none; the engine's are not negative
 
@@ -101,12 +103,21 @@ def _nothing_follows(store: Store, names: tuple[str, ...], parameters: list[Tens
 
 def _set(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Set p.grad, in the layout of the parameter and in memory of its own."""
+    given = [one for one in zip(parameters, grads, strict=True) if one[1] is not None]
+    if not given:
+        return
+    tensors, arrived = zip(*given, strict=True)
+    fit = [*map(_stride, arrived)] == [*map(_stride, tensors)] and len({*map(_data_ptr, arrived)}) == len(arrived)
+    for parameter, grad in zip(tensors, arrived if fit else _fitting(tensors, arrived), strict=True):
+        parameter.grad = grad
+
+
+def _fitting(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Return the gradients, with copies of those of another layout, and of those that share memory."""
     memories: set[int] = set()
     for parameter, grad in zip(parameters, grads, strict=True):
-        if grad is None:
-            continue
         memory = grad.data_ptr()
         if grad.stride() != parameter.stride() or memory in memories:
             grad = torch.empty_like(parameter, dtype=grad.dtype, requires_grad=False).copy_(grad)
         memories.add(memory)
-        parameter.grad = grad
+        yield grad
