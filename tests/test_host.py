@@ -341,6 +341,13 @@ def _(host: Any) -> None:
             assert host.any_mode() == 2 and host.mode_of_the_user() is mode
 
 
+@check("dispatch.any_autocast")
+def _(host: Any) -> None:
+    assert not host.any_autocast()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert host.any_autocast()
+
+
 @check("dispatch.enable_python_dispatcher")
 def _(host: Any) -> None:
     assert not torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher")
@@ -1611,6 +1618,21 @@ def _(host: Any) -> None:
     host.find_vectors()
     library = host.load_library('extern "C" int fxgrad_tests_seven() { return 7; }')
     assert library.fxgrad_tests_seven() == 7
+
+
+@check("inductor.graphs_called", "inductor.run_without_gradients")
+def _(host: Any) -> None:
+    torch._dynamo.reset()
+    compiled, x, y = torch.compile(lambda x, y: (x @ y).exp()), torch.ones(3, 3), torch.ones(3, 3)
+    with host.graphs_called() as calls:
+        found = compiled(x, y)
+    ((graph, given, returned),) = calls
+    assert [*map(id, given)] == [id(x), id(y)] and returned[0] is found
+    compiled(x, y)
+    assert len(calls) == 1
+    p = torch.ones(3, 3, requires_grad=True)
+    (again,) = host.run_without_gradients(graph, [p, y])
+    assert torch.is_grad_enabled() and again.equal(found) and not again.requires_grad
 
 
 @check("inductor.find_compiler", "inductor.cache_folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from fxgrad.capture.captured import SAMPLE_DIM
 from fxgrad.compile.interface import Interface, Uniform
 from fxgrad.compile.memory_limit import Room
+from fxgrad.compile.unwrapped import called_to_see
 from fxgrad.compile.whole_step import requires_gradient
 from fxgrad.errors import GraphBreak, LostLayout, OptionError
+from fxgrad.host.inductor import run_without_gradients
 from fxgrad.quantities.read import Reading
 from fxgrad.runtime.autograd_graph import leaves_behind
 from fxgrad.runtime.forward import Forward
@@ -51,6 +54,10 @@ def _fits(size: int, made_for: int | None) -> bool:
     return made_for in (size, None)
 
 
+def _spread(compiled: Callable[..., Sequence[Any]], inputs: list[Any]) -> Sequence[Any]:
+    return compiled(*inputs)
+
+
 @dataclass
 class Transformed:
     """A compiled graph with its gradient placeholders."""
@@ -67,6 +74,7 @@ class Transformed:
 
     def __post_init__(self) -> None:
         self.names, self.positions = tuple(self.interface.trainable), tuple(self.interface.trainable.values())
+        self.detached: Sequence[int] = self.positions  # inputs that go in without their gradients
         self.last_shapes: list[torch.Size] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -113,7 +121,7 @@ class Transformed:
         if forward.first_batch is not None:
             forward.first_batch.check(self, args, parameters, given)
         inputs = list(args)
-        for i in self.positions:
+        for i in self.detached:
             inputs[i] = args[i].detach()
         return inputs, given
 
@@ -180,13 +188,26 @@ class WholeStep(Transformed):
     loss: int = 0  # outputs: the loss
     others: Sequence[int] = ()  # inputs: tensors that are no trainable parameters
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.run: Callable[[list[Any]], Sequence[Any]] = self._run_first
+
+    def _run_first(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the graph, and see how later calls can run it."""
+        outputs, graph = called_to_see(self.compiled, inputs)
+        if graph is None:
+            self.run = partial(_spread, self.compiled)
+        else:  # nothing in it looks at gradients
+            self.run, self.detached = partial(run_without_gradients, graph), ()
+        return outputs
+
     def __call__(self, *args: Any) -> Any:
         forward, parameters = self._checked(args)
         if any(map(_requires_grad, map(args.__getitem__, self.others))):
             raise requires_gradient("an input")
         inputs, given = self._inputs(forward, parameters, args)
         placeholders = self.store.asked_of(forward, self.names).placeholders
-        found = self.compiled(*inputs, *placeholders, *given)
+        found = self.run([*inputs, *placeholders, *given])
         outputs = found[: len(found) - len(placeholders)]
         forward.computed = self.names, found[len(outputs) :], outputs[self.loss]
         return outputs

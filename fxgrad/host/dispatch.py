@@ -41,6 +41,13 @@ def mode_of_the_user() -> TorchDispatchMode | None:
     return None
 
 
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device.
+
+Why: AOTAutograd switches it off around a graph that was traced in it.
+Without: a graph called without AOTAutograd would have its products in bfloat16.
+"""
+
 enable_python_dispatcher = _python.enable_python_dispatcher
 """Let Python's definitions of composite ops run, which keep symbolic sizes.
 
