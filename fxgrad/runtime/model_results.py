@@ -12,7 +12,7 @@ from torch import Tensor
 from fxgrad.quantities import Quantity
 from fxgrad.runtime import refusals
 
-TASK = "_fxgrad_task"  # on a result: the backward call that set it
+TASK = "_fxgrad_task"  # on a result that is an attribute of a parameter: the backward call that set it
 _REPORTS = itertools.count(1)
 
 
@@ -21,13 +21,15 @@ class ModelResults(dict[int, list[Any]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced: dict[int, list[Any] | None] = {}  # by place: what was there before the running call
+        self.calls: dict[int, int] = {}  # by place: the backward call that has reported it
+        # By place: what was there before the running call, and its call.
+        self.replaced: dict[int, tuple[list[Any] | None, int]] = {}
         self.running: int | None = None  # the call that has reported last
         self.last = 0  # the number of the last report, among those of all models
 
     def has(self, place: int, task: int) -> bool:
         """Return whether a backward call has reported this."""
-        return place in self and task_of(self[place][0]) == task
+        return place in self and self.calls[place] == task
 
     def report(self, place: int, quantity: Quantity, results: list[Tensor], task: int) -> None:
         """Set a quantity's results, or add them to those of another forward of the call."""
@@ -40,17 +42,15 @@ class ModelResults(dict[int, list[Any]]):
                 raise refusals.two_shapes(quantity, *other)
             results = [torch.add(*pair) for pair in pairs]
         else:
-            self.replaced.setdefault(place, self.get(place))
-        for result in results:
-            setattr(result, TASK, task)
-        self[place], self.last = results, next(_REPORTS)
+            self.replaced.setdefault(place, (self.get(place), self.calls.get(place, task)))
+        self[place], self.calls[place], self.last = results, task, next(_REPORTS)
 
     def withdraw(self) -> None:
         """Let all be as before the running call, which ends in an error."""
-        for place, before in self.replaced.items():
+        for place, (before, call) in self.replaced.items():
             self.pop(place, None)
             if before is not None:
-                self[place] = before
+                self[place], self.calls[place] = before, call
         self.replaced.clear()
 
 
