@@ -6,7 +6,7 @@ is none of that, its result is known: p.grad is what was computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any
@@ -18,7 +18,9 @@ from fxgrad.errors import OptionError
 from fxgrad.host.autograd import held_by_others, run_backward
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
+from fxgrad.runtime.deliveries import fit
 from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.guard import undone
 from fxgrad.runtime.placeholders import Placeholders
 from fxgrad.runtime.slot import grad_of
 from fxgrad.runtime.store import Store
@@ -53,7 +55,8 @@ def deliver_computed(store: Store, forward: Forward) -> None:
     tensors = [*parameters.values()]
     if _is_all(store, forward, grads) and _nothing_follows(store, names, tensors):
         forward.stands_for = _FIRST - forward.number
-        _set(tensors, store.deliver(grads, forward, names, None))
+        if not _delivered_as_it_is(store, forward, grads, tensors):
+            _set(tensors, store.deliver(grads, forward, names, None))
         store.results.replaced.clear()
         return
     root = Computed.of(store, forward, names, tensors)
@@ -101,23 +104,41 @@ def _nothing_follows(store: Store, names: tuple[str, ...], parameters: list[Tens
     return alone and not held_by_others(parameters)
 
 
+@undone
+def _delivered_as_it_is(store: Store, forward: Forward, grads: Sequence[Any], parameters: list[Tensor]) -> bool:
+    """Set p.grad and the results of one quantity, where they fit: what `Store.deliver` and `_set` do in most steps."""
+    kinds, *others = store.asked_of(forward).by_quantity
+    if others or kinds.attributes or kinds.names != forward.names:
+        return False
+    arrived = [*map(grads.__getitem__, kinds.grads)]
+    if not (fit(arrived, parameters) and _lie_alike(parameters, arrived)):
+        return False
+    (quantity,), task = store.quantities, forward.task()
+    results = [grads[i] for i, _ in kinds.results]
+    forward.delivered, store.last = task, (task, forward.number)
+    quantity.arrived(results)
+    if results:
+        store.results.report(0, quantity, results, task)
+    forward.sent.update(kinds.names)
+    for parameter, grad in zip(parameters, arrived, strict=True):
+        parameter.grad = grad
+    return True
+
+
+def _lie_alike(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether gradients have their parameters' layouts, and memory of their own."""
+    alike = [*map(_stride, grads)] == [*map(_stride, parameters)]
+    return alike and len({*map(_data_ptr, grads)}) == len(grads)
+
+
 def _set(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Set p.grad, in the layout of the parameter and in memory of its own."""
-    given = [one for one in zip(parameters, grads, strict=True) if one[1] is not None]
-    if not given:
-        return
-    tensors, arrived = zip(*given, strict=True)
-    fit = [*map(_stride, arrived)] == [*map(_stride, tensors)] and len({*map(_data_ptr, arrived)}) == len(arrived)
-    for parameter, grad in zip(tensors, arrived if fit else _fitting(tensors, arrived), strict=True):
-        parameter.grad = grad
-
-
-def _fitting(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Return the gradients, with copies of those of another layout, and of those that share memory."""
     memories: set[int] = set()
     for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is None:
+            continue
         memory = grad.data_ptr()
         if grad.stride() != parameter.stride() or memory in memories:
             grad = torch.empty_like(parameter, dtype=grad.dtype, requires_grad=False).copy_(grad)
         memories.add(memory)
-        yield grad
+        parameter.grad = grad

@@ -6,7 +6,7 @@ A placeholder is an input of the graph with a result's shape, such as ``[B, *p.s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -87,18 +87,24 @@ def ask(quantities: Sequence[Quantity], n: int, parameters: Mapping[str, Tensor]
     return Asked(kinds, every, placeholders, places - {GRAD, RESULT}, GRAD in places)
 
 
+def fit(arrived: Sequence[Any], parameters: Iterable[Tensor]) -> bool:
+    """Return whether each of these is a tensor with a version of its own, in the dtype of its parameter's p.grad."""
+    if any(map(is_, arrived, repeat(None))) or any(map(is_view, arrived)):
+        return False
+    return [*map(_dtype, arrived)] == [*map(_dtype_of_grad, parameters)]
+
+
 def for_grad(kinds: Kinds, grads: Sequence[Tensor | None], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what arrived for p.grad, by name: each a tensor with a version of its own, in the dtype of p.grad."""
     names = kinds.names
     arrived: Any = [*map(grads.__getitem__, kinds.grads)]
-    dtypes = [*map(_dtype_of_grad, map(parameters.__getitem__, names))]
-    as_they_are = not any(map(is_, arrived, repeat(None))) and not any(map(is_view, arrived))
-    if as_they_are and [*map(_dtype, arrived)] == dtypes:  # in most steps
+    if fit(arrived, map(parameters.__getitem__, names)):  # in most steps
         return dict(zip(names, arrived, strict=True))
     sent: dict[str, Tensor] = {}
-    for name, grad, dtype in zip(names, arrived, dtypes, strict=True):
+    for name, grad in zip(names, arrived, strict=True):
         if grad is None:
             continue
+        dtype = _dtype_of_grad(parameters[name])
         if is_view(grad):  # views share one version, by which the guard knows them: each gets its own
             grad = grad.data
         sent[name] = grad if dtype is None or dtype is grad.dtype else grad.to(dtype)
