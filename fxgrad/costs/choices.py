@@ -65,9 +65,9 @@ class Planner:
 
     def choice(self, name: str, found: Contraction, *, deferred: bool = False) -> Choice:
         """Return the same with its reasons."""
-        prices = costs(found, self.machine, self.batch, sums=self.sums)
-        lean: dict[Way, Cost] = {way: price for way, price in prices.items() if way is not Way.MATERIALISE}
-        prices = lean if deferred else prices
+        every = costs(found, self.machine, self.batch, sums=self.sums)
+        lean: dict[Way, Cost] = {way: price for way, price in every.items() if way is not Way.MATERIALISE}
+        prices = lean if deferred else every
         override = self.overrides.get(name)
         if override is not None and override.way in prices:
             return Choice(override.way, "strategy=", found, prices)
@@ -75,11 +75,11 @@ class Planner:
             raise cannot(name, override.way, prices)
         if len(prices) == 1:
             return Choice(next(iter(prices)), "the only way it has", found, prices)
-        if holds_too_much(found, prices, self.batch):
+        if holds_too_much(found, every, self.batch):
             way = cheapest(lean)
             held = len(lean) < len(prices) and prices[Way.MATERIALISE].seconds < prices[way].seconds
             return Choice(way, "cheapest that holds no gradients" if held else "cheapest", found, prices)
-        way = cheapest(prices)
+        way = cheapest(prices, every)  # what is deferred was as cheap as if it were held, and stays so
         least = min(price.seconds for price in prices.values())
         why = "cheapest" if prices[way].seconds == least else "as cheap as any, and holds less"
         return Choice(way, why, found, prices)

@@ -80,7 +80,12 @@ def holds_too_much(contraction: Contraction, prices: Mapping[Way, Cost], batch: 
     return saved < WORTH * (elements / factors - 1) * held
 
 
-def cheapest(prices: Mapping[Way, Cost]) -> Way:
-    """Return the way of least time; of those that noise does not tell apart, the first in the order of `Way`."""
-    least = min(price.seconds for price in prices.values())
-    return next(way for way in Way if way in prices and prices[way].seconds <= NOISE * least)
+def cheapest(prices: Mapping[Way, Cost], others: Mapping[Way, Cost] | None = None) -> Way:
+    """Return the way of least time; of those that noise does not tell apart, the first in the order of `Way`.
+
+    ``others`` are more ways, which it is not to be slower than, either.
+    """
+    fastest = min(prices, key=lambda way: prices[way].seconds)
+    least = min(price.seconds for price in (others or prices).values())
+    near = (way for way in Way if way in prices and prices[way].seconds <= NOISE * least)
+    return next(near, fastest)

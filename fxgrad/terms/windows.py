@@ -38,7 +38,7 @@ COSTS = CostTable(
             Work(
                 kernel=n * (p * (p + 16) * c + k * (k + 16) * o),
                 memory=e * n * s,
-                cache=(f + 5) * e * n * k**2,
+                cache=e * n * ((f + 5) * k**2 + 2 * p**2),
                 call=Integer(30),
                 launch=(30 + 8 * f) * (1 + e * n * p**2 / BLOCK_ON_GPU) + f * e * n * k**2 / MEANWHILE,
             ),
