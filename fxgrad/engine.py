@@ -56,11 +56,12 @@ from fxgrad.host.modules import on_other_tensors, without_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
 from fxgrad.ops.families import CHANGES
+from fxgrad.repeated_step import MISSED, RepeatedStep
 from fxgrad.runtime.accumulation import check_uncounted
 from fxgrad.runtime.autograd_graph import used_outside
 from fxgrad.runtime.computed import stepped
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.placeholders import Unseen, watch
+from fxgrad.runtime.placeholders import Unseen, tensors_of, watch
 from fxgrad.runtime.processes import telling
 from fxgrad.runtime.store import Store, clear
 from fxgrad.samples.batch import Batch, Roles
@@ -94,6 +95,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.named, self.last = NamedParameters(self.model), LastParameters()
         self.steps: set[str] = set()  # the methods that are functions of `forward_backward`
+        self.repeated: dict[str, RepeatedStep] = {}  # how to run the next call of each
         self.options.quantities = self.store.computed
         # Those of the class: an instance attribute, as Accelerate sets, wraps the view's method, and would call itself.
         kind = type(self.model)
@@ -150,6 +152,13 @@ class Engine:
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             return self._without_parameters(method, args, kwargs)
+        repeated = self.repeated.pop(method, None)  # nobody else has it meanwhile
+        if repeated is not None and known is not None and not kwargs:
+            outputs = repeated.run(args)
+            if outputs is not MISSED:
+                if not repeated.spent:
+                    self.repeated[method] = repeated
+                return outputs
         nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
         ordinary = are_ordinary(leaves) and (known is not None or self.last.are_ordinary(every, parameters))
@@ -172,12 +181,21 @@ class Engine:
                 tensors = [outputs]
             else:
                 outputs = as_pytorch_packs(outputs, indices_of_packs)
-                tensors = _tensors(outputs)
+                tensors = tensors_of(outputs)
             watch(tensors, self.store, forward)  # of an empty batch, and of code after a graph break
         finally:
             self.store.leave(forward, before)
         self._end(forward, tensors)
-        return stepped(self.store, forward, outputs) if method in self.steps else outputs
+        return self._delivered(forward, args, kwargs, outputs) if method in self.steps else outputs
+
+    def _delivered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Deliver what a whole step has computed, and learn how the next one can do the same."""
+        outputs = stepped(self.store, forward, outputs)
+        if not kwargs and forward.computed is not None and self.first_batch is None:
+            compiled = self.compiled[self._key(forward)]
+            if repeated := RepeatedStep.of(self.store, forward, args, outputs, compiled):
+                self.repeated[forward.method] = repeated
+        return outputs
 
     def _without_parameters(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the original: nothing is trained, or gradients are switched off."""
@@ -294,10 +312,7 @@ class Engine:
         return self.model if method == "__call__" else self.originals[method]
 
     def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method, fullgraph = forward.method, self.options.fullgraph
-        # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
-        gathered = () if self.units is None else self.units.in_graph()
-        key = method, len(CHANGES), *forward.parameters, *map(str, gathered)
+        method, fullgraph, key = forward.method, self.options.fullgraph, self._key(forward)
         compiled = self.compiled.get(key)
         if compiled is None:
             function = fresh_function(self._original(method))
@@ -319,13 +334,19 @@ class Engine:
             if captured_nothing(error):
                 del self.compiled[key]  # Dynamo skips that function from now on
                 raise not_captured(forward.parameters) from None
-            if not gathered and fails_without_dynamo(error):  # without the graph the parameters are not whole
+            whole = self.units is None or not self.units.in_graph()
+            if whole and fails_without_dynamo(error):  # without the graph the parameters are not whole
                 with torch.no_grad():  # let PyTorch raise its own error
                     self._original(method)(*args, **kwargs)
             user_error = translated(error, self.options, self.model)
             if user_error is error:
                 raise
             raise user_error from (None if isinstance(user_error, FxgradError) else error)
+
+    def _key(self, forward: Forward) -> tuple[Any, ...]:
+        """Return what a graph depends on that not every version of Dynamo guards: which parameters are trained."""
+        gathered = () if self.units is None else self.units.in_graph()
+        return forward.method, len(CHANGES), *forward.parameters, *map(str, gathered)
 
     def _backend(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         check_configured()
@@ -377,14 +398,3 @@ class Engine:
         others = dict(zip(forward.parameters, stand_ins, strict=True))
         with on_other_tensors(self.model, others), without_checkpoints(), as_originals():
             return self._original(forward.method)(*args, **kwargs)
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    """List the tensors in a model's outputs, dataclasses included."""
-    tensors: list[Tensor] = []
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif hasattr(leaf, "__dataclass_fields__"):
-            tensors += _tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
-    return tensors

@@ -116,6 +116,7 @@ def _forget(reference: weakref.ref[Engine], name: str) -> None:
     engine.steps.discard(name)
     engine.roles = {one: roles for one, roles in engine.roles.items() if one != name}
     engine.originals.pop(name, None)
+    engine.repeated.pop(name, None)
     engine.compiled = {key: compiled for key, compiled in engine.compiled.items() if key[0] != name}
 
 

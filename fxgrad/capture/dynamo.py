@@ -46,15 +46,14 @@ from fxgrad.host.dynamo import (
     compilation,
     compile_lock,
     find_main,
-    is_usual,
     mark_dynamic,
     maybe_mark_dynamic,
-    run_found,
     sizes_apart,
     sizes_read_plainly,
     unrecorded,
 )
 from fxgrad.host.leaves import leaves_followed
+from fxgrad.host.lookup import is_usual, run_found
 from fxgrad.samples.batch import PACKED_SIZES, Batch, dynamic_dim
 
 MARKS = (*PYTORCH_MARKS, SAMPLE_DIM)

@@ -20,7 +20,7 @@ from fxgrad.errors import GraphBreak, LostLayout, OptionError
 from fxgrad.host.inductor import run_without_gradients
 from fxgrad.quantities.read import Reading
 from fxgrad.runtime.autograd_graph import leaves_behind
-from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.forward import Forward, WholeResults
 from fxgrad.runtime.placeholders import Placeholders, watch
 from fxgrad.runtime.refusals import before_the_graph
 from fxgrad.runtime.store import Store
@@ -209,5 +209,5 @@ class WholeStep(Transformed):
         placeholders = self.store.asked_of(forward, self.names).placeholders
         found = self.run([*inputs, *placeholders, *given])
         outputs = found[: len(found) - len(placeholders)]
-        forward.computed = self.names, found[len(outputs) :], outputs[self.loss]
+        forward.computed = WholeResults(self.names, found[len(outputs) :], outputs[self.loss], not self.detached)
         return outputs

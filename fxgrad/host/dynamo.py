@@ -63,45 +63,6 @@ Without: a compiled model is transformed as if it were the model, and steps are 
 """
 
 
-def run_found(compiled: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a compiled function where Dynamo has a graph for the arguments; where not, its own code runs, uncompiled.
-
-    So the function has to raise in its first line where it is called for this. The state around a call has to be
-    `is_usual`.
-
-    Why: whoever calls a compiled function prepares Dynamo to compile it, by twenty-five questions, and most calls find
-    their graph.
-    Without: each step takes some 35 us longer. Without its guard, autocast that a failed forward entered stays on.
-    """
-    function: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
-    levels = torch._C._functorch.get_dynamic_layer_stack_depth()
-    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    before = of_frames.set_eval_frame(False)
-    try:
-        with torch._C._ForceDispatchKeyGuard(*keys):
-            return function(*args, **kwargs)
-    except BaseException:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)
-        raise
-    finally:
-        of_frames.set_eval_frame(before)
-
-
-def is_usual(compiled: Callable[..., Any]) -> bool:
-    """Return whether a call of a compiled function does nothing but run the graph that is found.
-
-    Not so under a stance of torch.compile, while PyTorch traces (another compilation, `torch.jit.trace`), and where
-    Dynamo is switched off.
-
-    Why: as `run_found`.
-    Without: as `run_found`.
-    """
-    stance = eval_frame._stance
-    if stance.stance != "default" or stance.backend is not None or TracingContext.try_get() is not None:
-        return False
-    return not torch._C._is_tracing() and hasattr(compiled, "_torchdynamo_orig_callable")
-
-
 mark_dynamic = torch._dynamo.mark_dynamic
 maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
 """Require a dim of a tensor to be a symbol; or ask for it, where that is possible.

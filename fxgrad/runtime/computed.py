@@ -6,7 +6,9 @@ is none of that, its result is known: p.grad is what was computed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any
@@ -18,23 +20,20 @@ from fxgrad.errors import OptionError
 from fxgrad.host.autograd import held_by_others, run_backward
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.tensors import hooks_of, post_accumulate_hooks
-from fxgrad.runtime.deliveries import fit
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.guard import undone
 from fxgrad.runtime.placeholders import Placeholders
 from fxgrad.runtime.slot import grad_of
 from fxgrad.runtime.store import Store
 
-_data_ptr, _stride = Tensor.data_ptr, Tensor.stride  # for `map`, which adds no Python frame
-
-_FIRST = -2  # of the numbers that stand for a backward call where there is none; the engine's are not negative
+number_of_no_backward = partial(next, itertools.count(-2, -1))
+"""A number, used once, in place of a backward call's where there is none; the engine's are not negative."""
 
 
 def stepped(store: Store, forward: Forward, outputs: Any) -> Any:
     """Deliver what the graph of a whole step has computed, and return what the step returns."""
     several = isinstance(outputs, tuple) and bool(outputs)
     loss = outputs[0] if several else outputs
-    if forward.computed is not None and loss is forward.computed[2]:
+    if forward.computed is not None and loss is forward.computed.loss:
         deliver_computed(store, forward)
         return outputs
     if forward.size or not isinstance(loss, Tensor):
@@ -50,13 +49,12 @@ def stepped(store: Store, forward: Forward, outputs: Any) -> Any:
 def deliver_computed(store: Store, forward: Forward) -> None:
     """Deliver what `forward_backward` has computed."""
     assert forward.computed is not None
-    names, grads, _ = forward.computed
+    names, grads = forward.computed.names, forward.computed.grads
     parameters = forward.parameters if names == forward.names else {name: forward.parameters[name] for name in names}
     tensors = [*parameters.values()]
-    if _is_all(store, forward, grads) and _nothing_follows(store, names, tensors):
-        forward.stands_for = _FIRST - forward.number
-        if not _delivered_as_it_is(store, forward, grads, tensors):
-            _set(tensors, store.deliver(grads, forward, names, None))
+    if _is_all(store, forward, grads) and nothing_follows(store, names, tensors):
+        forward.stands_for = number_of_no_backward()
+        _set(tensors, store.deliver(grads, forward, names, None))
         store.results.replaced.clear()
         return
     root = Computed.of(store, forward, names, tensors)
@@ -80,8 +78,8 @@ class Computed(Placeholders):
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         store, forward = ctx.store, ctx.of
         store.begin_backward(forward)
-        names, grads, loss = forward.computed
-        forward.computed = names, (), loss  # p.grad is kept without a copy where nothing else holds it
+        names, grads = forward.computed.names, forward.computed.grads
+        forward.computed = forward.computed._replace(grads=())  # autograd keeps without a copy what nobody else holds
         return (None, None, None, *store.deliver(grads, forward, names, ctx))
 
 
@@ -92,43 +90,16 @@ def _is_all(store: Store, forward: Forward, grads: Sequence[Tensor | None]) -> b
     if store.exchanges or store.observers or store.reports is not None:
         return False
     assert forward.computed is not None
-    return forward.computed[0] == forward.names and not any(map(is_, grads, repeat(None)))
+    return forward.computed.names == forward.names and not any(map(is_, grads, repeat(None)))
 
 
-def _nothing_follows(store: Store, names: tuple[str, ...], parameters: list[Tensor]) -> bool:
+def nothing_follows(store: Store, names: tuple[str, ...], parameters: list[Tensor]) -> bool:
     """Return whether p.grad is None everywhere, and no hook would see what arrives but the guard's own."""
     if any(map(is_not, map(grad_of, parameters), repeat(None))) or any(map(post_accumulate_hooks, parameters)):
         return False
     guard = store.guard
     alone = not any(map(hooks_of, parameters)) if guard is None else guard.is_alone(names, parameters)
     return alone and not held_by_others(parameters)
-
-
-@undone
-def _delivered_as_it_is(store: Store, forward: Forward, grads: Sequence[Any], parameters: list[Tensor]) -> bool:
-    """Set p.grad and the results of one quantity, where they fit: what `Store.deliver` and `_set` do in most steps."""
-    kinds, *others = store.asked_of(forward).by_quantity
-    if others or kinds.attributes or kinds.names != forward.names:
-        return False
-    arrived = [*map(grads.__getitem__, kinds.grads)]
-    if not (fit(arrived, parameters) and _lie_alike(parameters, arrived)):
-        return False
-    (quantity,), task = store.quantities, forward.task()
-    results = [grads[i] for i, _ in kinds.results]
-    forward.delivered, store.last = task, (task, forward.number)
-    quantity.arrived(results)
-    if results:
-        store.results.report(0, quantity, results, task)
-    forward.sent.update(kinds.names)
-    for parameter, grad in zip(parameters, arrived, strict=True):
-        parameter.grad = grad
-    return True
-
-
-def _lie_alike(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Return whether gradients have their parameters' layouts, and memory of their own."""
-    alike = [*map(_stride, grads)] == [*map(_stride, parameters)]
-    return alike and len({*map(_data_ptr, grads)}) == len(grads)
 
 
 def _set(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -20,7 +20,7 @@ from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
 
 # For `map`, which adds no Python frame: they are read of each parameter in each step.
 _dtype = attrgetter("dtype")
-_dtype_of_grad: Any = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
+dtype_of_grad: Any = attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 
 
 class Kinds(NamedTuple):
@@ -91,7 +91,7 @@ def fit(arrived: Sequence[Any], parameters: Iterable[Tensor]) -> bool:
     """Return whether each of these is a tensor with a version of its own, in the dtype of its parameter's p.grad."""
     if any(map(is_, arrived, repeat(None))) or any(map(is_view, arrived)):
         return False
-    return [*map(_dtype, arrived)] == [*map(_dtype_of_grad, parameters)]
+    return [*map(_dtype, arrived)] == [*map(dtype_of_grad, parameters)]
 
 
 def for_grad(kinds: Kinds, grads: Sequence[Tensor | None], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def for_grad(kinds: Kinds, grads: Sequence[Tensor | None], parameters: Mapping[s
     for name, grad in zip(names, arrived, strict=True):
         if grad is None:
             continue
-        dtype = _dtype_of_grad(parameters[name])
+        dtype = dtype_of_grad(parameters[name])
         if is_view(grad):  # views share one version, by which the guard knows them: each gets its own
             grad = grad.data
         sent[name] = grad if dtype is None or dtype is grad.dtype else grad.to(dtype)

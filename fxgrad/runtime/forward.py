@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +23,15 @@ from fxgrad.host.modules import wrapped_by_ddp
 from fxgrad.runtime.deliveries import Asked
 
 _NUMBERS = itertools.count()
+
+
+class WholeResults(NamedTuple):
+    """What the graph of a whole step has computed."""
+
+    names: tuple[str, ...]  # of its parameters
+    grads: Sequence[Tensor | None]  # what a backward would bring to the gradient placeholders
+    loss: Tensor
+    steady: bool  # whether the graph writes to no input, and its results have the same layouts in every call
 
 
 class Forward:
@@ -43,8 +52,7 @@ class Forward:
         self.call = 0  # its place among the model's calls, where several processes have to agree on it
         self.placeholders: list[Any] = []  # autograd nodes
         self.stands_for: int | None = None  # the number in place of a backward call's, where there is none
-        # Of `forward_backward`, whose graph has run the backward: its parameters' names, what it found, and the loss.
-        self.computed: tuple[tuple[str, ...], Sequence[Tensor | None], Tensor] | None = None
+        self.computed: WholeResults | None = None  # of `forward_backward`, whose graph has run the backward
         self.outside: tuple[str, ...] = ()  # parameters seen in use where no transformed graph was
         self.asked: Asked | None = None  # of all parameters
         self.asked_by_graph: dict[tuple[str, ...], Asked] = {}  # of those that are not all

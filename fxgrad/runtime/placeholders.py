@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxgrad.host.dynamo import as_it_is
 from fxgrad.host.functorch import innermost_transform, unwrap_if_dead
+from fxgrad.host.pytree import tree_leaves
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.store import Store
 
@@ -63,6 +64,17 @@ class Unseen(torch.autograd.Function):
         if ctx.of.sums is not None:
             ctx.of.sums.zeros()
         return (None, *[None] * ctx.parameters)
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """List the tensors in a model's outputs, dataclasses included."""
+    tensors: list[Tensor] = []
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif hasattr(leaf, "__dataclass_fields__"):
+            tensors += tensors_of([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+    return tensors
 
 
 def watch(outputs: Iterable[Any], store: Store, forward: Forward) -> None:
