@@ -152,13 +152,8 @@ class Engine:
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             return self._without_parameters(method, args, kwargs)
-        repeated = self.repeated.pop(method, None)  # nobody else has it meanwhile
-        if repeated is not None and known is not None and not kwargs:
-            outputs = repeated.run(args)
-            if outputs is not MISSED:
-                if not repeated.spent:
-                    self.repeated[method] = repeated
-                return outputs
+        if method in self.repeated and (outputs := self._repeat(method, args, known is None or kwargs)) is not MISSED:
+            return outputs
         nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
         ordinary = are_ordinary(leaves) and (known is not None or self.last.are_ordinary(every, parameters))
@@ -188,13 +183,20 @@ class Engine:
         self._end(forward, tensors)
         return self._delivered(forward, args, kwargs, outputs) if method in self.steps else outputs
 
+    def _repeat(self, method: str, args: tuple[Any, ...], differs: object) -> Any:
+        """Run a whole step as the one before it; where that cannot be, forget the latter, and return `MISSED`."""
+        repeated = self.repeated.pop(method, None)  # nobody else has it meanwhile
+        outputs = MISSED if repeated is None or differs else repeated.run(args)
+        if repeated is not None and outputs is not MISSED and not repeated.spent:
+            self.repeated[method] = repeated
+        return outputs
+
     def _delivered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Deliver what a whole step has computed, and learn how the next one can do the same."""
         outputs = stepped(self.store, forward, outputs)
-        if not kwargs and forward.computed is not None and self.first_batch is None:
-            compiled = self.compiled[self._key(forward)]
-            if repeated := RepeatedStep.of(self.store, forward, args, outputs, compiled):
-                self.repeated[forward.method] = repeated
+        repeated = None if kwargs or self.first_batch else RepeatedStep.of(self.store, forward, args, outputs)
+        if repeated is not None:
+            self.repeated[forward.method] = repeated
         return outputs
 
     def _without_parameters(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -312,11 +314,15 @@ class Engine:
         return self.model if method == "__call__" else self.originals[method]
 
     def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method, fullgraph, key = forward.method, self.options.fullgraph, self._key(forward)
+        method, fullgraph = forward.method, self.options.fullgraph
+        # Not every version of Dynamo guards on requires_grad, so the trainable parameters are part of the key.
+        gathered = () if self.units is None else self.units.in_graph()
+        key = method, len(CHANGES), *forward.parameters, *map(str, gathered)
         compiled = self.compiled.get(key)
         if compiled is None:
             function = fresh_function(self._original(method))
             compiled = self.compiled[key] = torch.compile(function, backend=self._backend, fullgraph=fullgraph)
+        forward.compiled = compiled
         try:
             try:
                 return CapturedCall(batch, args, kwargs, fullgraph, self.model).run(compiled)
@@ -334,19 +340,13 @@ class Engine:
             if captured_nothing(error):
                 del self.compiled[key]  # Dynamo skips that function from now on
                 raise not_captured(forward.parameters) from None
-            whole = self.units is None or not self.units.in_graph()
-            if whole and fails_without_dynamo(error):  # without the graph the parameters are not whole
+            if not gathered and fails_without_dynamo(error):  # without the graph the parameters are not whole
                 with torch.no_grad():  # let PyTorch raise its own error
                     self._original(method)(*args, **kwargs)
             user_error = translated(error, self.options, self.model)
             if user_error is error:
                 raise
             raise user_error from (None if isinstance(user_error, FxgradError) else error)
-
-    def _key(self, forward: Forward) -> tuple[Any, ...]:
-        """Return what a graph depends on that not every version of Dynamo guards: which parameters are trained."""
-        gathered = () if self.units is None else self.units.in_graph()
-        return forward.method, len(CHANGES), *forward.parameters, *map(str, gathered)
 
     def _backend(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         check_configured()

@@ -10,7 +10,7 @@ computed:
 | the inputs' shapes, and what else tensors may be | `shapes`, `are_ordinary` |
 | what the model reads: attributes, globals, closures; modes of PyTorch | Dynamo's guards, by `FoundGraph` |
 | the graph: rules of fxgrad, a stance of torch.compile, `torch._dynamo.reset` | `changes`, `is_usual`, `FoundGraph` |
-| p.grad, and the hooks on parameters, the guard's among them | `nothing_follows`, `stands` |
+| p.grad, and the hooks on parameters, the guard's among them | `nothing_follows`, `stand_where_they_were` |
 | a forward or a backward around this step, an optimizer that follows backwards | `_is_outermost` |
 
 Where something is not as it was, the engine runs the step, and refuses what there is to refuse.
@@ -18,7 +18,7 @@ Where something is not as it was, the engine runs the step, and refuses what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +33,7 @@ from fxgrad.ops.families import CHANGES
 from fxgrad.runtime.computed import nothing_follows, number_of_no_backward, stepped
 from fxgrad.runtime.deliveries import Kinds, dtype_of_grad, fit
 from fxgrad.runtime.forward import Forward
+from fxgrad.runtime.slot import stand_where_they_were
 from fxgrad.runtime.store import Store
 
 MISSED = object()  # in place of what a step returns: nothing was computed, or nothing that is left
@@ -48,15 +49,14 @@ class RepeatedStep:
     ) -> None:
         self.store, self.kinds, self.graph = store, kinds, graph
         self.forward = Forward(forward.size, forward.parameters, method=forward.method, state=forward.state)
+        self.forward.repeats = True
         self.parameters = [*forward.parameters.values()]
         self.shapes, self.dtypes = [*map(_shape, inputs)], [*map(dtype_of_grad, self.parameters)]
         self.changes = len(CHANGES)
         self.spent = False  # whether its forward, and so all of it, may not be used again
 
     @classmethod
-    def of(
-        cls, store: Store, forward: Forward, inputs: tuple[Any, ...], outputs: Any, compiled: Callable[..., Any]
-    ) -> RepeatedStep | None:
+    def of(cls, store: Store, forward: Forward, inputs: tuple[Any, ...], outputs: Any) -> RepeatedStep | None:
         """Return how to repeat a step that has just been delivered; None where the next may deliver otherwise."""
         computed = forward.computed
         if computed is None or forward.stands_for is None or not computed.steady:
@@ -68,7 +68,7 @@ class RepeatedStep:
         grads: list[Any] = [*map(computed.grads.__getitem__, kinds.grads)]
         if others or kinds.attributes or kinds.names != forward.names:
             return None
-        graph = FoundGraph.of(compiled) if _are_kept(grads, forward.parameters.values()) else None
+        graph = FoundGraph.of(forward.compiled) if _are_kept(grads, forward.parameters.values()) else None
         return None if graph is None else cls(store, forward, kinds, inputs, graph)
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
@@ -83,13 +83,12 @@ class RepeatedStep:
             return MISSED  # the engine's call raises it again, in its own words; the graph has changed nothing
         finally:
             store.current.forward = None
-        computed = forward.computed
         loss = outputs if type(outputs) is Tensor else outputs[0]
-        if forward.at_backward or computed is None or loss is not computed.loss:
+        if forward.at_backward or forward.computed is None or loss is not forward.computed.loss:
             self.spent = True
             return stepped(store, forward, outputs)
-        forward.computed = None
-        self._deliver(computed.grads)
+        found, forward.computed = forward.computed.grads, None
+        self._deliver(found)
         return outputs
 
     def _looks_alike(self, inputs: tuple[Any, ...]) -> bool:
@@ -110,7 +109,9 @@ class RepeatedStep:
         guard, parameters = self.store.guard, self.parameters
         if not nothing_follows(self.store, self.forward.names, parameters):
             return False
-        return [*map(dtype_of_grad, parameters)] == self.dtypes and (guard is None or guard.stands())
+        if guard is not None and not (guard.all and stand_where_they_were(guard.all.slots, guard.all.parameters)):
+            return False
+        return [*map(dtype_of_grad, parameters)] == self.dtypes
 
     def _deliver(self, found: Sequence[Tensor | None]) -> None:
         """Set the results of the quantity and p.grad; for several forwards in a backward, see `Store.deliver`."""

@@ -27,6 +27,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxgrad.host.dynamo import active_callback
 from fxgrad.host.versions import at_least
 from fxgrad.samples.symbols import Symbols
 from tests.private_names import defined, files, is_private, known_attributes, private_names
@@ -1459,7 +1460,7 @@ def _(host: Any) -> None:
     assert torch._dynamo.source.TensorPropertySource.reconstruct is before
 
 
-@check("dynamo.run_found", "dynamo.is_usual")
+@check("lookup.run_found", "lookup.is_usual")
 def _(host: Any) -> None:
     traced: list[bool] = []
 
@@ -1476,7 +1477,7 @@ def _(host: Any) -> None:
     assert torch.equal(host.run_found(compiled, (torch.ones(3),), {}), 2 * torch.ones(3)) and traced == [False]
     with pytest.raises(KeyError, match="no graph"):
         host.run_found(compiled, (torch.ones(3, dtype=torch.float64),), {})
-    assert host.active_callback() is None
+    assert active_callback() is None
 
     def fails(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -1486,10 +1487,34 @@ def _(host: Any) -> None:
     failing(torch.ones(9, 2))
     with contextlib.suppress(IndexError):
         host.run_found(failing, (torch.ones(9, 2)[:3],), {})
-    assert not torch.is_autocast_enabled("cpu") and host.active_callback() is None
+    assert not torch.is_autocast_enabled("cpu") and active_callback() is None
     assert host.is_usual(compiled) and not host.is_usual(function)
     with torch.compiler.set_stance("force_eager"):
         assert not host.is_usual(compiled)
+
+
+@check("lookup.FoundGraph")
+def _(host: Any) -> None:
+    factor = torch.ones(3)
+
+    def function(*args: Tensor, **kwargs: Any) -> Tensor:
+        return args[0] * factor
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    assert host.FoundGraph.of(compiled) is None
+    compiled(torch.ones(3))
+    graph = host.FoundGraph.of(compiled)
+    assert graph.fits((torch.ones(3),)) and torch.equal(graph.call(2 * torch.ones(3)), 2 * torch.ones(3))
+    others = [(torch.ones(4),), (torch.ones(3), torch.ones(3)), (torch.ones(3, dtype=torch.float64),), (3,), ()]
+    assert not any(map(graph.fits, others))
+    with torch.no_grad():
+        assert not graph.fits((torch.ones(3),))
+    assert active_callback() is None and graph.fits((torch.ones(3),))
+    compiled(torch.ones(3, dtype=torch.float64))
+    tried = host.FoundGraph.of(compiled)
+    assert tried.fits((torch.ones(3, dtype=torch.float64),)) and not graph.fits((torch.ones(3),))
+    torch._dynamo.reset()
+    assert not graph.fits((torch.ones(3),)) and not tried.fits((torch.ones(3, dtype=torch.float64),))
 
 
 @check("autograd.run_backward")

@@ -40,7 +40,7 @@ def fxgrad(task: Task, quantity: Quantity, whole: bool = False) -> Engine:
 
     def clear() -> None:
         found.clear()
-        library.zero_grad(model)
+        library.zero_grad(training)
 
     def step() -> None:
         clear()

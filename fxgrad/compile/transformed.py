@@ -202,9 +202,15 @@ class WholeStep(Transformed):
         return outputs
 
     def __call__(self, *args: Any) -> Any:
-        forward, parameters = self._checked(args)
-        if any(map(_requires_grad, map(args.__getitem__, self.others))):
-            raise requires_gradient("an input")
+        forward = self.store.current.forward
+        if forward is not None and forward.repeats:
+            parameters = forward.parameters
+            if self.read:
+                self._check_read()
+        else:
+            forward, parameters = self._checked(args)
+            if any(map(_requires_grad, map(args.__getitem__, self.others))):
+                raise requires_gradient("an input")
         inputs, given = self._inputs(forward, parameters, args)
         placeholders = self.store.asked_of(forward, self.names).placeholders
         found = self.run([*inputs, *placeholders, *given])

@@ -64,7 +64,7 @@ class FoundGraph:
         self.compiled, cells = compiled, function.__closure__ or ()
         self.original = function.__code__
         self.closure = {name: cell.cell_contents for name, cell in zip(self.original.co_freevars, cells, strict=True)}
-        self.manager = entry.guard_manager
+        self.manager, self.check = entry.guard_manager, entry.guard_manager.root.check
         self.call = types.FunctionType(entry.code, function.__globals__, function.__name__, None, cells)
 
     @classmethod
@@ -78,5 +78,5 @@ class FoundGraph:
         entries = of_frames._debug_get_cache_entry_list(self.original)
         if not entries or entries[0].guard_manager is not self.manager:
             return False
-        fits: bool = self.manager.root.check({"args": args, "kwargs": {}, **self.closure})
+        fits: bool = self.check({"args": args, "kwargs": {}, **self.closure})
         return fits

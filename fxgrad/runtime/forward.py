@@ -37,6 +37,9 @@ class WholeResults(NamedTuple):
 class Forward:
     """One forward with gradients: its samples, its trainable parameters, and its graphs' gradient placeholders."""
 
+    compiled: Any = None  # the function that it called last, whose graphs Dynamo keeps
+    repeats = False  # whether its inputs and parameters are known to be as those of the step before
+
     def __init__(
         self,
         size: int,

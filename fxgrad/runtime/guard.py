@@ -87,7 +87,8 @@ class Guard:
         """Guard these parameters and no others; in every step, so it is quick where they are the same."""
         ids = [*map(id, parameters.values())]
         if ids == self.ids:
-            if not self.stands():
+            _, tensors, slots = self.all or self._columns()
+            if not stand_where_they_were(slots, tensors):
                 for parameter, _, slot in self.watched.values():
                     if identity(parameter) != slot.of or not hooks_of(parameter):
                         slot.stay(parameter)
@@ -108,11 +109,6 @@ class Guard:
                 self.modules[view] = ""
         _GUARDS.add(self)
         _listen()
-
-    def stands(self) -> bool:
-        """Return whether the hook on each guarded parameter is where it was."""
-        _, tensors, slots = self.all or self._columns()
-        return stand_where_they_were(slots, tensors)
 
     def join(self, name: str, parameter: Tensor) -> None:
         """Guard one more parameter."""
