@@ -36,9 +36,11 @@ from fxgrad.capture.dynamo import (
     runs_as_originals,
 )
 from fxgrad.capture.dynamo_errors import (
+    StatesMoved,
     captured_nothing,
     fails_without_dynamo,
     fixes_the_batch,
+    moves_states,
     not_captured,
     too_many_graphs,
     translated,
@@ -51,7 +53,7 @@ from fxgrad.compile.compiler import compile_graph
 from fxgrad.compile.whole_step import no_gradient
 from fxgrad.errors import FxgradError, OptionError
 from fxgrad.first_batch.check import FirstBatch
-from fxgrad.host.dynamo import BackendCompilerFailed, FailOnRecompileLimitHit, active_callback, traces_backward
+from fxgrad.host.dynamo import FailOnRecompileLimitHit, active_callback, traces_backward
 from fxgrad.host.modules import on_other_tensors, without_checkpoints
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.recurrent.packed import as_pytorch_packs, with_indices
@@ -69,15 +71,6 @@ from fxgrad.samples.recurrent_states import inputs_as_states
 
 _ONLY_TENSORS = {Tensor}
 _requires_grad = attrgetter("requires_grad")  # for `map`, which adds no Python frame
-
-
-class StatesMoved(Exception):
-    """Raised in the backend if inputs turn out to be states of recurrent layers. See Note [States]."""
-
-
-def moves_states(error: Exception) -> bool:
-    """Decide whether a call has to be captured again, with other roles."""
-    return isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, StatesMoved)
 
 
 @dataclass
@@ -152,7 +145,7 @@ class Engine:
             parameters = {name: p for name, p in every.items() if p.requires_grad}
         if not parameters:
             return self._without_parameters(method, args, kwargs)
-        if method in self.repeated and (outputs := self._repeat(method, args, known is None or kwargs)) is not MISSED:
+        if method in self.repeated and (outputs := self._repeat(method, args, kwargs, known and every)) is not MISSED:
             return outputs
         nested = bool(kwargs) or set(map(type, args)) != _ONLY_TENSORS
         leaves = tree_leaves((args, kwargs)) if nested else args
@@ -183,12 +176,17 @@ class Engine:
         self._end(forward, tensors)
         return self._delivered(forward, args, kwargs, outputs) if method in self.steps else outputs
 
-    def _repeat(self, method: str, args: tuple[Any, ...], differs: object) -> Any:
+    def _repeat(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], every: Any) -> Any:
         """Run a whole step as the one before it; where that cannot be, forget the latter, and return `MISSED`."""
         repeated = self.repeated.pop(method, None)  # nobody else has it meanwhile
-        outputs = MISSED if repeated is None or differs else repeated.run(args)
-        if repeated is not None and outputs is not MISSED and not repeated.spent:
-            self.repeated[method] = repeated
+        if repeated is None or every is None or kwargs or not repeated.fits(args):
+            return MISSED
+        if self.store.guard is not None:
+            self.store.guard.watch(every, self.model)
+        outputs = repeated.computed(args)
+        if not repeated.delivered(outputs):
+            return stepped(self.store, repeated.forward, outputs)
+        self.repeated[method] = repeated
         return outputs
 
     def _delivered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:

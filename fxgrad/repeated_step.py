@@ -1,19 +1,18 @@
 """A step of `forward_backward` that is like the one before it.
 
 To find the batch and the graph, and to learn who follows a backward, takes longer than a small model's products. While
-nothing has changed, the answers are those of the step before. All that they depend on is looked at before anything is
-computed:
+nothing has changed, the answers are those of the step before. What they depend on is looked at before the graph runs:
 
 | what may have changed | seen by |
 |---|---|
-| the model's parameters: which they are, and each | the engine, before it asks here |
+| the model's parameters: which they are, and each; the guard on p.grad | the engine |
 | the inputs' shapes, and what else tensors may be | `shapes`, `are_ordinary` |
 | what the model reads: attributes, globals, closures; modes of PyTorch | Dynamo's guards, by `FoundGraph` |
 | the graph: rules of fxgrad, a stance of torch.compile, `torch._dynamo.reset` | `changes`, `is_usual`, `FoundGraph` |
-| p.grad, and the hooks on parameters, the guard's among them | `nothing_follows`, `stand_where_they_were` |
-| a forward or a backward around this step, an optimizer that follows backwards | `_is_outermost` |
+| whether a forward or a backward is around this step, or an optimizer follows backwards | `fits` |
 
-Where something is not as it was, the engine runs the step, and refuses what there is to refuse.
+p.grad and the hooks on parameters are looked at behind the graph, as for any whole step. Where something is not as it
+was, the engine goes its own way, and refuses what there is to refuse.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from fxgrad.host.dispatch import any_mode
 from fxgrad.host.lookup import FoundGraph, is_usual
 from fxgrad.host.modules import wrapped_by_ddp
 from fxgrad.ops.families import CHANGES
-from fxgrad.runtime.computed import nothing_follows, number_of_no_backward, stepped
+from fxgrad.runtime.computed import nothing_follows, number_of_no_backward
 from fxgrad.runtime.deliveries import Kinds, dtype_of_grad, fit
 from fxgrad.runtime.forward import Forward
-from fxgrad.runtime.slot import stand_where_they_were
 from fxgrad.runtime.store import Store
 
-MISSED = object()  # in place of what a step returns: nothing was computed, or nothing that is left
+MISSED = object()  # in place of what a step returns: nothing was computed
 
 _shape, _stride, _data_ptr = attrgetter("shape"), Tensor.stride, Tensor.data_ptr  # for `map`, without Python frames
 
@@ -53,7 +51,6 @@ class RepeatedStep:
         self.parameters = [*forward.parameters.values()]
         self.shapes, self.dtypes = [*map(_shape, inputs)], [*map(dtype_of_grad, self.parameters)]
         self.changes = len(CHANGES)
-        self.spent = False  # whether its forward, and so all of it, may not be used again
 
     @classmethod
     def of(cls, store: Store, forward: Forward, inputs: tuple[Any, ...], outputs: Any) -> RepeatedStep | None:
@@ -71,47 +68,37 @@ class RepeatedStep:
         graph = FoundGraph.of(forward.compiled) if _are_kept(grads, forward.parameters.values()) else None
         return None if graph is None else cls(store, forward, kinds, inputs, graph)
 
-    def run(self, inputs: tuple[Any, ...]) -> Any:
-        """Run and deliver the step, and return what it returns; `MISSED` where it is unlike the one before."""
-        if not (self._looks_alike(inputs) and self._is_outermost() and self._nothing_follows()):
-            return MISSED
-        store, forward = self.store, self.forward
-        store.current.forward = forward
-        try:
-            outputs = self.graph.call(*inputs)
-        except Exception:
-            return MISSED  # the engine's call raises it again, in its own words; the graph has changed nothing
-        finally:
-            store.current.forward = None
-        loss = outputs if type(outputs) is Tensor else outputs[0]
-        if forward.at_backward or forward.computed is None or loss is not forward.computed.loss:
-            self.spent = True
-            return stepped(store, forward, outputs)
-        found, forward.computed = forward.computed.grads, None
-        self._deliver(found)
-        return outputs
-
-    def _looks_alike(self, inputs: tuple[Any, ...]) -> bool:
-        """Return whether Dynamo would find the same graph, for as many samples."""
+    def fits(self, inputs: tuple[Any, ...]) -> bool:
+        """Return whether a step is like the one before it, as far as can be known before it is computed."""
         if not are_ordinary(inputs) or [*map(_shape, inputs)] != self.shapes or len(CHANGES) != self.changes:
             return False
-        return not any_mode() and is_usual(self.graph.compiled) and self.graph.fits(inputs)
+        if any_mode() or not is_usual(self.graph.compiled) or not self.graph.fits(inputs):
+            return False
+        around = self.store.current.forward is not None or current_task() != -1 or wrapped_by_ddp() is not None
+        return not (around or self.store.observers)
 
-    def _is_outermost(self) -> bool:
-        """Return whether the step is in no forward and no backward, and no one follows its backward."""
-        store = self.store
-        if store.current.forward is not None or current_task() != -1 or wrapped_by_ddp() is not None:
-            return False
-        return not store.observers
+    def computed(self, inputs: tuple[Any, ...]) -> Any:
+        """Run the graph, and return what the step returns."""
+        current = self.store.current
+        current.forward = self.forward
+        try:
+            return self.graph.call(*inputs)
+        finally:
+            current.forward = None
 
-    def _nothing_follows(self) -> bool:
-        """Return whether p.grad may be set: it is None, no hook would see it, and the guard has nothing to do."""
-        guard, parameters = self.store.guard, self.parameters
-        if not nothing_follows(self.store, self.forward.names, parameters):
+    def delivered(self, outputs: Any) -> bool:
+        """Set p.grad and the results, if nobody else sees it; return False, and set nothing, where `stepped` has to."""
+        forward, found = self.forward, self.forward.computed
+        loss = outputs if type(outputs) is Tensor else outputs[0]
+        if forward.at_backward or found is None or loss is not found.loss:
             return False
-        if guard is not None and not (guard.all and stand_where_they_were(guard.all.slots, guard.all.parameters)):
+        if not nothing_follows(self.store, forward.names, self.parameters):
             return False
-        return [*map(dtype_of_grad, parameters)] == self.dtypes
+        if [*map(dtype_of_grad, self.parameters)] != self.dtypes:
+            return False
+        forward.computed = None
+        self._deliver(found.grads)
+        return True
 
     def _deliver(self, found: Sequence[Tensor | None]) -> None:
         """Set the results of the quantity and p.grad; for several forwards in a backward, see `Store.deliver`."""

@@ -12,11 +12,17 @@ from torch import fx, nn
 
 from fxgrad.api import engine_of, transform
 from fxgrad.capture.dynamo import CapturedCall, check_configured, fresh_function
-from fxgrad.capture.dynamo_errors import captured_nothing, fails_without_dynamo, not_captured, translated
+from fxgrad.capture.dynamo_errors import (
+    captured_nothing,
+    fails_without_dynamo,
+    moves_states,
+    not_captured,
+    translated,
+)
 from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.compile.context_of import make_context
 from fxgrad.compile.pipeline import ONE, Pass, passes_of, run_passes
-from fxgrad.engine import Engine, moves_states
+from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, FxgradError
 from fxgrad.graph.context import Context
 from fxgrad.graph.printing import graph_text

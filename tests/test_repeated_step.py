@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxgrad
 from fxgrad.engine import Engine
 from fxgrad.errors import NonFinite, OptionError
-from fxgrad.repeated_step import MISSED, RepeatedStep
+from fxgrad.repeated_step import RepeatedStep
 
 pytestmark = pytest.mark.inductor
 
@@ -331,14 +331,20 @@ def equal(ours: Any, theirs: Any) -> bool:
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step that could be like the one before it, whether it was."""
     seen: list[bool] = []
-    run = RepeatedStep.run
+    fits, delivered = RepeatedStep.fits, RepeatedStep.delivered
 
-    def noted(self: RepeatedStep, inputs: tuple[Any, ...]) -> Any:
-        outputs = run(self, inputs)
-        seen.append(outputs is not MISSED)
-        return outputs
+    def fitting(self: RepeatedStep, inputs: tuple[Any, ...]) -> bool:
+        fit = fits(self, inputs)
+        if not fit:
+            seen.append(False)
+        return fit
 
-    monkeypatch.setattr(RepeatedStep, "run", noted)
+    def delivering(self: RepeatedStep, outputs: Any) -> bool:
+        seen.append(delivered(self, outputs))
+        return seen[-1]
+
+    monkeypatch.setattr(RepeatedStep, "fits", fitting)
+    monkeypatch.setattr(RepeatedStep, "delivered", delivering)
     return seen
 
 
@@ -452,3 +458,94 @@ def test_other_quantities_go_the_engines_way(quantity: Any, counts: list[bool]) 
         fxgrad.zero_grad(private)
         step(torch.ones(5, 4))
     assert True not in counts
+
+
+OPS = torch.library.Library("test_repeated_step", "DEF")
+OPS.define("act(Tensor x) -> Tensor")
+ACTS: list[Callable[[], Any]] = []
+
+
+def act_and_copy(x: Tensor) -> Tensor:
+    for act in ACTS:
+        act()
+    return x.clone()
+
+
+OPS.impl("act", act_and_copy, "CPU")
+torch.library.register_fake("test_repeated_step::act", torch.empty_like, lib=OPS)
+fxgrad.register_op(torch.ops.test_repeated_step.act.default)
+
+
+def acting() -> tuple[nn.Module, Callable[[], Any]]:
+    """A model with a step, in whose graph an op acts."""
+    torch._dynamo.reset()
+    ACTS.clear()
+    private = fxgrad.transform(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), fxgrad.ClippedGrad(1.0))
+    act = torch.ops.test_repeated_step.act
+    step = fxgrad.forward_backward(private, lambda model, x, y: (model(x) - act(y)).square().sum())
+    x, y = torch.ones(5, 4), torch.ones(5, 3)
+
+    def call() -> Any:
+        private.zero_grad()
+        return step(x, y)
+
+    return private, call
+
+
+def test_a_graph_that_raises_runs_once(counts: list[bool]) -> None:
+    """A time limit may be raised anywhere, and is not raised again."""
+    _, call = acting()
+    call()
+    call()
+    calls: list[int] = []
+
+    def late() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise TimeoutError("late")
+
+    ACTS.append(late)
+    with pytest.raises(TimeoutError, match="late"):
+        call()
+    assert counts == [True] and calls == [1]
+    ACTS.clear()
+    call()
+
+
+def test_what_happens_meanwhile_is_seen(counts: list[bool]) -> None:
+    """Another thread, or an op of the user's, may set p.grad while the graph runs, or register a hook."""
+    private, call = acting()
+    weight = next(private.parameters())
+    kept: list[Any] = []
+    torch.manual_seed(0)
+    call()
+    expected = weight.grad
+    hooks = [weight.register_hook, weight.register_post_accumulate_grad_hook]
+    for register in hooks:
+        handles: list[Any] = []
+        call()
+        ACTS.append(lambda register=register, handles=handles: handles.append(register(kept.append)))  # type: ignore[misc]
+        torch.manual_seed(0)
+        call()
+        ACTS.clear()
+        assert len(kept) == 1 and torch.equal(weight.grad, expected)  # type: ignore[arg-type]
+        handles[0].remove()
+        kept.clear()
+    assert counts == [True, False, False]  # a step behind a backward is one of its own
+
+
+def test_a_step_behind_a_backward_is_repeated(counts: list[bool]) -> None:
+    """What adds to p.grad is freed with its graph, not when Python collects garbage."""
+    private, call = acting()
+    gc.disable()
+    try:
+        call()
+        hook = next(private.parameters()).register_hook(lambda grad: None)
+        call()
+        hook.remove()
+        counts.clear()
+        for _ in range(3):
+            call()
+        assert counts == [True, True]
+    finally:
+        gc.enable()

@@ -31,6 +31,15 @@ def fails_without_dynamo(error: Exception) -> bool:
     return bool(own) or isinstance(error, TorchRuntimeError)
 
 
+class StatesMoved(Exception):
+    """Raised in the backend if inputs turn out to be states of recurrent layers. See Note [States]."""
+
+
+def moves_states(error: Exception) -> bool:
+    """Decide whether a call has to be captured again, with other roles."""
+    return isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, StatesMoved)
+
+
 def captured_nothing(error: Exception) -> bool:
     """Return whether Dynamo was switched off: torch 2.13 says so where one whole graph was asked for."""
     return type(error) is RuntimeError and "found no compiled frames" in str(error)

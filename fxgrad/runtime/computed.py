@@ -60,7 +60,10 @@ def deliver_computed(store: Store, forward: Forward) -> None:
     root = Computed.of(store, forward, names, tensors)
     store.began(forward, root.grad_fn)
     del grads
-    run_backward((root,), (root.new_empty(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    try:
+        run_backward((root,), (root.new_empty(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    finally:
+        forward.placeholders.clear()  # nodes that hold the forward, and parameters
 
 
 class Computed(Placeholders):
