@@ -1460,6 +1460,31 @@ def _(host: Any) -> None:
     assert torch._dynamo.source.TensorPropertySource.reconstruct is before
 
 
+@check("inductor.Kernel", "inductor.reordered")
+def _(host: Any) -> None:
+    seen: list[Any] = []
+
+    def change(kernels: Any) -> list[int]:
+        seen.append(kernels)
+        assert all(isinstance(kernel, host.Kernel) for kernel in kernels)
+        return sorted(range(len(kernels)), key=lambda i: (len(kernels[i].behind), -i))
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x @ y) @ (y @ x)
+
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
+    with torch._inductor.utils.fresh_cache():
+        with host.reordered(change):
+            torch.testing.assert_close(torch.compile(function)(x, y), function(x, y), atol=1e-3, rtol=1e-3)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(function)(x, y), function(x, y), atol=1e-3, rtol=1e-3)
+    (kernels,) = seen
+    size = 4 * 64 * 64
+    assert [kernel.behind for kernel in kernels] == [frozenset(), frozenset(), frozenset({0, 1})]
+    assert [size, size] == [kernel.made for kernel in kernels[:2]]
+    assert (size, frozenset({2})) in kernels[2].reads
+
+
 @check("lookup.run_found", "lookup.is_usual")
 def _(host: Any) -> None:
     traced: list[bool] = []

@@ -18,6 +18,7 @@ this happens where the tensor that was read is not saved; with taps, the weight 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
 from fxgrad.compile.channels_last import is_channels_last, lay_out, write_once
 from fxgrad.compile.compared import save_compared
+from fxgrad.compile.earlier import earlier
 from fxgrad.compile.folded import fold_batches
 from fxgrad.compile.joined_squares import KEPT, join_squares
 from fxgrad.compile.merged import merge_equal
@@ -71,7 +73,8 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
                 laid_out = not inductor.show_bases(gm) and on_cpu and lay_out(gm)
             if laid_out and on_cpu:
                 write_once(gm)
-            return inductor.compile_traced(gm, *args, **kwargs)
+            with inductor.reordered(earlier) if on_cpu else contextlib.nullcontext():
+                return inductor.compile_traced(gm, *args, **kwargs)
 
     with inductor.before_partition(keep_unchanged, save_compared):
         return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
@@ -83,7 +86,7 @@ def prepare() -> None:
     inductor.import_compiler()
     progress.stage("imported Inductor")
     inductor.bind_floats()
-    mended = "floats bound"
+    mended = "floats bound, kernels earlier"
     if not at_least("2.14"):
         inductor.keep_renames()
         mended += ", renames kept"

@@ -9,7 +9,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -161,6 +161,70 @@ def run_without_gradients(graph: Any, inputs: list[Any]) -> Sequence[Any]:
         return outputs
     finally:
         torch._C._set_grad_enabled(enabled)
+
+
+class Kernel(NamedTuple):
+    """What is compiled as one of a graph's kernels, or called as an op, in an order of them.
+
+    Why: as `reordered`.
+    Without: as `reordered`.
+    """
+
+    behind: frozenset[int]  # the kernels that have to run before it, by their places
+    made: int  # the bytes it allocates
+    reads: Sequence[tuple[int, frozenset[int]]]  # of each value that it reads: the bytes freed behind it, its readers
+
+
+class _Order(threading.local):
+    """How this thread changes the order of kernels."""
+
+    change: Callable[[Sequence[Kernel]], Sequence[int]] | None = None
+
+
+_ORDER = _Order()
+
+
+@contextlib.contextmanager
+def reordered(change: Callable[[Sequence[Kernel]], Sequence[int]]) -> Iterator[None]:
+    """Run the kernels of each graph that this thread compiles meanwhile in the order that a function makes of theirs.
+
+    Why: Inductor's own order keeps gradients until the end of a backward, where its estimates of the peak are alike.
+    Without: right numbers, and for some models with biases a peak that is 1.3 times as high.
+    """
+    _follow_order()
+    before, _ORDER.change = _ORDER.change, change
+    try:
+        yield
+    finally:
+        _ORDER.change = before
+
+
+@functools.lru_cache(maxsize=1)
+def _follow_order() -> None:
+    """Let Inductor ask for an order, once: a patch for each graph would need a lock while it is compiled."""
+    from torch._inductor import memory
+
+    inductors = memory.reorder_for_peak_memory
+
+    def reorder_for_peak_memory(*args: Any, **kwargs: Any) -> Any:
+        nodes = inductors(*args, **kwargs)
+        return nodes if _ORDER.change is None else [nodes[i] for i in _ORDER.change(_kernels(nodes))]
+
+    memory.reorder_for_peak_memory = reorder_for_peak_memory
+
+
+def _kernels(nodes: Sequence[Any]) -> list[Kernel]:
+    place = {node: i for i, node in enumerate(nodes)}
+
+    def places(of: Any) -> frozenset[int]:
+        return frozenset(place[node] for node in of if node in place)
+
+    def kernel(node: Any) -> Kernel:
+        planned = node.mpi_node
+        reads = [(one.mpi_buffer.size_free, places(one.mpi_buffer.succ_nodes)) for one in planned.pred_buffers]
+        return Kernel(places(planned.pred_nodes), planned.size, reads)
+
+    return [kernel(node) for node in nodes]
 
 
 def show_bases(gm: Any) -> bool:

@@ -1,0 +1,75 @@
+"""What frees memory runs as early as it can, and no order has a higher peak for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._inductor.utils import fresh_cache
+
+from benchmarks.memory import peak_bytes
+from benchmarks.models import MODELS
+from benchmarks.peers import ours
+from benchmarks.tasks import make_task
+from fxgrad.compile.earlier import _peak as peak
+from fxgrad.compile.earlier import earlier
+from fxgrad.host.inductor import Kernel
+
+
+def kernels(made: list[int], reads: list[list[int]]) -> list[Kernel]:
+    """Each makes one value and reads those of earlier ones; what nothing reads is a result, and stays."""
+    readers = [frozenset(i for i, ones in enumerate(reads) if value in ones) for value in range(len(made))]
+    return [
+        Kernel(frozenset(ones), made[i], [(made[value], readers[value]) for value in sorted({*ones})])
+        for i, ones in enumerate(reads)
+    ]
+
+
+def test_a_sum_goes_to_what_it_reads() -> None:
+    """A backward of three layers: gradients of 100, of which sums of 1 are used in the end."""
+    chain = kernels([100, 100, 100, 1, 1, 1, 1], [[], [0], [1], [0], [1], [2], [3, 4, 5]])
+    order = earlier(chain)
+    assert order == [0, 3, 1, 4, 2, 5, 6]
+    assert (peak(chain, [*range(7)]), peak(chain, order)) == (301, 202)
+
+
+def test_what_makes_more_than_it_frees_stays() -> None:
+    assert earlier(kernels([10, 1, 1, 50], [[], [], [1], [0, 2]])) == [0, 1, 2, 3]
+    assert earlier(kernels([10, 20, 30, 10], [[], [], [1], [0]])) == [0, 3, 1, 2]
+    assert earlier([]) == []
+
+
+@given(st.data())
+def test_no_order_has_a_higher_peak(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 12))
+    made = data.draw(st.lists(st.integers(0, 100), min_size=n, max_size=n))
+    reads = [data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True)) if i else [] for i in range(n)]
+    found = kernels(made, reads)
+    order = earlier(found)
+    place = {one: i for i, one in enumerate(order)}
+    assert sorted(order) == [*range(n)]
+    assert all(place[other] < place[one] for one in range(n) for other in found[one].behind)
+    assert peak(found, order) <= peak(found, [*range(n)])
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_gradient_of_a_wide_layer_is_not_kept(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MB in float32, which a bias alone would keep while the convolution before it runs its backward."""
+    task = make_task("wide", replace(MODELS["c07-longconv"], batch=8), "cpu")
+
+    def measured() -> int:
+        torch._dynamo.reset()
+        engine = ours.fxgrad(task, "C", whole=whole)
+        for _ in range(3):
+            engine.step()
+        return peak_bytes(task, engine)
+
+    peak_now = measured()
+    monkeypatch.setattr("fxgrad.compile.inductor.earlier", lambda ones: [*range(len(ones))])
+    with fresh_cache():
+        peak_before = measured()
+    assert peak_now < 0.9 * peak_before, (peak_now, peak_before)
