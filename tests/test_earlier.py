@@ -19,11 +19,11 @@ from fxgrad.compile.earlier import earlier
 from fxgrad.host.inductor import Kernel
 
 
-def kernels(made: list[int], reads: list[list[int]]) -> list[Kernel]:
+def kernels(made: list[int], reads: list[list[int]], acts: frozenset[int] = frozenset()) -> list[Kernel]:
     """Each makes one value and reads those of earlier ones; what nothing reads is a result, and stays."""
     readers = [frozenset(i for i, ones in enumerate(reads) if value in ones) for value in range(len(made))]
     return [
-        Kernel(frozenset(ones), made[i], [(made[value], readers[value]) for value in sorted({*ones})])
+        Kernel(frozenset(ones), made[i], [(made[value], readers[value]) for value in sorted({*ones})], i in acts)
         for i, ones in enumerate(reads)
     ]
 
@@ -42,17 +42,27 @@ def test_what_makes_more_than_it_frees_stays() -> None:
     assert earlier([]) == []
 
 
+def test_nothing_passes_what_acts() -> None:
+    """Kernel 1 raises an error before kernel 3 reads by a wrong index; and kernel 3 may be the one that raises."""
+    made, reads = [10, 5, 30, 10], [[], [], [], [0]]
+    assert earlier(kernels(made, reads)) == [0, 3, 1, 2]
+    assert earlier(kernels(made, reads, frozenset({1}))) == [0, 1, 3, 2]
+    assert earlier(kernels(made, reads, frozenset({3}))) == [0, 1, 2, 3]
+
+
 @given(st.data())
 def test_no_order_has_a_higher_peak(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 12))
     made = data.draw(st.lists(st.integers(0, 100), min_size=n, max_size=n))
     reads = [data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True)) if i else [] for i in range(n)]
-    found = kernels(made, reads)
+    found = kernels(made, reads, data.draw(st.frozensets(st.integers(0, n - 1), max_size=2)))
     order = earlier(found)
     place = {one: i for i, one in enumerate(order)}
     assert sorted(order) == [*range(n)]
     assert all(place[other] < place[one] for one in range(n) for other in found[one].behind)
     assert peak(found, order) <= peak(found, [*range(n)])
+    acting = [one for one in range(n) if found[one].acts]
+    assert all((place[one] < place[other]) == (one < other) for one in acting for other in range(n) if one != other)
 
 
 @pytest.mark.inductor

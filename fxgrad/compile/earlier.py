@@ -19,12 +19,12 @@ def earlier(kernels: Sequence[Kernel]) -> list[int]:
     """Return another order of kernels, by their places in the given one, in which the peak is not higher.
 
     A kernel goes to where it frees as much as it allocates, if it may run there. One that allocates little goes to the
-    first place where it may run.
+    first place where it may run. None passes a kernel that does something else, such as an assert.
     """
     order = list(range(len(kernels)))
     place, most = _places(order), _peak(kernels, order)
-    for one, kernel in enumerate(kernels):
-        to, here = _place_for(one, kernel, place), place[one]
+    for one in range(len(kernels)):
+        to, here = _place_for(one, kernels, place), place[one]
         if to == here:
             continue
         moved = [*order[:to], one, *order[to:here], *order[here + 1 :]]
@@ -37,9 +37,11 @@ def _places(order: Sequence[int]) -> dict[int, int]:
     return {one: i for i, one in enumerate(order)}
 
 
-def _place_for(one: int, kernel: Kernel, place: Mapping[int, int]) -> int:
-    here, first = place[one], max((place[other] for other in kernel.behind), default=-1) + 1
-    if first >= here:
+def _place_for(one: int, kernels: Sequence[Kernel], place: Mapping[int, int]) -> int:
+    kernel, here = kernels[one], place[one]
+    acting = (other for other in place if kernels[other].acts and place[other] < here)
+    first = max((place[other] for other in (*kernel.behind, *acting)), default=-1) + 1
+    if first >= here or kernel.acts:
         return here
     others = ((size, readers - {one}) for size, readers in kernel.reads)
     ends = sorted((max((place[reader] for reader in readers), default=-1), size) for size, readers in others)

@@ -173,6 +173,7 @@ class Kernel(NamedTuple):
     behind: frozenset[int]  # the kernels that have to run before it, by their places
     made: int  # the bytes it allocates
     reads: Sequence[tuple[int, frozenset[int]]]  # of each value that it reads: the bytes freed behind it, its readers
+    acts: bool  # whether it does something else: it may raise an error, as an assert does
 
 
 class _Order(threading.local):
@@ -222,7 +223,7 @@ def _kernels(nodes: Sequence[Any]) -> list[Kernel]:
     def kernel(node: Any) -> Kernel:
         planned = node.mpi_node
         reads = [(one.mpi_buffer.size_free, places(one.mpi_buffer.succ_nodes)) for one in planned.pred_buffers]
-        return Kernel(places(planned.pred_nodes), planned.size, reads)
+        return Kernel(places(planned.pred_nodes), planned.size, reads, node.has_side_effects())
 
     return [kernel(node) for node in nodes]
 
