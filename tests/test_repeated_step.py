@@ -17,9 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxgrad
 from fxgrad.engine import Engine
 from fxgrad.errors import NonFinite, OptionError
+from fxgrad.host.versions import at_least
 from fxgrad.repeated_step import RepeatedStep
 
-pytestmark = pytest.mark.inductor
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.skipif(not at_least("2.13"), reason="older versions repeat no step"),
+]
 
 SCALE = 1.0
 

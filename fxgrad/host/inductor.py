@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxgrad.host.versions import at_least
+
 
 def import_toolchain() -> None:
     """Import what `load_library` and `find_vectors` need.
@@ -190,8 +192,12 @@ def reordered(change: Callable[[Sequence[Kernel]], Sequence[int]]) -> Iterator[N
     """Run the kernels of each graph that this thread compiles meanwhile in the order that a function makes of theirs.
 
     Why: Inductor's own order keeps gradients until the end of a backward, where its estimates of the peak are alike.
+    Since: torch 2.13, tested. In an older PyTorch, what it knows of an order may leave out writes: nothing is changed.
     Without: right numbers, and for some models with biases a peak that is 1.3 times as high.
     """
+    if not at_least("2.13"):
+        yield
+        return
     _follow_order()
     before, _ORDER.change = _ORDER.change, change
     try:
@@ -215,14 +221,17 @@ def _follow_order() -> None:
 
 
 def _kernels(nodes: Sequence[Any]) -> list[Kernel]:
-    place = {node: i for i, node in enumerate(nodes)}
+    from torch._inductor.virtualized import V
+
+    place, returned = {node: i for i, node in enumerate(nodes)}, {*V.graph.get_output_names()}
 
     def places(of: Any) -> frozenset[int]:
         return frozenset(place[node] for node in of if node in place)
 
     def kernel(node: Any) -> Kernel:
         planned = node.mpi_node
-        reads = [(one.mpi_buffer.size_free, places(one.mpi_buffer.succ_nodes)) for one in planned.pred_buffers]
+        freed = [one for one in planned.pred_buffers if one.get_name() not in returned]
+        reads = [(one.mpi_buffer.size_free, places(one.mpi_buffer.succ_nodes)) for one in freed]
         return Kernel(places(planned.pred_nodes), planned.size, reads, node.has_side_effects())
 
     return [kernel(node) for node in nodes]
