@@ -179,7 +179,7 @@ class Engine:
     def _repeat(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], every: Any) -> Any:
         """Run a whole step as the one before it; where that cannot be, forget the latter, and return `MISSED`."""
         repeated = self.repeated.pop(method, None)  # nobody else has it meanwhile
-        if repeated is None or every is None or kwargs or not repeated.fits(args):
+        if repeated is None or every is None or kwargs or not repeated.fits(args, self.roles[method]):
             return MISSED
         if self.store.guard is not None:
             self.store.guard.watch(every, self.model)

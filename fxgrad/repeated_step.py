@@ -6,7 +6,7 @@ nothing has changed, the answers are those of the step before. What they depend 
 | what may have changed | seen by |
 |---|---|
 | the model's parameters: which they are, and each; the guard on p.grad | the engine |
-| the inputs' shapes, and what else tensors may be | `shapes`, `are_ordinary` |
+| the inputs' shapes, and what else tensors may be | `_counts`, which looks for the samples anew; `are_ordinary` |
 | what the model reads: attributes, globals, closures; modes of PyTorch | Dynamo's guards, by `FoundGraph` |
 | the graph: rules of fxgrad, a stance of torch.compile, `torch._dynamo.reset` | `changes`, `is_usual`, `FoundGraph` |
 | whether a forward or a backward is around this step, or an optimizer follows backwards | `fits` |
@@ -33,6 +33,7 @@ from fxgrad.runtime.computed import nothing_follows, number_of_no_backward
 from fxgrad.runtime.deliveries import Kinds, dtype_of_grad, fit
 from fxgrad.runtime.forward import Forward
 from fxgrad.runtime.store import Store
+from fxgrad.samples.batch import Roles
 
 MISSED = object()  # in place of what a step returns: nothing was computed
 
@@ -47,7 +48,6 @@ class RepeatedStep:
     ) -> None:
         self.store, self.kinds, self.graph = store, kinds, graph
         self.forward = Forward(forward.size, forward.parameters, method=forward.method, state=forward.state)
-        self.forward.repeats = True
         self.parameters = [*forward.parameters.values()]
         self.shapes, self.dtypes = [*map(_shape, inputs)], [*map(dtype_of_grad, self.parameters)]
         self.changes = len(CHANGES)
@@ -68,14 +68,27 @@ class RepeatedStep:
         graph = FoundGraph.of(forward.compiled) if _are_kept(grads, forward.parameters.values()) else None
         return None if graph is None else cls(store, forward, kinds, inputs, graph)
 
-    def fits(self, inputs: tuple[Any, ...]) -> bool:
+    def fits(self, inputs: tuple[Any, ...], roles: Roles) -> bool:
         """Return whether a step is like the one before it, as far as can be known before it is computed."""
-        if not are_ordinary(inputs) or [*map(_shape, inputs)] != self.shapes or len(CHANGES) != self.changes:
+        if not are_ordinary(inputs) or len(CHANGES) != self.changes:
             return False
         if any_mode() or not is_usual(self.graph.compiled) or not self.graph.fits(inputs):
             return False
         around = self.store.current.forward is not None or current_task() != -1 or wrapped_by_ddp() is not None
-        return not (around or self.store.observers)
+        return not (around or self.store.observers) and self._counts(inputs, roles)
+
+    def _counts(self, inputs: tuple[Any, ...], roles: Roles) -> bool:
+        """Count the samples where shapes are others; return False where that takes the engine."""
+        shapes, before = [*map(_shape, inputs)], self.forward
+        if shapes == self.shapes:
+            before.repeats = True
+            return True
+        batch = roles.find(inputs, {})
+        if not batch.size or batch.supposed or any(one.group_size != 1 for one in self.store.quantities):
+            return False
+        self.shapes = shapes
+        self.forward = Forward(batch.size, before.parameters, method=before.method, state=before.state)
+        return True
 
     def computed(self, inputs: tuple[Any, ...]) -> Any:
         """Run the graph, and return what the step returns."""

@@ -337,8 +337,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     fits, delivered = RepeatedStep.fits, RepeatedStep.delivered
 
-    def fitting(self: RepeatedStep, inputs: tuple[Any, ...]) -> bool:
-        fit = fits(self, inputs)
+    def fitting(self: RepeatedStep, inputs: tuple[Any, ...], roles: Any) -> bool:
+        fit = fits(self, inputs, roles)
         if not fit:
             seen.append(False)
         return fit
