@@ -9,6 +9,7 @@ import ast
 import contextlib
 import importlib
 import inspect
+import math
 import operator
 import os
 import re
@@ -26,9 +27,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.utils import run_and_get_code
 
 from fxgrad.host.dynamo import active_callback
 from fxgrad.host.versions import at_least
+from fxgrad.kernels.compiled import conversions
 from fxgrad.samples.symbols import Symbols
 from tests.private_names import defined, files, is_private, known_attributes, private_names
 
@@ -1458,6 +1461,22 @@ def _(host: Any) -> None:
     with host.sizes_read_plainly():
         assert not helper_is_called()
     assert torch._dynamo.source.TensorPropertySource.reconstruct is before
+
+
+@check("conversions.converts_through_memory", "conversions.in_front")
+def _(host: Any) -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.double() * 3 + y, (y * x.double()).float()
+
+    x, y = torch.randn(5, 37), torch.randn(5, 37, dtype=torch.float64)
+    x[0, :3], y[1, :3] = torch.tensor([math.nan, math.inf, -0.0]), torch.tensor([1e300, -1e300, 1e-310])
+    for text in conversions(), "// nothing\n":
+        torch._dynamo.reset()
+        with torch._inductor.utils.fresh_cache(), host.in_front(text):
+            found, codes = run_and_get_code(torch.compile(function), x, y)
+        assert all(map(torch.equal, *([one.nan_to_num(7e7) for one in all] for all in (found, function(x, y)))))
+        if host.converts_through_memory():
+            assert text and text.strip().splitlines()[-1] in codes[0]
 
 
 @check("inductor.Kernel", "inductor.reordered")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import fxgrad
+from fxgrad.kernels import on_cpu
 from fxgrad.testing import assert_per_sample_grads, default_loss
 from tests.quick import long_but
 
@@ -29,6 +31,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "of all": {"kernel_size": 7},
 }
 
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 QUICK_WINDOWS = (("apart", 1), ("overlapping", 4), ("dilated", 4), ("with a rest", 4))
 
@@ -256,3 +260,30 @@ def test_an_evaluation_gives_the_plain_outputs(device: torch.device) -> None:
     plain, x = Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)).to(device).eval(), images(device=device)
     with torch.no_grad():
         torch.testing.assert_close(fxgrad.transform(copy.deepcopy(plain))(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("channels", "groups", "space"), [(6, 3, (5, 4)), (6, 6, (7,)), (4, 1, (2, 3, 2)), (8, 2, ())])
+def test_group_norm(channels: int, groups: int, space: tuple[int, ...], affine: tuple[bool, bool], dtype: Any) -> None:
+    """Put together from channels, it is what PyTorch computes: a group's channels may lie far from each other."""
+    x = torch.randn(3, channels, *space) * torch.rand(channels, *[1] * len(space)) + 10 * torch.randn(
+        3, channels, *[1] * len(space)
+    )
+    weight, bias = (torch.randn(channels) if one else None for one in affine)
+    sizes: tuple[Any, ...] = 3, channels, math.prod(space), groups, 1e-5
+    given: list[Any] = [one if one is None else one.to(dtype) for one in (x, weight, bias)]
+    doubles: list[Any] = [one if one is None else one.double() for one in given]
+    exact = torch.native_group_norm(*doubles, *sizes)
+    for one, expected in zip(on_cpu.group_norm(*given, *sizes), exact, strict=True):
+        assert one.dtype == dtype and one.shape == expected.shape
+        torch.testing.assert_close(one.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_networks_with_group_norms(groups: int, channels_last: bool) -> None:
+    norm = nn.GroupNorm(groups, 6)
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), norm, nn.ReLU(), nn.Conv2d(6, 4, 3), nn.GroupNorm(2, 4), nn.Flatten())
+    x = images()
+    agrees(model, x.to(memory_format=torch.channels_last) if channels_last else x)

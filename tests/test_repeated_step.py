@@ -363,6 +363,25 @@ def test_a_change_is_seen(name: str, counts: list[bool], monkeypatch: pytest.Mon
     assert not counts and equal(ours, theirs), (ours, theirs)
 
 
+def varying() -> list[Any]:
+    """Batches as Poisson sampling draws them, an empty one among them."""
+    case = Case()
+    whole, seen = case.inputs, []
+    for size in 6, 4, 4, 5, 0, 3, 6, 1:  # one sample has a graph of its own
+        case.inputs = tuple(x[:size] for x in whole)
+        case.private.zero_grad()
+        seen.append([*case.call(), *case.seen()])
+    return seen
+
+
+def test_a_step_of_another_size_is_repeated(counts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = varying()
+    assert counts == [True, True, True, False, True, False]  # the step behind the empty one learns anew
+    monkeypatch.setattr(RepeatedStep, "of", lambda *_: None)
+    counts.clear()
+    assert equal(ours, varying()) and not counts
+
+
 def test_samples_that_are_not_finite_raise(counts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     ours = history(nan, nonfinite="raise")
     assert True in counts and NonFinite in ours

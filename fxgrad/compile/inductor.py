@@ -38,9 +38,10 @@ from fxgrad.compile.merged import merge_equal
 from fxgrad.compile.mutated import keep_unchanged
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
+from fxgrad.host.conversions import in_front
 from fxgrad.host.dynamo import written_now
 from fxgrad.host.versions import at_least
-from fxgrad.kernels.compiled import ask_about_vectors
+from fxgrad.kernels.compiled import ask_about_vectors, conversions
 from fxgrad.kernels.fusible import opened
 from fxgrad.kernels.on_cpu import decompositions as on_cpu_decompositions
 from fxgrad.kernels.on_gpu import form_of
@@ -73,7 +74,10 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
                 laid_out = not inductor.show_bases(gm) and on_cpu and lay_out(gm)
             if laid_out and on_cpu:
                 write_once(gm)
-            with inductor.reordered(earlier) if on_cpu else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if on_cpu:
+                    stack.enter_context(inductor.reordered(earlier))
+                    stack.enter_context(in_front(conversions()))
                 return inductor.compile_traced(gm, *args, **kwargs)
 
     with inductor.before_partition(keep_unchanged, save_compared):
@@ -86,7 +90,7 @@ def prepare() -> None:
     inductor.import_compiler()
     progress.stage("imported Inductor")
     inductor.bind_floats()
-    mended = "floats bound, kernels earlier"
+    mended = "floats bound, kernels earlier, doubles by vectors"
     if not at_least("2.14"):
         inductor.keep_renames()
         mended += ", renames kept"

@@ -81,6 +81,45 @@ static inline void put_in_panels(const Vec& numbers, const Vec& next, float* int
 #endif
 }
 
+// Of V vectors the sums of their lanes, in their order. Two vectors become one whose lanes are theirs in turn, each added to
+// another of the same vector; then two of those do.
+static inline Vec lanes_added(const Vec (&vectors)[V]) {
+#if defined(CPU_CAPABILITY_AVX512)
+  Vec fours[4], eights[2];
+#pragma GCC unroll 4
+  for (int64_t at = 0; at < 4; ++at) {
+    const Vec* of = vectors + 4 * at;
+    const Vec one = Vec(_mm512_unpacklo_ps(of[0], of[1])) + Vec(_mm512_unpackhi_ps(of[0], of[1]));
+    const Vec two = Vec(_mm512_unpacklo_ps(of[2], of[3])) + Vec(_mm512_unpackhi_ps(of[2], of[3]));
+    fours[at] = Vec(_mm512_shuffle_ps(one, two, 0x44)) + Vec(_mm512_shuffle_ps(one, two, 0xEE));
+  }
+#pragma GCC unroll 2
+  for (int64_t at = 0; at < 2; ++at) {
+    const Vec *one = fours + 2 * at, *two = one + 1;
+    eights[at] = Vec(_mm512_shuffle_f32x4(*one, *two, 0x44)) + Vec(_mm512_shuffle_f32x4(*one, *two, 0xEE));
+  }
+  return Vec(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88)) + Vec(_mm512_shuffle_f32x4(eights[0], eights[1], 0xDD));
+#elif defined(CPU_CAPABILITY_AVX2)
+  Vec fours[2];
+#pragma GCC unroll 2
+  for (int64_t at = 0; at < 2; ++at) {
+    const Vec* of = vectors + 4 * at;
+    const Vec one = Vec(_mm256_unpacklo_ps(of[0], of[1])) + Vec(_mm256_unpackhi_ps(of[0], of[1]));
+    const Vec two = Vec(_mm256_unpacklo_ps(of[2], of[3])) + Vec(_mm256_unpackhi_ps(of[2], of[3]));
+    fours[at] = Vec(_mm256_shuffle_ps(one, two, 0x44)) + Vec(_mm256_shuffle_ps(one, two, 0xEE));
+  }
+  return Vec(_mm256_permute2f128_ps(fours[0], fours[1], 0x20)) + Vec(_mm256_permute2f128_ps(fours[0], fours[1], 0x31));
+#else
+  float lanes[V], totals[V];
+  for (int64_t at = 0; at < V; ++at) {
+    vectors[at].store(lanes);
+    totals[at] = 0;
+    for (const float lane : lanes) totals[at] += lane;
+  }
+  return Vec::loadu(totals);
+#endif
+}
+
 // How many vectors of the `left` that are left are next: a single one at the end would take as long as two.
 static inline int64_t next_of(int64_t left) { return left == 4 ? 2 : std::min(VECTORS, left); }
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fxgrad.host.conversions import converts_through_memory
 from fxgrad.host.inductor import find_vectors, import_toolchain, load_library
 from fxgrad.kernels.precision import accumulating
 
@@ -50,7 +51,7 @@ class Library:
     @property
     def text(self) -> str:
         """The files, one behind the other."""
-        return "\n".join((_FOLDER / source).read_text(encoding="utf-8") for source in self.sources)
+        return "\n".join([conversions(), *map(_read, self.sources)])
 
     def applies(self, *values: Tensor, copied: int = 0) -> bool:
         """Whether the functions can compute with these values, of each of which a thread copies so many bytes."""
@@ -109,6 +110,15 @@ class Library:
             function.argtypes, function.restype = [_type_of(argument) for argument in arguments.split(",")], None
         log.info("compiled the kernels of %s in %.2f s, beside", self.computes, time.perf_counter() - start)
         return library
+
+
+def conversions() -> str:
+    """Return what ATen's vectors lack."""
+    return _read("doubles.cpp") if converts_through_memory() else ""
+
+
+def _read(source: str) -> str:
+    return (_FOLDER / source).read_text(encoding="utf-8")
 
 
 def _type_of(argument: str) -> Any:

@@ -6,13 +6,13 @@
 // is above the diagonal counts twice.
 //
 // Where positions are few and have many features, one behind the other in memory, V features are multiplied at once, and V
-// sums of V lanes are turned over and added. Else V positions are: some features of all positions are turned over, and
+// sums of V lanes are added up together. Else V positions are: some features of all positions are turned over, and
 // stay in a near cache.
 
 constexpr int64_t NEAR = 6144, FEATURES = 96;  // numbers, and features at least: gram_kernel.py knows of the second
 constexpr int64_t FEW = 4 * V, MANY = 4;       // positions, and features for each of them
-constexpr int64_t LONGEST = 1024;              // features of OS positions that stay in the cache while others go by
-constexpr int64_t OTHERS = V / OS;             // positions that are multiplied with OS: V sums
+constexpr int64_t LONGEST = 1024;              // features of OWN positions that stay in the cache while others go by
+constexpr int64_t OWN = 4, OTHERS = V / OWN;   // positions that are multiplied with others: V sums of V lanes
 
 // Lets the cache fetch what is read later, some of it at each step: first one block of memory, then another.
 struct Ahead {
@@ -32,21 +32,22 @@ struct Ahead {
   }
 };
 
-// The sums over `count` features of the products of OS positions with OTHERS: [OTHERS, OS], V of them.
+// The sums over `count` features of the products of OWN positions with OTHERS: [OTHERS, OWN], V of them. About as many of
+// both: then the fewest vectors are read, and to read them takes as long as to multiply.
 static inline Vec products(const float* const* own, const float* const* others, int64_t count, Ahead& ahead) {
-  Vec sums[OS][OTHERS];  // zeros
+  Vec sums[V];  // zeros
   const auto add = [&](int64_t f, int64_t width) {
     Vec values[OTHERS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t r = 0; r < OTHERS; ++r) {
       values[r] = width == V ? Vec::loadu(others[r] + f) : Vec::loadu(others[r] + f, width);
       hold<float>(values[r]);
     }
-#pragma GCC unroll 8
-    for (int64_t o = 0; o < OS; ++o) {
+#pragma GCC unroll 4
+    for (int64_t o = 0; o < OWN; ++o) {
       const Vec value = width == V ? Vec::loadu(own[o] + f) : Vec::loadu(own[o] + f, width);
-#pragma GCC unroll 2
-      for (int64_t r = 0; r < OTHERS; ++r) sums[o][r] = at::vec::fmadd(value, values[r], sums[o][r]);
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < OTHERS; ++r) sums[r * OWN + o] = at::vec::fmadd(value, values[r], sums[r * OWN + o]);
     }
   };
   Ahead here = ahead;  // in registers
@@ -57,13 +58,7 @@ static inline Vec products(const float* const* own, const float* const* others, 
   }
   ahead = here;
   if (f < count) add(f, count - f);
-  alignas(LINE) float lanes[V * V], turned[V * V];
-  for (int64_t r = 0; r < OTHERS; ++r)
-    for (int64_t o = 0; o < OS; ++o) sums[o][r].store(lanes + (r * OS + o) * V);
-  turn_over(lanes, V, V, V, turned, V);
-  Vec parts[4] = {Vec(0), Vec(0), Vec(0), Vec(0)};
-  for (int64_t lane = 0; lane < V; ++lane) parts[lane % 4] = parts[lane % 4] + Vec::loadu(turned + lane * V);
-  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  return lanes_added(sums);
 }
 
 // The products of positions with each other. They are symmetric: only what is not below the diagonal counts.
@@ -101,18 +96,18 @@ struct Gram : Pairs {
   void by_features(const float* from, int64_t of_position, int64_t size, Ahead& ahead) {
     const auto position = [&](int64_t at) { return from + std::min(at, k - 1) * of_position; };
     for (int64_t start = 0; start < size; start += LONGEST)
-      for (int64_t a = 0; a < k; a += OS) {
-        const float *own[OS], *others[OTHERS];
-        for (int64_t o = 0; o < OS; ++o) own[o] = position(a + o) + start;
-        for (int64_t b = 0; b < std::min(a + OS, k); b += OTHERS) {
+      for (int64_t a = 0; a < k; a += OWN) {
+        const float *own[OWN], *others[OTHERS];
+        for (int64_t o = 0; o < OWN; ++o) own[o] = position(a + o) + start;
+        for (int64_t b = 0; b < std::min(a + OWN, k); b += OTHERS) {
           for (int64_t r = 0; r < OTHERS; ++r) others[r] = position(b + r) + start;
           ahead.go_on();
           float sums[V];
           products(own, others, std::min(LONGEST, size - start), ahead).store(sums);
           for (int64_t r = 0; r < OTHERS; ++r) {
             float* to = matrix.data() + (b + r) * padded + a;
-            const Vec sum = Vec::loadu(sums + r * OS, OS);
-            (start == 0 ? sum : sum + Vec::loadu(to, OS)).store(to, OS);
+            const Vec sum = Vec::loadu(sums + r * OWN, OWN);
+            (start == 0 ? sum : sum + Vec::loadu(to, OWN)).store(to, OWN);
           }
         }
       }

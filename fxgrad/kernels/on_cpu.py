@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxgrad.kernels.fusible import fusible
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
+from fxgrad.kernels.precision import accumulating
 
 aten = torch.ops.aten
 
@@ -73,6 +74,29 @@ def relu_backward(g: Tensor, out: Tensor, threshold: float) -> Tensor:
     return torch.where(out <= threshold, 0, g)
 
 
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, pixels: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - μ) / σ w + b, μ and 1/σ: a group's variance is its channels' on average, and that of their means."""
+    dtype = accumulating(x.dtype)
+    per_channel = torch.var_mean(x.to(dtype).reshape(n, channels, pixels), dim=2, correction=0)
+    var, mean = (one.view(n, groups, channels // groups) for one in per_channel)
+    middle = _written(mean.mean(2)).unsqueeze(2)
+    rstd = _written(torch.rsqrt(var.mean(2) + (mean - middle).square().mean(2) + eps)).unsqueeze(2)
+    factor = rstd.expand(mean.shape) if weight is None else rstd * weight.view(groups, -1)
+    shift = -middle * factor if bias is None else bias.view(groups, -1) - middle * factor
+    factor, shift = (
+        _written(one.reshape(n, channels)).view(n, channels, *[1] * (x.dim() - 2)) for one in (factor, shift)
+    )
+    out = x.to(dtype) * factor + shift
+    return out.to(x.dtype), middle.squeeze(2).to(x.dtype), rstd.squeeze(2).to(x.dtype)
+
+
+def _written(matrix: Tensor) -> Tensor:
+    """Return the same from memory, which a loop over pixels reads: see Note [Statistics of a group]."""
+    return matrix.contiguous().as_strided(matrix.shape, (matrix.shape[1], 1))
+
+
 def decompositions(others: Mapping[Any, Callable[..., Any]]) -> Table:
     """Return a table of decompositions with these operators, for tensors on CPU."""
 
@@ -91,6 +115,7 @@ def decompositions(others: Mapping[Any, Callable[..., Any]]) -> Table:
         aten.max_pool2d_with_indices.default: pooled,
         aten.max_pool2d_with_indices_backward.default: pooled_back,
         aten.threshold_backward.default: relu_backward,
+        aten.native_group_norm.default: group_norm,
     }
     return {**others, **{op: _on_cpu(function, others.get(op, _kept)) for op, function in own.items()}}
 
