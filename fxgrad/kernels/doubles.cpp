@@ -1,5 +1,5 @@
-// Vectors of float32 to float64 and back. PyTorch's conversion writes each number to memory, and reads more of them at once
-// than it wrote, which has to wait: a loop of a few operations takes twice as long.
+// Vectors of float32 to float64 and back. PyTorch's conversion writes each number to memory, and reads more of them at
+// once than it wrote, which has to wait: a loop of a few operations takes twice as long.
 
 #include <ATen/cpu/vec/vec.h>
 

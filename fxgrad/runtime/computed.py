@@ -42,7 +42,10 @@ def stepped(store: Store, forward: Forward, outputs: Any) -> Any:
             advice="Return the loss, or a tuple that begins with it: no number, and nothing made of it.",
         )
     if loss.requires_grad:
-        loss.backward()  # of no samples, which no graph computes
+        try:
+            loss.backward()  # of no samples, which no graph computes
+        finally:
+            forward.placeholders.clear()  # as in `deliver_computed`
     return (loss.detach(), *outputs[1:]) if several else loss.detach()
 
 
