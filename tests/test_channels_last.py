@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxgrad
 from fxgrad.compile.channels_last import lay_out
 from tests.quick import long_but
-from tests.test_on_cpu import ENDS, VIEWS, Network, Normed, images
+from tests.test_on_cpu import ENDS, VIEWS, Network, Normed, agrees, images
 
 aten = torch.ops.aten
 
@@ -152,3 +152,10 @@ def test_one_graph_writes_no_image_twice(build: Callable[[], nn.Module], contigu
     step = fxgrad.forward_backward(private, lambda model, x: model(x).square().sum())
     _, (code, *_) = run_and_get_code(step, images())
     assert not any(strides in code for strides in contiguous)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_backward_returns_what_is_contiguous(n: int) -> None:
+    """One image's convolution has the gradient that PyTorch returns, which lies in memory as the image does."""
+    agrees(Network(lambda h: h.relu().mean((2, 3))), images(n))

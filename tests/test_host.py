@@ -19,6 +19,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1461,6 +1462,19 @@ def _(host: Any) -> None:
     with host.sizes_read_plainly():
         assert not helper_is_called()
     assert torch._dynamo.source.TensorPropertySource.reconstruct is before
+
+
+@check("patches.set_meanwhile")
+def _(host: Any) -> None:
+    setting: ContextVar[int] = ContextVar("setting", default=0)
+    seen: list[int] = []
+    with pytest.raises(ZeroDivisionError, match=r"^$"), host.set_meanwhile(setting, 1) as value:
+        other = threading.Thread(target=lambda: seen.append(setting.get()))
+        other.start()
+        other.join()
+        seen.append(setting.get())
+        raise ZeroDivisionError
+    assert seen == [0, 1] and value == 1 and setting.get() == 0
 
 
 @check("conversions.converts_through_memory", "conversions.in_front")

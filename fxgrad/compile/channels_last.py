@@ -101,6 +101,22 @@ def write_once(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def return_contiguous(gm: fx.GraphModule) -> None:
+    """Change a backward's traced graph on CPU: what was traced contiguous is returned so.
+
+    Inductor reads off the layout of what a backward returns only when the images that it saved have their channels
+    last: the gradient of one image's convolution would have them last, too. A copy that changes nothing is left out.
+    """
+    results = list(outputs_of(gm))
+    for node in dict.fromkeys(results):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, Tensor) and value.dim() > 2 and _is_contiguous(value):
+            copy = _copy_behind(node, torch.contiguous_format)
+            results = [copy if one is node else one for one in results]
+    gm.graph.output_node().args = (tuple(results),)
+    gm.recompile()
+
+
 def _viewed(grad: fx.Node) -> fx.Node:
     """Return what a kernel's operand, ``[n, k, channels, rows, columns]``, is a view of."""
     return grad.all_input_nodes[0] if _is_reshape(grad) else grad

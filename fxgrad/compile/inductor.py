@@ -29,7 +29,7 @@ from torch import Tensor, fx
 
 from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
-from fxgrad.compile.channels_last import is_channels_last, lay_out, write_once
+from fxgrad.compile.channels_last import is_channels_last, lay_out, return_contiguous, write_once
 from fxgrad.compile.compared import save_compared
 from fxgrad.compile.earlier import earlier
 from fxgrad.compile.folded import fold_batches
@@ -69,10 +69,12 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
             if kwargs.get("is_backward"):
-                laid_out = any(map(is_channels_last, args[0]))
+                laid_out = on_cpu and any(map(is_channels_last, args[0]))
+                if laid_out:
+                    return_contiguous(gm)
             else:  # what the user's views are made of, behind the graph, has the layout that was traced
                 laid_out = not inductor.show_bases(gm) and on_cpu and lay_out(gm)
-            if laid_out and on_cpu:
+            if laid_out:
                 write_once(gm)
             with contextlib.ExitStack() as stack:
                 if on_cpu:

@@ -9,7 +9,7 @@ Since: torch 2.11 to 2.13, tested: the tests ran on these releases, and each nam
 
 What we patch
 ~~~~~~~~~~~~~
-Three parts of PyTorch work differently where fxgrad is imported and used:
+Some parts of PyTorch work differently where fxgrad is imported and used:
 
 - Inductor's ``SchedulerNode.recompute_size_and_body``, for the process, from the first compilation by Inductor on and
   before torch 2.14: it keeps the names that writes gave to a loop's inputs. `fxgrad.host.inductor.keep_renames`
@@ -17,6 +17,10 @@ Three parts of PyTorch work differently where fxgrad is imported and used:
 - ``is_symbol_binding_fx_node`` and ``find_symbol_binding_fx_nodes`` in AOTAutograd's partitioner, for the process, from
   the first compilation by Inductor on: floats that are read from tensors count as symbols, as integers do.
   `fxgrad.host.inductor.bind_floats` patches; Note [Floats that are read] in fxgrad/compile/inductor.py says why.
+- ``memory.reorder_for_peak_memory`` and ``KernelGroup.codegen_group`` of Inductor, for the process, from the first
+  compilation by Inductor on: while fxgrad compiles for CPU, kernels run in another order, and may begin with C++ that
+  ATen lacks; for others nothing changes. `fxgrad.host.inductor.reordered` and `fxgrad.host.conversions.in_front` patch,
+  from torch 2.13 on.
 - ``forward`` of nn.RNN, nn.LSTM and nn.GRU, while a transformed model's call is captured: Dynamo sees one operator in
   the place of an unrolled loop. fxgrad/capture/recurrent_modules.py patches, and restores. At the first such call it
   takes three functions of ``torch.nn.utils.rnn`` (pack_padded_sequence, pad_packed_sequence, pack_sequence) out of

@@ -9,10 +9,13 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
+from fxgrad.host.patches import set_meanwhile
 from fxgrad.host.versions import at_least
 
 
@@ -178,17 +181,11 @@ class Kernel(NamedTuple):
     acts: bool  # whether it does something else: it may raise an error, as an assert does
 
 
-class _Order(threading.local):
-    """How this thread changes the order of kernels."""
-
-    change: Callable[[Sequence[Kernel]], Sequence[int]] | None = None
+_Change = Callable[[Sequence[Kernel]], Sequence[int]]
+_CHANGE: ContextVar[_Change | None] = ContextVar("_CHANGE", default=None)
 
 
-_ORDER = _Order()
-
-
-@contextlib.contextmanager
-def reordered(change: Callable[[Sequence[Kernel]], Sequence[int]]) -> Iterator[None]:
+def reordered(change: Callable[[Sequence[Kernel]], Sequence[int]]) -> AbstractContextManager[object]:
     """Run the kernels of each graph that this thread compiles meanwhile in the order that a function makes of theirs.
 
     Why: Inductor's own order keeps gradients until the end of a backward, where its estimates of the peak are alike.
@@ -196,26 +193,22 @@ def reordered(change: Callable[[Sequence[Kernel]], Sequence[int]]) -> Iterator[N
     Without: right numbers, and for some models with biases a peak that is 1.3 times as high.
     """
     if not at_least("2.13"):
-        yield
-        return
+        return contextlib.nullcontext()
     _follow_order()
-    before, _ORDER.change = _ORDER.change, change
-    try:
-        yield
-    finally:
-        _ORDER.change = before
+    return set_meanwhile(_CHANGE, change)
 
 
 @functools.lru_cache(maxsize=1)
 def _follow_order() -> None:
-    """Let Inductor ask for an order, once: a patch for each graph would need a lock while it is compiled."""
+    """Let Inductor ask for an order, once."""
     from torch._inductor import memory
 
     inductors = memory.reorder_for_peak_memory
 
     def reorder_for_peak_memory(*args: Any, **kwargs: Any) -> Any:
         nodes = inductors(*args, **kwargs)
-        return nodes if _ORDER.change is None else [nodes[i] for i in _ORDER.change(_kernels(nodes))]
+        change = _CHANGE.get()
+        return nodes if change is None else [nodes[i] for i in change(_kernels(nodes))]
 
     memory.reorder_for_peak_memory = reorder_for_peak_memory
 

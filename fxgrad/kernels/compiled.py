@@ -8,8 +8,9 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fxgrad.host.conversions import converts_through_memory
 from fxgrad.host.inductor import find_vectors, import_toolchain, load_library
+from fxgrad.host.patches import set_meanwhile
 from fxgrad.kernels.precision import accumulating
 
 log = logging.getLogger(__name__)
@@ -140,15 +142,9 @@ _OFF = (
 _ASKED: ContextVar[list[Library] | None] = ContextVar("_ASKED", default=None)
 
 
-@contextlib.contextmanager
-def libraries_asked() -> Iterator[list[Library]]:
+def libraries_asked() -> AbstractContextManager[list[Library]]:
     """Collect the libraries whose functions are called by what is traced meanwhile, in this thread."""
-    asked: list[Library] = []
-    token = _ASKED.set(asked)
-    try:
-        yield asked
-    finally:
-        _ASKED.reset(token)
+    return set_meanwhile(_ASKED, [])
 
 
 @lru_cache(maxsize=1)
