@@ -174,16 +174,19 @@ constexpr double UNIT = 1.0 / (1 << 24);  // the roundoff of float32: see precis
 constexpr double SQUARED = (CHAIN + 2) * UNIT;  // how far the root of a sum of squares in float32 may be off: see norms.gamma
 constexpr double SMALL = 1e-12;  // norms below this may have lost digits to underflow: see norms.SMALL
 
-// Of each sample: its gradient's norm, a bound of it, and whether float32's range may have spoilt them.
+// Of each sample its gradient's norm and a bound of it, [2, n]: NaN where float32's range may have spoilt them.
 struct Norms {
-  double* found;  // [2, n]
-  bool* doubtful;
+  double* found;
   int64_t n;
 
   void set(int64_t sample, double norm, double bound, bool lost) const {
-    found[sample] = norm;
-    found[n + sample] = bound;
-    doubtful[sample] = lost || !std::isfinite(bound);
+    const bool spoilt = lost || !std::isfinite(bound);
+    found[sample] = spoilt ? NAN : norm;
+    found[n + sample] = spoilt ? NAN : bound;
+  }
+
+  int64_t count_spoilt() const {
+    return std::count_if(found, found + n, [](double norm) { return std::isnan(norm); });
   }
 };
 

@@ -35,15 +35,15 @@ _FAILURES = (ImportError, AttributeError, TypeError, OSError, RuntimeError)  # n
 
 
 _FOLDER = Path(__file__).parent
-_EXPORTED = re.compile(r'extern "C" void (\w+)\(([^)]*)\)')
+_EXPORTED = re.compile(r'extern "C" (\w+) (\w+)\(([^)]*)\)')
 _NUMBERS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "double": ctypes.c_double}
 
 
 class Library:
-    """The functions of some files, one behind the other, for values of some dtypes on CPU; they return nothing.
+    """The functions of some files, one behind the other, for values of some dtypes on CPU.
 
-    The files declare the functions' arguments. ``computes`` is their use, in the user's words: without a compiler
-    PyTorch's ops compute it.
+    The files declare the functions' arguments and results. ``computes`` is their use, in the user's words: without a
+    compiler PyTorch's ops compute it.
     """
 
     def __init__(self, *sources: str, dtypes: Sequence[torch.dtype] = (torch.float32,), computes: str) -> None:
@@ -60,9 +60,9 @@ class Library:
         fits = copied <= LARGEST and all(value.numel() for value in values)
         return self.takes(*values) and fits and self.functions is not None
 
-    def call(self, name: str, *arguments: Any, threads: int | None = None) -> None:
+    def call(self, name: str, *arguments: Any, threads: int | None = None) -> Any:
         """Call a function where `applies` allows it; its last argument is the number of threads."""
-        getattr(self.functions, name)(*map(_in_c, arguments), threads or torch.get_num_threads())
+        return getattr(self.functions, name)(*map(_in_c, arguments), threads or torch.get_num_threads())
 
     def takes(self, *values: Tensor) -> bool:
         """Return whether the functions are made for such values."""
@@ -107,9 +107,10 @@ class Library:
         vectors.result()
         start, text = time.perf_counter(), self.text
         library = load_library(text)
-        for name, arguments in _EXPORTED.findall(text):
+        for result, name, arguments in _EXPORTED.findall(text):
             function = getattr(library, name)
-            function.argtypes, function.restype = [_type_of(argument) for argument in arguments.split(",")], None
+            function.argtypes = [_type_of(argument) for argument in arguments.split(",")]
+            function.restype = _NUMBERS.get(result)
         log.info("compiled the kernels of %s in %.2f s, beside", self.computes, time.perf_counter() - start)
         return library
 

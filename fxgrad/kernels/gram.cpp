@@ -205,13 +205,14 @@ struct Meeting {
   }
 };
 
-extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
-                           int64_t n, int64_t k, int64_t o, int64_t i, double off_g, double off_x, double* found,
-                           bool* doubtful, int threads) {
+extern "C" int64_t gram_norms(const float* g_data, const int64_t* g_steps, const float* x_data, const int64_t* x_steps,
+                              int64_t n, int64_t k, int64_t o, int64_t i, double off_g, double off_x, double* found,
+                              int threads) {
+  const Norms norms{found, n};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Gram g{k}, x{k};
-    Meeting meeting{o, i, off_g, off_x, {found, doubtful, n}, {}};
+    Meeting meeting{o, i, off_g, off_x, norms, {}};
 #pragma omp for
     for (int64_t sample = 0; sample < n; ++sample) {
       const float *of_g = g_data + sample * g_steps[0], *of_x = x_data + sample * x_steps[0];
@@ -222,4 +223,5 @@ extern "C" void gram_norms(const float* g_data, const int64_t* g_steps, const fl
       meeting.meet(sample, g, x);
     }
   }
+  return norms.count_spoilt();
 }

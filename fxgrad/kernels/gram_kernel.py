@@ -6,11 +6,13 @@ dozen times. Here a matrix stays in the cache until its sums are taken.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library
-from fxgrad.kernels.norms import gamma, norms_of_kernel
+from fxgrad.kernels.norms import Doubtful, gamma, norms_of_kernel
 
 FEATURES = 96  # whose products are added up at once, at least
 
@@ -22,12 +24,11 @@ def applies(g: Tensor, x: Tensor) -> bool:
     return KERNELS.applies(g, x, copied=2 * g.shape[1] ** 2 * g.element_size())
 
 
-def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``."""
+def norms(g: Tensor, x: Tensor) -> tuple[Tensor, Doubtful]:
+    """``‖Σ_k g[n, k] ⊗ x[n, k]‖`` and bounds, ``[2, n]``."""
     (n, k, o), i = g.shape, x.shape[2]
-    found, doubtful = norms_of_kernel(g)
-    KERNELS.call("gram_norms", g, g.stride(), x, x.stride(), n, k, o, i, rounding(o), rounding(i), found, doubtful)
-    return found, doubtful
+    given = g, g.stride(), x, x.stride(), n, k, o, i, rounding(o), rounding(i)
+    return norms_of_kernel(g, partial(KERNELS.call, "gram_norms", *given))
 
 
 def rounding(features: int) -> float:

@@ -104,9 +104,16 @@ def joined(norms: Tensor, bounds: Tensor) -> Tensor:
     return torch.cat([norms.unsqueeze(0), bounds.unsqueeze(0)])
 
 
-def norms_of_kernel(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for `struct Norms` of common.cpp: norms and bounds ``[2, n]``, and which of them are doubtful, ``[n]``."""
-    return norms_like(g), g.new_empty(len(g), dtype=torch.bool)
+Doubtful = Tensor | None  # which samples' norms float32's range may have spoilt, ``[n]``; None where none is
+
+
+def norms_of_kernel(g: Tensor, write: Callable[[Tensor], int]) -> tuple[Tensor, Doubtful]:
+    """Norms and bounds ``[2, n]`` that a kernel writes, as `struct Norms` of common.cpp: NaN where they are doubtful.
+
+    It returns how many samples these are: to ask PyTorch takes longer than some of the kernels do.
+    """
+    found = norms_like(g)
+    return found, found[0].isnan() if write(found) else None
 
 
 def root_sum_squares(norms: Sequence[Tensor], wide: bool) -> Tensor:
@@ -205,9 +212,9 @@ def near_one(rows: Tensor) -> tuple[Tensor, Tensor]:
     return divided, torch.where(largest == 0, 0, powers)
 
 
-def again(g: Tensor, x: Tensor, norms: Tensor, doubtful: Tensor, carefully: Measure) -> Tensor:
+def again(g: Tensor, x: Tensor, norms: Tensor, doubtful: Doubtful, carefully: Measure) -> Tensor:
     """``norms`` with the doubtful samples computed by themselves, but those that have no gradient at all."""
-    if bool(doubtful.any()):
+    if doubtful is not None and bool(doubtful.any()):
         zero = (as_vectors(g) == 0).all(1) & as_vectors(x).isfinite().all(1)  # 0 * Inf is NaN
         norms[:, doubtful & zero] = 0
         for row in (doubtful & ~zero).nonzero().flatten().tolist():

@@ -6,11 +6,13 @@ kernel's rate, and then reads the results again for their norms.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library, parts_of
-from fxgrad.kernels.norms import gamma, norms_of_kernel
+from fxgrad.kernels.norms import Doubtful, gamma, norms_of_kernel
 
 LONG, WIDE = 64, 32  # positions, and outputs and inputs, from which it is faster than MKL where no norms are wanted
 
@@ -45,9 +47,7 @@ def rows(g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
     return sums
 
 
-def norms(g: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms and bounds ``[2, n]`` of what `rows` found, and which of them float32's range may have spoilt, ``[n]``."""
-    found, doubtful = norms_of_kernel(g)
+def norms(g: Tensor, sums: Tensor) -> tuple[Tensor, Doubtful]:
+    """Norms and bounds ``[2, n]`` of what `rows` found."""
     rounding = 1.001 * gamma(g.shape[1], g.dtype)
-    KERNELS.call("product_norms", sums, *sums.shape[1:], rounding, found, doubtful)
-    return found, doubtful
+    return norms_of_kernel(g, partial(KERNELS.call, "product_norms", sums, *sums.shape[1:], rounding))

@@ -79,15 +79,15 @@ extern "C" void product_rows(const float* g_data, const int64_t* g_steps, const 
 }
 
 // Of what `product_rows` found, in parts: the norms. `rounding` of the lengths is what they may be off by.
-extern "C" void product_norms(const double* sums, int64_t n, int64_t parts, double rounding, double* found, bool* doubtful,
-                              int threads) {
-  const Norms norms{found, doubtful, n};
+extern "C" int64_t product_norms(const double* sums, int64_t n, int64_t parts, double rounding, double* found, int threads) {
+  const Norms norms{found, n};
   for (int64_t sample = 0; sample < n; ++sample) {
     const double* own = sums + sample * parts;
     const double norm = std::sqrt(summed(own, parts));
     const double lengths = summed(own + n * parts, parts), lost = summed(own + 2 * n * parts, parts);
     norms.set(sample, norm, norm * (1 + SQUARED) + rounding * lengths, norm < SMALL || rounding * lost > 1e-4 * norm);
   }
+  return norms.count_spoilt();
 }
 
 // The products of g [n, o] and x [n, i], contiguous, as [n, o, i].

@@ -108,7 +108,7 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     out = fresh(g, (n, o, i))
     if product_kernel.applies(g, x):
         norms, doubtful = product_kernel.norms(g, product_kernel.rows(g, x, out))
-        if bool(doubtful.any()):
+        if doubtful is not None:
             rounding = product_rounding(g[doubtful], x[doubtful], quick_frobenius)
             norms[:, doubtful] = measured(out[doubtful], rounding)
         return out, norms

@@ -40,9 +40,9 @@ static inline void set_norms(const Norms& norms, int64_t sample, double squared,
 }
 
 // The gradients themselves, [n, classes, d]: a sample's is added to right after it was cleared. With `found`, their norms.
-extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
-                            int64_t padding, int64_t classes, float* out, double* found, bool* doubtful, int threads) {
-  const Norms norms{found, doubtful, n};
+extern "C" int64_t table_grads(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
+                               int64_t padding, int64_t classes, float* out, double* found, int threads) {
+  const Norms norms{found, n};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<Sum> sums(found ? classes : 0);
@@ -61,6 +61,7 @@ extern "C" void table_grads(const int64_t* ids, const float* g, const int64_t* s
       if (found) set_norms(norms, sample, squares(own, classes * d), sums);
     }
   }
+  return found ? norms.count_spoilt() : 0;
 }
 
 // Their sum with weights c [n], added to `out` [classes, d]. Each thread looks at all ids and adds up its own share of the
@@ -83,9 +84,9 @@ extern "C" void table_sum(const int64_t* ids, const float* g, const int64_t* ste
 
 // The norms alone. Rows of ids that occur once are read where they lie; those of one id are added up. `places` finds an id
 // among those of its sample: an open hash table with room for twice as many.
-extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
-                          int64_t padding, double* found, bool* doubtful, int threads) {
-  const Norms norms{found, doubtful, n};
+extern "C" int64_t row_norms(const int64_t* ids, const float* g, const int64_t* steps, int64_t n, int64_t k, int64_t d,
+                             int64_t padding, double* found, int threads) {
+  const Norms norms{found, n};
   int bits = 1;
   while ((int64_t(1) << bits) < 2 * k) ++bits;
   const int64_t room = int64_t(1) << bits;
@@ -136,4 +137,5 @@ extern "C" void row_norms(const int64_t* ids, const float* g, const int64_t* ste
       set_norms(norms, sample, once.value() + squares(rows.data(), several * d), sums);
     }
   }
+  return norms.count_spoilt();
 }

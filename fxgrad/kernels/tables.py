@@ -7,6 +7,8 @@ the norms the ids are sorted. PyTorch's own sum adds every number by an atomic i
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ def table_grads(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tenso
     if not _kernels_add_up(ids, g, classes):
         g = without(padding_idx, ids, g)
         return out.zero_().scatter_add_(1, ids.long().unsqueeze(2).expand_as(g), g)
-    _call("table_grads", ids, g, padding_idx, classes, out, None, None)
+    _call("table_grads", ids, g, padding_idx, classes, out, None)
     return out
 
 
@@ -55,9 +57,8 @@ def table_rows(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> tuple[
     if not _kernels_add_up(ids, g, classes):
         return table_grads(ids, g, classes, padding_idx), row_norms(ids, g, classes, padding_idx)
     out = fresh(g, (len(g), classes, g.shape[2]))
-    norms, doubtful = norms_of_kernel(g)
-    _call("table_grads", ids, g, padding_idx, classes, out, norms, doubtful)
-    if bool(doubtful.any()):  # the bounds have to hold for these rows, as they were rounded
+    norms, doubtful = norms_of_kernel(g, partial(_call, "table_grads", ids, g, padding_idx, classes, out))
+    if doubtful is not None:  # the bounds have to hold for these rows, as they were rounded
         off = rounding_of_rows(ids[doubtful].long(), g[doubtful], classes, padding_idx)
         norms[:, doubtful] = bounded(out[doubtful], off)
     return out, norms
@@ -87,9 +88,8 @@ def row_norms(ids: Tensor, g: Tensor, classes: int, padding_idx: int) -> Tensor:
     g = computable(g)
     if not KERNELS.applies(g, copied=g.shape[1:].numel() * g.element_size()):
         return _by_sorting(ids, g, padding_idx)
-    norms, doubtful = norms_of_kernel(g)
-    _call("row_norms", ids, g, padding_idx, norms, doubtful)
-    if bool(doubtful.any()):
+    norms, doubtful = norms_of_kernel(g, partial(_call, "row_norms", ids, g, padding_idx))
+    if doubtful is not None:
         norms[:, doubtful] = _by_sorting(ids[doubtful], g[doubtful].double(), padding_idx, g.dtype)
     return norms
 
@@ -130,9 +130,9 @@ def lines_of_table(ids: Tensor, g: Tensor, padding_idx: int, chosen: slice | Ten
     return g.new_zeros(g.shape[0], len(lines) + 1, g.shape[2]).scatter_add_(1, place, g)[:, :-1].flatten(1)
 
 
-def _call(kernel: str, ids: Tensor, g: Tensor, *arguments: Tensor | int | None) -> None:
+def _call(kernel: str, ids: Tensor, g: Tensor, *arguments: Tensor | int | None) -> Any:
     g = g if g.stride(2) == 1 else g.contiguous()
-    KERNELS.call(kernel, ids.long().contiguous(), g, g.stride()[:2], *g.shape, *arguments)
+    return KERNELS.call(kernel, ids.long().contiguous(), g, g.stride()[:2], *g.shape, *arguments)
 
 
 def _by_sorting(ids: Tensor, g: Tensor, padding_idx: int, delivered: torch.dtype | None = None) -> Tensor:

@@ -46,16 +46,17 @@ struct Windows : Pairs {
 };
 
 // `g` [n, positions, outs] and `input` [n, pixels, channels], each with three steps.
-extern "C" void window_gram_norms(const float* g_data, const int64_t* g_steps, const float* input_data,
-                                  const int64_t* input_steps, const int64_t* sizes, double off_g, double off_x,
-                                  double* found, bool* doubtful, int threads) {
+extern "C" int64_t window_gram_norms(const float* g_data, const int64_t* g_steps, const float* input_data,
+                                     const int64_t* input_steps, const int64_t* sizes, double off_g, double off_x,
+                                     double* found, int threads) {
   const Shape s = *reinterpret_cast<const Shape*>(sizes);
+  const Norms norms{found, s.samples};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Gram g{s.out_rows * s.out_columns}, pixels{s.rows * s.columns};
     Windows windows{s};
     const int64_t length = s.channels * s.kernel_rows * s.kernel_columns;
-    Meeting meeting{s.outs, length, off_g, off_x, {found, doubtful, s.samples}, {}};
+    Meeting meeting{s.outs, length, off_g, off_x, norms, {}};
 #pragma omp for
     for (int64_t sample = 0; sample < s.samples; ++sample) {
       const float *of_g = g_data + sample * g_steps[0], *of_input = input_data + sample * input_steps[0];
@@ -67,4 +68,5 @@ extern "C" void window_gram_norms(const float* g_data, const int64_t* g_steps, c
       meeting.meet(sample, g, windows);
     }
   }
+  return norms.count_spoilt();
 }

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library
 from fxgrad.kernels.gram_kernel import rounding
-from fxgrad.kernels.norms import norms_of_kernel
+from fxgrad.kernels.norms import Doubtful, norms_of_kernel
 from fxgrad.kernels.precision import unit
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.window_kernel import as_images
@@ -32,15 +33,14 @@ def applies(g: Tensor, input: Tensor, kernel: Sequence[int]) -> bool:
     return len(kernel) in (3, 4) and g.shape[1] == 1 and KERNELS.applies(g, input, copied=held)
 
 
-def norms(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[Tensor, Tensor]:
-    """Norms of the weight's gradients and bounds, ``[2, n]``, and which float32's range may have spoilt, ``[n]``.
+def norms(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings) -> tuple[Tensor, Doubtful]:
+    """Norms of the weight's gradients and bounds, ``[2, n]``.
 
     From g ``[n, 1, out, *space]`` and input ``[n, 1, in, *space]`` of a convolution without groups.
     """
     g, input, shape = as_images(g, input, kernel, settings)
     g, input = (side.squeeze(1).flatten(2).mT for side in (g, input))  # [n, positions, channels]
-    found, doubtful = norms_of_kernel(g)
     places = math.prod(kernel[2:])
     off = rounding(shape.outs), rounding(shape.channels) + places * unit(torch.float32)
-    KERNELS.call("window_gram_norms", g, g.stride(), input, input.stride(), ctypes.byref(shape), *off, found, doubtful)
-    return found, doubtful
+    given = g, g.stride(), input, input.stride(), ctypes.byref(shape), *off
+    return norms_of_kernel(g, partial(KERNELS.call, "window_gram_norms", *given))

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fxgrad.kernels.compiled import Library, parts_of
-from fxgrad.kernels.norms import norms_of_kernel
+from fxgrad.kernels.norms import Doubtful, norms_of_kernel
 from fxgrad.kernels.settings import Settings
 
 FEW = 4  # outputs of a group, and half of the numbers in a window's row, below which most of a vector would be padding
@@ -82,11 +83,9 @@ def as_images(g: Tensor, input: Tensor, kernel: Sequence[int], settings: Setting
     return g, input, shape
 
 
-def norms(g: Tensor, sums: Tensor, relative: float) -> tuple[Tensor, Tensor]:
-    """Norms and bounds ``[2, n]`` of what `rows` found, and which of them float32's range may have spoilt, ``[n]``.
+def norms(g: Tensor, sums: Tensor, relative: float) -> tuple[Tensor, Doubtful]:
+    """Norms and bounds ``[2, n]`` of what `rows` found.
 
     They may be off by ``relative`` of the product of the norms of g and of the input.
     """
-    found, doubtful = norms_of_kernel(g)
-    KERNELS.call("window_norms", sums, *sums.shape[1:], relative, found, doubtful)
-    return found, doubtful
+    return norms_of_kernel(g, partial(KERNELS.call, "window_norms", sums, *sums.shape[1:], relative))

@@ -198,13 +198,13 @@ extern "C" void window_rows(const float* g, const int64_t* g_steps, const float*
 
 // Of what `window_rows` or `depthwise_rows` found, in parts: the norms. They may be off by `relative` of the product of those
 // of g and of the input.
-extern "C" void window_norms(const double* sums, int64_t n, int64_t parts, double relative, double* found, bool* doubtful,
-                             int threads) {
-  const Norms norms{found, doubtful, n};
+extern "C" int64_t window_norms(const double* sums, int64_t n, int64_t parts, double relative, double* found, int threads) {
+  const Norms norms{found, n};
   for (int64_t sample = 0; sample < n; ++sample) {
     double each[3];
     for (int64_t which = 0; which < 3; ++which) each[which] = std::sqrt(summed(sums + (which * n + sample) * parts, parts));
     const double bound = each[0] * (1 + SQUARED) + each[1] * each[2] * relative;
     norms.set(sample, each[0], bound, std::min({each[0], each[1], each[2]}) < SMALL);
   }
+  return norms.count_spoilt();
 }

@@ -18,6 +18,7 @@ from fxgrad.kernels.in_parts import inner_of
 from fxgrad.kernels.memory import fresh
 from fxgrad.kernels.norms import (
     CHAIN,
+    Doubtful,
     again,
     by_blocks,
     gamma,
@@ -71,7 +72,7 @@ def window_rows(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: Sequen
 
     if window_kernel.applies(g, input, kernel, settings):
         norms, doubtful = _by_kernel(g, input, kernel, settings, out)
-        if bool(doubtful.any()):
+        if doubtful is not None:
             norms[:, doubtful] = look(doubtful)
         return out, norms
     norms = norms_like(g)
@@ -91,8 +92,8 @@ def _norms_of_windows(
 
 def _by_kernel(
     g: Tensor, input: Tensor, kernel: Sequence[int], settings: Settings, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Norms and bounds of what our own kernel computes, and which of them float32's range may have spoilt."""
+) -> tuple[Tensor, Doubtful]:
+    """Norms and bounds of what our own kernel computes."""
     sums = window_kernel.rows(g, input, kernel, settings, out)
     return window_kernel.norms(g, sums, _relative(*terms_of_windows(g, input, kernel, settings), g))
 
