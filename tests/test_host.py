@@ -1464,6 +1464,34 @@ def _(host: Any) -> None:
     assert torch._dynamo.source.TensorPropertySource.reconstruct is before
 
 
+@check("dispatch.is_profiled")
+def _(host: Any) -> None:
+    assert not host.is_profiled()
+    with torch.profiler.profile():
+        assert host.is_profiled()
+    assert not host.is_profiled()
+
+
+@torch.library.custom_op("fxgrad_tests::tripled", mutates_args=())
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+tripled.register_fake(torch.empty_like)
+
+
+@check("names.called_as")
+def _(host: Any) -> None:
+    called, x = "torch.ops.fxgrad_tests.tripled.default", torch.ones(3)
+    for names in {called: "torch.square"}, {"torch.ops.aten.mm.default": "torch.square"}:
+        torch._dynamo.reset()
+        with torch._inductor.utils.fresh_cache(), host.called_as(names):
+            assert torch.compile(tripled)(x + 1).eq(4 if called in names else 6).all()
+    torch._dynamo.reset()
+    with torch._inductor.utils.fresh_cache():
+        assert torch.compile(tripled)(x + 1).eq(6).all()
+
+
 @check("patches.set_meanwhile")
 def _(host: Any) -> None:
     setting: ContextVar[int] = ContextVar("setting", default=0)

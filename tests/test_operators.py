@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxgrad
 from fxgrad.kernels import operators
@@ -49,6 +54,32 @@ def test_the_suite_looks_at_the_memory_of_results() -> None:
     assert operators.looks_on is not None
     with pytest.raises(AssertionError, match="returns memory of its arguments"):
         returned_for_tests(torch.ones(3))
+
+
+@pytest.mark.inductor
+def test_inductor_s_code_goes_past_the_dispatcher(device: torch.device) -> None:
+    """But where a profiler wants to know what is called, or a mode wants to see it."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).to(device)
+    private, x = fxgrad.transform(model, fxgrad.ClippedGrad(1.0)), torch.randn(8, 16, 64, device=device)
+    step = fxgrad.forward_backward(private, lambda model, x: model(x).square().sum())
+    expected, codes = run_and_get_code(step, x)
+    calls = re.findall(r"torch\.ops\.fxgrad\.\w+\.default[.\w]*\(", "\n".join(codes))
+    assert calls and all(call.endswith(".direct(") for call in calls)
+    with torch.profiler.profile() as profile:
+        assert step(x) == expected
+    assert any(event.name.startswith("fxgrad::") for event in profile.events())
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    doubled: Any = torch.ops.fxgrad.doubled_for_tests.default.direct  # type: ignore[attr-defined]
+    assert doubled(x).equal(2 * x) and not seen
+    with Mode():
+        assert doubled(x).equal(2 * x)
+    assert "fxgrad.doubled_for_tests.default" in seen
 
 
 @pytest.mark.parametrize("compiled", [False, True])

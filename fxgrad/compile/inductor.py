@@ -40,11 +40,13 @@ from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.conversions import in_front
 from fxgrad.host.dynamo import written_now
+from fxgrad.host.names import called_as
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors, conversions
 from fxgrad.kernels.fusible import opened
 from fxgrad.kernels.on_cpu import decompositions as on_cpu_decompositions
 from fxgrad.kernels.on_gpu import form_of
+from fxgrad.kernels.operators import DIRECT
 
 
 def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
@@ -77,6 +79,7 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             if laid_out:
                 write_once(gm)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(called_as(DIRECT))
                 if on_cpu:
                     stack.enter_context(inductor.reordered(earlier))
                     stack.enter_context(in_front(conversions()))
@@ -92,7 +95,7 @@ def prepare() -> None:
     inductor.import_compiler()
     progress.stage("imported Inductor")
     inductor.bind_floats()
-    mended = "floats bound, kernels earlier, doubles by vectors"
+    mended = "floats bound, kernels earlier, doubles by vectors, operators direct"
     if not at_least("2.14"):
         inductor.keep_renames()
         mended += ", renames kept"

@@ -17,10 +17,10 @@ Some parts of PyTorch work differently where fxgrad is imported and used:
 - ``is_symbol_binding_fx_node`` and ``find_symbol_binding_fx_nodes`` in AOTAutograd's partitioner, for the process, from
   the first compilation by Inductor on: floats that are read from tensors count as symbols, as integers do.
   `fxgrad.host.inductor.bind_floats` patches; Note [Floats that are read] in fxgrad/compile/inductor.py says why.
-- ``memory.reorder_for_peak_memory`` and ``KernelGroup.codegen_group`` of Inductor, for the process, from the first
-  compilation by Inductor on: while fxgrad compiles for CPU, kernels run in another order, and may begin with C++ that
-  ATen lacks; for others nothing changes. `fxgrad.host.inductor.reordered` and `fxgrad.host.conversions.in_front` patch,
-  from torch 2.13 on.
+- ``memory.reorder_for_peak_memory``, ``KernelGroup.codegen_group`` and ``ExternKernel.get_kernel_name`` of Inductor,
+  for the process, from the first compilation by Inductor on: while fxgrad compiles, kernels run in another order, may
+  begin with C++ that ATen lacks, and call operators directly; for others nothing changes.
+  `fxgrad.host.inductor.reordered`, `fxgrad.host.conversions.in_front` and `fxgrad.host.names.called_as` patch.
 - ``forward`` of nn.RNN, nn.LSTM and nn.GRU, while a transformed model's call is captured: Dynamo sees one operator in
   the place of an unrolled loop. fxgrad/capture/recurrent_modules.py patches, and restores. At the first such call it
   takes three functions of ``torch.nn.utils.rnn`` (pack_padded_sequence, pad_packed_sequence, pack_sequence) out of

@@ -28,6 +28,15 @@ Without: as `mode_of_the_user`.
 """
 
 
+def is_profiled() -> bool:
+    """Return whether a profiler of PyTorch's is on.
+
+    Why: what goes past the dispatcher has no name in a profile.
+    Without: a profile of a transformed model does not say what its kernels compute.
+    """
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def mode_of_the_user() -> TorchDispatchMode | None:
     """Return a mode that is on and is not PyTorch's own machinery, such as a FlopCounterMode; None without.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxgrad.host.dispatch import is_profiled
 from fxgrad.host.patches import set_meanwhile
 from fxgrad.host.versions import at_least
 
@@ -158,7 +159,7 @@ def run_without_gradients(graph: Any, inputs: list[Any]) -> Sequence[Any]:
     the profiler, and asks for a context of autotuning, which the first call has ended.
     Without: each step of `forward_backward` takes some 4 us longer.
     """
-    labelled = torch.autograd.profiler._is_profiler_enabled
+    labelled = is_profiled()
     enabled = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     try:

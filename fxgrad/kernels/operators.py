@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fxgrad.host.dispatch import BELOW_AUTOGRAD, BELOW_VIEWS, DEVICES
+from fxgrad.host.dispatch import BELOW_AUTOGRAD, BELOW_VIEWS, DEVICES, any_mode, is_profiled
 from fxgrad.host.dynamo import as_it_is
 
 # Operators take values as they lie: where a compiler has a convolution's channels last, copying a few samples at a time
@@ -24,6 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BODIES: dict[Any, Callable[..., Any]] = {}  # by operator: the function that it was made of
+DIRECT: dict[str, str] = {}  # as Inductor names an operator's call: what does the same past the dispatcher
 looks_on: Callable[[str, Any, Any], None] | None = None  # gets name, arguments and results of each call: for tests
 
 
@@ -80,6 +81,13 @@ def _without_gradient(
             raise NotImplementedError(f"fxgrad::{name} has no gradient: autograd functions call it")
         return results
 
+    @as_it_is
+    def direct(*args: Any, **kwargs: Any) -> Any:
+        """For Inductor's code, whose tensors have no gradients: past the dispatcher, where nobody looks on there."""
+        return (op if any_mode() or is_profiled() else call)(*args, **kwargs)
+
+    op.direct = direct
+    DIRECT[f"torch.ops.{op}"] = f"torch.ops.{op}.direct"
     _LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, call_or_refuse, "Autograd", with_keyset=True)
     torch.library.register_fake(f"fxgrad::{name}", fake)

@@ -5,6 +5,7 @@ The products of two numbers of a half type are exact in float32; what is deliver
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ FULL = dict.fromkeys(HALF, torch.float32)
 WIDE = dict.fromkeys((*HALF, torch.float32), torch.float64) | {torch.complex64: torch.complex128}
 
 
+@functools.cache
 def unit(dtype: torch.dtype) -> float:
     """Return the unit roundoff: how far a rounded number may be off, relative to itself."""
     return torch.finfo(dtype).eps / 2
