@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxgrad
 from fxgrad.kernels import tables
 from fxgrad.kernels.tables import row_norms, table_grads, table_rows, table_sum
+from tests.layouts import expanded
 
 
 def grads(ids: Tensor, g: Tensor, classes: int, padding: int) -> Tensor:
@@ -37,6 +38,7 @@ def test_every_shape(data: Any) -> None:
     torch.manual_seed(draw(st.integers(0, 99)))
     ids = torch.randint(classes, (n, k), dtype=draw(st.sampled_from([torch.int32, torch.int64])))
     g = torch.randn(n, d, k).mT if draw(st.booleans()) else torch.randn(k, n, d).transpose(0, 1)
+    g = expanded(g, *draw(st.sets(st.integers(0, 2), max_size=2)))
     padding = draw(st.sampled_from([-1, 0]))
     norm, bound = row_norms(ids, g, classes, padding)
     true = norms(ids, g, classes, padding)
@@ -49,6 +51,7 @@ def test_every_shape(data: Any) -> None:
     assert (both[1] >= true * (1 - 1e-12)).all()
     assert (bound >= true * (1 - 1e-12)).all() and (bound <= true + 1e-3 * g.flatten(1).norm(dim=1)).all()
     c = torch.rand(n, dtype=draw(st.sampled_from([torch.float32, torch.float64])))
+    g = g.clone()
     c[0], g[0] = 0, float("nan")
     summed = (grads(ids[1:], g[1:], classes, padding) * c[1:].view(-1, 1, 1)).sum(0)
     torch.testing.assert_close(table_sum(ids, g, c, classes, padding).double(), summed, rtol=1e-5, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxgrad
 from fxgrad.kernels import compiled, norms, window_gram_kernel, window_kernel
 from fxgrad.kernels.convolutions import conv_rows
 from fxgrad.kernels.norms import CHAIN
 from fxgrad.kernels.precision import unit
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.windows import window_norms, window_rows
-
-LAYOUTS = ["plain", "channels last", "strided", "samples last"]
-
-
-def in_layout(value: Tensor, layout: str) -> Tensor:
-    """The same values ``[n, k, channels, rows, columns]``, elsewhere in memory."""
-    if layout == "channels last":
-        return value.movedim(2, -1).contiguous().movedim(-1, 2)
-    if layout == "samples last":
-        return value.movedim(0, -1).contiguous().movedim(-1, 0)
-    if layout == "strided":
-        wide = value.new_full((*value.shape[:-1], 2 * value.shape[-1]), torch.nan)
-        wide[..., ::2] = value
-        return wide[..., ::2]
-    return value
+from fxgrad.testing import assert_per_sample_grads
+from tests.layouts import LAYOUTS, expanded, in_layout
 
 
 def operands(
@@ -93,6 +82,7 @@ def test_every_shape_and_layout(data: Any) -> None:
     torch.manual_seed(draw(st.integers(0, 99)))
     g, input, shape = operands(draw(st.integers(1, 3)), draw(st.integers(1, 2)), size, channels, kernel, told)
     g, input = (in_layout(value, draw(st.sampled_from(LAYOUTS))) for value in (g, input))
+    g, input = (expanded(value, *draw(st.sets(st.integers(0, 4), max_size=2))) for value in (g, input))
     assert window_kernel.applies(g, input, shape, told) or 1 < groups < 8
     true = expected(g, input, shape, told)
     out, found = window_rows(g, input, shape, told.numbers())
@@ -106,6 +96,21 @@ def test_every_shape_and_layout(data: Any) -> None:
         torch.testing.assert_close(norm, norms, rtol=1e-5, atol=1e-7)
         assert (bound >= norms * (1 - 1e-12)).all()
         assert (bound <= norms + 1e-3 * g.flatten(1).norm(dim=1) * input.flatten(1).norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dim", range(5))
+@pytest.mark.parametrize(("groups", "transposed"), [(1, False), (1, True), (2, False), (32, False)], ids=str)
+def test_values_that_are_expanded(dim: int, groups: int, transposed: bool) -> None:
+    """A sum over channels hands back one gradient for all of them, 0 numbers apart."""
+    told = Settings((1, 1), (1, 1), (1, 1), transposed, (0, 0), groups)
+    g, input, shape = operands(3, 2, (6, 5), (32, 64), (3, 3), told)
+    for both in (expanded(g, dim), input), (g, expanded(input, dim)):
+        out, found = window_rows(*both, shape, told.numbers())
+        true = expected(*both, shape, told)
+        torch.testing.assert_close(out.double(), true, rtol=1e-4, atol=1e-4)
+        for norm, bound in found, window_norms(*both, shape, told.numbers(), False):
+            torch.testing.assert_close(norm, true.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
+            assert (bound >= norm * (1 - 1e-12)).all()
 
 
 @pytest.mark.parametrize(("threads", "copied"), [(1, 1 << 20), (2, 1 << 20), (5, 1 << 20), (1, 400), (2, 99)])
@@ -221,7 +226,7 @@ def test_gram_matrices_of_a_row_of_pixels(layout: str) -> None:
     told = Settings((2,), (3,), (2,), False, (0,), 1)
     g, input, shape = torch.randn(4, 1, 300, 11), torch.randn(4, 1, 40, 19), (300, 40, 3)
     if layout == "expanded":  # as of a mean over space
-        g = g[..., :1].expand(g.shape)
+        g = expanded(g, 3)
     else:
         g, input = in_layout(g, layout), in_layout(input, layout)
     assert window_gram_kernel.applies(g, input, shape)
@@ -256,3 +261,46 @@ def test_bounds_have_the_same_constants_in_python_and_in_c() -> None:
         constants[name] = eval(value, constants)
     assert constants["UNIT"] == unit(torch.float32) and constants["SMALL"] == norms.SMALL
     assert constants["SQUARED"] == norms.gamma(CHAIN, torch.float32)
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "over channels": lambda h: h.sum(1),
+    "over pixels": lambda h: h.sum((2, 3)),
+    "over channels and rows": lambda h: h.mean((1, 2)),
+    "over all": lambda h: h.sum((1, 2, 3)),
+    "of one channel": lambda h: h[:, :1].expand_as(h).sum(1),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("summed", SUMS.values(), ids=SUMS)
+def test_a_network_that_ends_in_a_sum(summed: Callable[[Tensor], Tensor], backend: str) -> None:
+    """One gradient comes back for all that were added."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(6, 16, 3), nn.Conv2d(16, 24, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return summed(self.last(self.first(x).relu()))
+
+    torch.manual_seed(0)
+    assert_per_sample_grads(Network(), torch.randn(4, 6, 9, 8), backend=backend)
+
+
+@pytest.mark.parametrize("strategy", ["materialise", "recompute"])
+def test_a_sum_over_channels_is_clipped(strategy: str) -> None:
+    torch.manual_seed(0)
+    model, x, quantity = nn.Conv2d(6, 16, 3), torch.randn(4, 6, 9, 8), fxgrad.ClippedGrad(1.0)
+    true = torch.stack(
+        [torch.cat([*map(torch.flatten, grads_of(model(one).sum(0).square().sum(), model))]) for one in x]
+    )
+    private = fxgrad.transform(model, quantity, backend="aot_eager", strategy=strategy)
+    private(x).sum(1).square().sum().backward()
+    norms = fxgrad.result(private, quantity).weight * true.norm(dim=1)
+    torch.testing.assert_close(norms, torch.ones(4, dtype=norms.dtype), rtol=1e-4, atol=0)
+
+
+def grads_of(loss: Tensor, model: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, [*model.parameters()])

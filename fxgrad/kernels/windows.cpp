@@ -42,15 +42,15 @@ static inline void copy_panels(const float* from, const int64_t* steps, int64_t 
       for (int64_t x = 0; x < columns; x += TILE) {
         const int64_t high = std::min(TILE, channels - c), wide = std::min(TILE, columns - x);
         const float* here = from + c * channel + y * row + x * column;
-        if (channel > 1 && column == 1) {
+        if (channel != 1 && column == 1) {
           turn_over(here, channel, high, wide, tile, TILE);
-        } else if (channel > 1) {
+        } else if (channel != 1) {
           for (int64_t at = 0; at < wide; ++at)
             for (int64_t r = 0; r < high; ++r) tile[at * TILE + r] = here[r * channel + at * column];
         }
         for (int64_t part = 0; part < high; part += V) {
           const auto numbers = [&](int64_t at) {
-            const float* own = channel > 1 ? tile + at * TILE + part : here + at * column + part;
+            const float* own = channel != 1 ? tile + at * TILE + part : here + at * column + part;
             return part + V <= high ? Vec::loadu(own) : Vec::loadu(own, high - part);
           };
           float* to = into + (c + part) / OS * of_panel + (y * columns + x) * OS;
