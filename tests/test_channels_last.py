@@ -137,10 +137,27 @@ def test_one_graph(behind: str, device: torch.device) -> None:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
+class Residual(nn.Module):
+    """Each block's result is a sum of what a norm makes of a convolution's, and of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 8, 3, padding=1)
+        self.convolutions = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[3](self.first(x)).relu()
+        for convolution, norm in zip(self.convolutions, self.norms, strict=False):
+            h = (norm(convolution(h)) + h).relu()
+        return h.mean((2, 3))
+
+
 ONCE: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "max pooling": (lambda: Network(lambda h: F.max_pool2d(h.relu(), 2).flatten(1)), ("(196, 49, 7, 1)",)),
     "average pooling": (lambda: Network(lambda h: F.avg_pool2d(h.relu(), 2).mean((2, 3))), ("(196, 49, 7, 1)",)),
     "norms of groups": (Normed, ("(784, 49, 7, 1)", "(784, 196, 49, 1)")),
+    "sums of branches": (Residual, ("(392, 49, 7, 1)",)),
 }
 
 
@@ -152,6 +169,24 @@ def test_one_graph_writes_no_image_twice(build: Callable[[], nn.Module], contigu
     step = fxgrad.forward_backward(private, lambda model, x: model(x).square().sum())
     _, (code, *_) = run_and_get_code(step, images())
     assert not any(strides in code for strides in contiguous)
+
+
+@pytest.mark.inductor
+def test_a_gradient_that_branches_share_is_written_with_channels_last() -> None:
+    torch.manual_seed(0)
+    agrees(Residual(), images())
+    private = fxgrad.transform(Residual(), fxgrad.ClippedGrad(1.0))
+    _, codes = run_and_get_code(lambda: private(images()).square().sum().backward())
+    assert not any("(392, 49, 7, 1)" in code for code in codes)
+
+
+@pytest.mark.inductor
+def test_one_graph_copies_a_weight_once() -> None:
+    """For the convolution and for its backward."""
+    private = fxgrad.transform(Residual(), fxgrad.ClippedGrad(1.0))
+    step = fxgrad.forward_backward(private, lambda model, x: model(x).square().sum())
+    _, codes = run_and_get_code(step, images())
+    assert sum(code.count("empty_strided_cpu((8, 8, 3, 3), (72, 1, 24, 8)") for code in codes) == 3
 
 
 @pytest.mark.inductor

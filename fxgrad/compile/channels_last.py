@@ -10,8 +10,8 @@ that change nothing (`lay_out`):
     h = conv(x)           h = conv(clone(x, channels_last))
     y = conv(relu(h))     y = conv(clone(relu(h), channels_last))
 
-Gradients of convolutions' outputs, as norm layers compute them, have to be told by themselves (`write_once`). What the
-user sees keeps its layout.
+A copy behind each weight is for the convolution and its backward. Gradients of images, as norm layers compute and read
+them, have to be told by themselves (`write_once`). What the user sees keeps its layout.
 """
 
 from __future__ import annotations
@@ -78,15 +78,32 @@ def lay_out(gm: fx.GraphModule) -> bool:
         image = convolution.args[0]
         copy = _copy_behind(image, torch.channels_last)
         image.replace_all_uses_with(copy, delete_user_cb=lambda user, to=convolution: user is to)
+    _share_weights(gm, convolutions)
     gm.recompile()
     return True
 
 
-def write_once(gm: fx.GraphModule) -> None:
-    """Change a backward's traced graph on CPU: gradients of convolutions' outputs are written with their channels last.
+def _share_weights(gm: fx.GraphModule, convolutions: Sequence[fx.Node]) -> None:
+    """Let a convolution and its backward in one graph read one copy of their weight: Inductor makes one for each."""
+    backwards = gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    pairs: list[tuple[Any, fx.Node]] = [(one.args[1], one) for one in convolutions]
+    pairs += [(one.args[2], one) for one in backwards]
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for weight, reader in pairs:
+        readers.setdefault(weight, []).append(reader)
+    for weight, several in readers.items():
+        if len(several) > 1 and _has_pixels(weight.meta["val"]):
+            copy = _copy_behind(weight, torch.channels_last)
+            weight.replace_all_uses_with(copy, delete_user_cb=several.__contains__)
 
-    A norm layer computes such a gradient for its groups, ``[n, groups, channels / groups, pixels]``. What two ops read,
-    Inductor writes in the shape in which it was computed, contiguous, and copies it from there.
+
+def write_once(gm: fx.GraphModule) -> None:
+    """Change a backward's traced graph on CPU: gradients of images are written with their channels last, and once.
+
+    A norm layer computes the gradient of a convolution's output for its groups, ``[n, groups, channels / groups,
+    pixels]``. What two ops read, Inductor writes in the shape in which it was computed, contiguous, and copies it from
+    there. Likewise what a norm layer reads in that shape, such as the gradient of a sum of two branches: a loop that
+    reads one image contiguous and one with channels last turns tiles over, once for each sum that it takes.
     """
     convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
     windows = gm.graph.find_nodes(op="call_function", target=torch.ops.fxgrad.window_rows.default)
@@ -98,6 +115,10 @@ def write_once(gm: fx.GraphModule) -> None:
             written.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=torch.channels_last)}
             others = [user for user in grad.users if user is not written and user.op != "output"]
             grad.replace_all_uses_with(written, delete_user_cb=others.__contains__)
+    for node in gm.graph.nodes:
+        shared = len(node.users) > 1 and any(map(_is_reshape, node.users))
+        if shared and _has_tag(node, torch.Tag.pointwise) and _has_pixels(node.meta["val"]):
+            write_as_inferred(node)
     gm.recompile()
 
 
@@ -131,6 +152,11 @@ def is_channels_last(value: Any) -> bool:
     strides = _strides_of(value) if isinstance(value, Tensor) else ()
     steps = value.stride()[1:] if strides else ()
     return bool(strides) and all(isinstance(step, int) for step in steps) and steps == strides[1:]
+
+
+def _has_pixels(value: Any) -> bool:
+    """Return whether it makes a difference for an image whether its channels are last."""
+    return isinstance(value, Tensor) and bool(_strides_of(value)) and value.shape[2:].numel() > 1
 
 
 def _strides_of(image: Tensor) -> tuple[int, ...]:
