@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxgrad.kernels import onednn
+from fxgrad.testing import assert_per_sample_grads
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -22,3 +23,18 @@ def test_outer_products(monkeypatch: pytest.MonkeyPatch, m: int, o: int, i: int,
     weighted = g.double() if c is None else g.double() * c.double().unsqueeze(1)
     found = onednn.outer_products(g, x, c)
     torch.testing.assert_close(found.double(), weighted.t() @ x.double(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+def test_a_bias_is_read_where_it_lies(layout: str) -> None:
+    bias = torch.arange(12.0)[::2] if layout == "strided" else torch.ones(1).expand(6)
+    x, w = torch.randn(5, 3), torch.randn(6, 3)
+    torch.testing.assert_close(onednn.rows_times(x, w, bias), torch.nn.functional.linear(x, w, bias))
+
+
+@pytest.mark.parametrize("name", ["GRU", "LSTM", "RNN"])
+def test_a_recurrent_layer_s_strided_bias(name: str) -> None:
+    torch.manual_seed(0)
+    layer = getattr(torch.nn, name)(5, 6, batch_first=True)
+    layer.bias_ih_l0 = torch.nn.Parameter(torch.randn(len(layer.bias_ih_l0), 2)[:, 0])
+    assert_per_sample_grads(layer, torch.randn(4, 7, 5), backend="aot_eager")

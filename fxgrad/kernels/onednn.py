@@ -29,7 +29,8 @@ def applies(value: Tensor) -> bool:
 def rows_times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x Wᵀ + b`` as F.linear computes it, outside of autograd."""
     if applies(x):
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.contiguous(), bias, "none", [], "")
+        b = None if bias is None else bias.contiguous()  # oneDNN would read what lies behind its first number
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.contiguous(), b, "none", [], "")
         return out
     return F.linear(x, w, bias)
 
