@@ -65,9 +65,10 @@ class Library:
         return getattr(self.functions, name)(*map(_in_c, arguments), threads or torch.get_num_threads())
 
     def takes(self, *values: Tensor) -> bool:
-        """Return whether the functions are made for such values."""
+        """Return whether the functions are made for such values: their memory holds what they are, not its negative."""
         dtypes = {value.dtype for value in values}
-        return len(dtypes) == 1 and dtypes.issubset(self.dtypes) and values[0].device.type == "cpu"
+        known = len(dtypes) == 1 and dtypes.issubset(self.dtypes) and values[0].device.type == "cpu"
+        return known and not any(map(Tensor.is_neg, values))
 
     def start(self, like: Tensor) -> None:
         """Begin to compile, if they are made for such values, because what is traced now will call them.
