@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxgrad.api import transform, zero_grad
-from fxgrad.errors import RuleError
+from fxgrad.errors import OptionError, RuleError
 from fxgrad.host import pytree
 from fxgrad.kernels.precision import TOLERANCE
 from fxgrad.verification.oracle import (
@@ -74,7 +74,8 @@ def assert_per_sample_grads(
 
     Raises:
         AssertionError: with what differs.
-        FxgradError: what the transformed model raises.
+        FxgradError: what the transformed model raises. OptionError: `default_loss` is no sum over the samples of an
+            output, as they lie along another dimension, such as those of a recurrent layer's last states.
 
     >>> assert_per_sample_grads(nn.Linear(3, 2), torch.randn(5, 3), backend="eager") < 1e-4
     True
@@ -92,6 +93,8 @@ def assert_per_sample_grads(
     try:
         with state_restored(model):
             plain = _run(model, parameters, fresh(leaves), spec, loss, seed)
+        if loss_fn is None:
+            _check_samples_of_outputs(plain["output"], sample_dim, expected)
         with state_restored(model):
             actual = _run(transformed, None, fresh(leaves), spec, loss, seed)
         trains = bool(plain["trains"])
@@ -108,6 +111,19 @@ def assert_per_sample_grads(
         return max(errors)
     finally:
         zero_grad(model)
+
+
+def _check_samples_of_outputs(outputs: Mapping[str, Tensor], sample_dim: int, expected: Mapping[str, Tensor]) -> None:
+    """Refuse an output that has no samples where `default_loss` looks for them: it would mix them."""
+    size = next((len(g) for g in expected.values()), 0)
+    for name, y in outputs.items():
+        dim = min(sample_dim, y.dim() - 1)
+        if size and dim >= 0 and y.shape[dim] % size:
+            raise OptionError(
+                f"{name}, {list(y.shape)}, does not have the {size} samples along dimension {dim}, so the default loss "
+                "is no sum over them",
+                advice="Pass loss_fn=, a function of the output that returns a sum over samples.",
+            )
 
 
 def _assert_close(what: str, actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> float:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxgrad
+from fxgrad.costs.machines import Machine
 from fxgrad.kernels import onednn
 
 
@@ -24,6 +25,34 @@ def test_outer_products(monkeypatch: pytest.MonkeyPatch, m: int, o: int, i: int,
     weighted = g.double() if c is None else g.double() * c.double().unsqueeze(1)
     found = onednn.outer_products(g, x, c)
     torch.testing.assert_close(found.double(), weighted.t() @ x.double(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("step", [0, 1, 4, 39])
+@pytest.mark.parametrize("rows", ["x", "g", "x transposed"])
+def test_rows_may_overlap(rows: str, step: int) -> None:
+    m, o, i = 300, 200, 40
+    if rows == "x":
+        g, x = torch.randn(m, o), torch.randn(m * 40 + i).as_strided((m, i), (step, 1))
+    elif rows == "g":
+        g, x = torch.randn(m * 40 + o).as_strided((m, o), (step, 1)), torch.randn(m, i)
+    else:
+        g, x = torch.randn(m, o), torch.randn(m + 40 * i).as_strided((m, i), (1, step))
+    torch.testing.assert_close(onednn.outer_products(g, x).double(), g.double().t() @ x.double(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_samples_that_overlap(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(Machine, "onednn_pays", lambda _: True)
+    torch.manual_seed(0)
+    layer, true, windows = nn.Linear(128, 256), nn.Linear(128, 256).double(), torch.randn(600).unfold(0, 128, 1)
+    true.load_state_dict(layer.state_dict())
+    fxgrad.transform(layer, fxgrad.ClippedGrad(1.0), backend=backend)(windows).square().sum().backward()
+    output = true(windows.double())
+    (g,) = torch.autograd.grad(output.square().sum(), output)
+    weights = 1 / (g.norm(dim=1) * (windows.double().square().sum(1) + 1).sqrt())
+    clipped = (g * weights.clamp(max=1).unsqueeze(1)).t() @ windows.double()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad.double(), clipped, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["strided", "expanded"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxgrad.errors import BatchSizeError, LostLayout, OutsideGraph
+from fxgrad.errors import BatchSizeError, LostLayout, OptionError, OutsideGraph
 from fxgrad.graph.context import source_line
 from fxgrad.host.dynamo import source_of
 from fxgrad.ops.facts import EXAMPLE
@@ -148,6 +148,18 @@ class Captured:
                     where=_first_use(node),
                     advice="Pass it by itself, or in a list, tuple, dict or dataclass, and make the object inside "
                     "forward. A table for all samples is passed by itself, with in_dims= None for it.",
+                )
+
+    def check_negated(self) -> None:
+        """Refuse negated views: Inductor and kernels read their memory, which has the values with the other sign."""
+        for name, node, example in zip(self.names, self.placeholders, self.examples, strict=True):
+            if isinstance(example, Tensor) and example.is_neg():
+                known = is_argument(node) or isinstance(example, nn.Parameter)
+                raise OptionError(
+                    f"'{name if known else attribute_name(node)}' is a negated view, as z.conj().imag makes one: "
+                    "compiled code would read its numbers with the other sign",
+                    where=_first_use(node),
+                    advice="Write it out by .resolve_neg().",
                 )
 
     def aliases(self) -> dict[str, str]:

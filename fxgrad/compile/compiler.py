@@ -67,6 +67,8 @@ def compile_graph(captured: Captured, options: Options, store: Store, whole: boo
 def _compile_graph(captured: Captured, options: Options, store: Store, whole: bool) -> Callable[..., Any]:
     captured.check_leaves()
     captured.check_objects()
+    if options.backend not in ("eager", "aot_eager"):
+        captured.check_negated()
     inner = inner_compiler(options.backend)
     check_requires_grad(captured.gm, captured.traced_inputs(), partial(_with_names, captured, options))
     if not captured.trainable:

@@ -60,6 +60,7 @@ def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None, onednn: bool =
     if o < i or m < MANY:  # g is copied transposed, c times
         columns = g.new_empty(o, m)
         torch.mul(g.t(), 1 if c is None else c, out=columns)
+        x = x.contiguous() if _overlaps(x) else x
         out: Tensor = torch.ops.mkldnn._linear_pointwise(columns, x.t(), None, "none", [], "")
         return out
     # As the gradient of a 1 x 1 convolution over m pixels: it reads both as they lie in memory.
@@ -69,3 +70,9 @@ def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None, onednn: bool =
     settings = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
     out = torch.ops.aten.convolution_backward(*pixels, weight, None, *settings, (False, True, False))[1]
     return out.reshape(o, i)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Return whether rows begin within each other, as in ``unfold``: oneDNN raises an error then."""
+    (rows, columns), (outer, inner) = x.shape, x.stride()
+    return (outer < inner * columns) if outer >= inner else (inner < outer * rows)
