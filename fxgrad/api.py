@@ -304,8 +304,9 @@ def zero_grad(model: nn.Module) -> None:
 
 
 def _zero(model: nn.Module) -> None:
-    check_module("zero_grad", model)
     engine = engine_of(model)
+    if engine is None:
+        check_module("zero_grad", model)
     parameters = list(model.parameters() if engine is None else engine.parameters().values())
     for parameter in parameters:
         parameter.grad = None

@@ -71,8 +71,7 @@ def lay_out(gm: fx.GraphModule) -> bool:
         results = [copy if one is node and i in kept else one for i, one in enumerate(results)]
     output.args = (tuple(results),)
     for node in values:
-        # Read by an operator, which takes any layout; or 1/σ of a group, which a loop computes for each pixel else.
-        if any(_is_operator(user) for user in node.users) or node.target is aten.rsqrt.default:
+        if any(_is_operator(user) for user in node.users):  # which takes any layout
             write_as_inferred(node)
     for convolution in convolutions:
         image = convolution.args[0]

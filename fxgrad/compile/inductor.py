@@ -36,6 +36,7 @@ from fxgrad.compile.folded import fold_batches
 from fxgrad.compile.joined_squares import KEPT, join_squares
 from fxgrad.compile.merged import merge_equal
 from fxgrad.compile.mutated import keep_unchanged
+from fxgrad.compile.rows import write_rows
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.conversions import in_front
@@ -68,6 +69,8 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             fold_batches(gm)
             if kwargs.get("is_inference"):  # else AOTAutograd has done so where it parted the graph
                 merge_equal(gm)
+            if on_cpu:
+                write_rows(gm)
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
             if kwargs.get("is_backward"):

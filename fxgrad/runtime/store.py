@@ -159,9 +159,10 @@ class Store:
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Say that zero_grad() has run."""
-        cleared = list(parameters)
-        for observer in self.observers:
-            observer.cleared(cleared)
+        if self.observers:
+            cleared = list(parameters)
+            for observer in self.observers:
+                observer.cleared(cleared)
 
     def adds_to_grad(self, forward: Forward) -> bool:
         """Return whether a backward adds to p.grad."""
