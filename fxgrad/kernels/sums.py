@@ -63,6 +63,25 @@ def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     return outer_products(g.flatten(0, 1), x.flatten(0, 1), onednn=onednn)
 
 
+@fusible(lambda g, x, c: g.new_empty(g.shape[-1], x.shape[-1]))
+def fused_product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    """The same, where the smaller is multiplied by ops that fuse with others: the compiler may write over it."""
+    g, x, c = positions(g), positions(x), c.to(g.dtype)
+    if g.shape[2] <= x.shape[2]:
+        return masked_product(weighted(g, c, c == 0), x, c, False)
+    return masked_product(g, weighted(x, c, c == 0), c, True)
+
+
+@operator(lambda g, x, c, masks_g: g.new_empty(g.shape[-1], x.shape[-1]), ANY_LAYOUT)
+def masked_product(g: Tensor, x: Tensor, c: Tensor, masks_g: bool) -> Tensor:
+    """``Σ_nk g[n, k, o] x[n, k, i]`` of which one is weighted, and zero where c is; the other is made so."""
+    none = nothing(c)
+    g, x = (without(g, none), x) if masks_g else (g, without(x, none))
+    if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
+        g, x = g.transpose(0, 1), x.transpose(0, 1)
+    return g.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
 @operator(lambda g, input, c, kernel, numbers: g.new_empty(*kernel), ANY_LAYOUT)
 def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """Return a convolution's weight gradient with every sample's part weighted."""

@@ -17,7 +17,14 @@ from fxgrad.kernels.precision import WIDE, at_most, unit
 from fxgrad.kernels.products import product_norms, product_rounding, product_rows, rank_one_norms
 from fxgrad.kernels.sample_grams import of_products, product_gram
 from fxgrad.kernels.sizes import hint
-from fxgrad.kernels.sums import FEW_FACTORS, FEW_PRODUCTS, positions, product_sum, small_product_sum
+from fxgrad.kernels.sums import (
+    FEW_FACTORS,
+    FEW_PRODUCTS,
+    fused_product_sum,
+    positions,
+    product_sum,
+    small_product_sum,
+)
 from fxgrad.ops.equation import Equation
 from fxgrad.terms.base import Term, in_groups, is_one
 from fxgrad.terms.einsum import Einsum
@@ -135,6 +142,8 @@ class Product(Einsum, Readable):
         g, x = self._operands()
         if self._is_small_sum(onednn):
             return small_product_sum(g, x, c)
+        if not onednn and g.device.type == "cpu":
+            return fused_product_sum(g, x, c)
         total: Tensor = product_sum(g, x, c, onednn)
         return total
 

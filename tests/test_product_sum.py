@@ -1,0 +1,77 @@
+"""Weighted sums of products over samples: each form against float64, and what a compiled one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxgrad
+from fxgrad.costs.machines import REFERENCE, pinned
+from fxgrad.kernels.sums import fused_product_sum, product_sum, small_product_sum
+from tests.allocations import peak
+from tests.layouts import LAYOUTS, in_layout
+
+FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "one operator": lambda g, x, c: product_sum(g, x, c, False),
+    "by oneDNN": lambda g, x, c: product_sum(g, x, c, True),
+    "weighted by the compiler": fused_product_sum,
+    "left to the compiler": small_product_sum,
+}
+SHAPES = [(6, 5, 8, 3), (6, 5, 3, 8), (6, 5, 4, 4), (6, 1, 8, 3), (6, 1, 3, 8), (1, 5, 4, 3), (0, 5, 4, 3)]
+
+
+def expected(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    kept = c != 0
+    return torch.einsum("n,nko,nki->oi", c[kept].double(), g[kept].double(), x[kept].double())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_weights(form: Callable[..., Tensor], shape: tuple[int, int, int, int]) -> None:
+    n, k, o, i = shape
+    g, x, c = torch.randn(n, k, o), torch.randn(n, k, i), torch.rand(n)
+    torch.testing.assert_close(form(g, x, c).double(), expected(g, x, c), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_sample_of_weight_0_counts_for_nothing(form: Callable[..., Tensor], shape: tuple[int, int, int, int]) -> None:
+    n, k, o, i = shape
+    for side in range(2):
+        for value in (float("inf"), float("nan")):
+            factors = torch.randn(n, k, o), torch.randn(n, k, i)
+            factors[side][2] = value
+            c = torch.rand(n)
+            c[2] = 0
+            torch.testing.assert_close(form(*factors, c).double(), expected(*factors, c), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_layouts(form: Callable[..., Tensor], layout: str) -> None:
+    for o, i in ((7, 3), (3, 7)):
+        g, x, c = in_layout(torch.randn(6, 5, o), layout), in_layout(torch.randn(6, 5, i), layout), torch.rand(6)
+        torch.testing.assert_close(form(g, x, c).double(), expected(g, x, c), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_positions_first(form: Callable[..., Tensor]) -> None:
+    g, x, c = torch.randn(5, 6, 7).transpose(0, 1), torch.randn(5, 6, 3).transpose(0, 1), torch.rand(6)
+    torch.testing.assert_close(form(g, x, c).double(), expected(g, x, c), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.inductor
+def test_the_weighted_gradient_takes_the_place_of_the_gradient() -> None:
+    layer, x, y = nn.Linear(256, 256), torch.randn(64, 64, 256), torch.randn(64, 64, 256)
+    with pinned(replace(REFERENCE, mkl=REFERENCE.onednn)):
+        private = fxgrad.transform(layer, fxgrad.ClippedGrad(1.0), strategy="gram")
+        step = fxgrad.forward_backward(private, lambda m, x, y: (0.5 * (m(x) - y).square().flatten(1).sum(1)).sum())
+        step(x, y)
+        fxgrad.zero_grad(private)
+        held = peak(lambda: step(x, y))
+    factor = x.numel() * x.element_size()
+    assert held < 1.5 * factor
