@@ -94,7 +94,7 @@ def assert_per_sample_grads(
         with state_restored(model):
             plain = _run(model, parameters, fresh(leaves), spec, loss, seed)
         if loss_fn is None:
-            _check_samples_of_outputs(plain["output"], sample_dim, expected)
+            _check_samples_of_outputs(plain["reached"], sample_dim, expected)
         with state_restored(model):
             actual = _run(transformed, None, fresh(leaves), spec, loss, seed)
         trains = bool(plain["trains"])
@@ -113,14 +113,16 @@ def assert_per_sample_grads(
         zero_grad(model)
 
 
-def _check_samples_of_outputs(outputs: Mapping[str, Tensor], sample_dim: int, expected: Mapping[str, Tensor]) -> None:
-    """Refuse an output that has no samples where `default_loss` looks for them: it would mix them."""
+def _check_samples_of_outputs(
+    shapes: Mapping[str, torch.Size], sample_dim: int, expected: Mapping[str, Tensor]
+) -> None:
+    """Refuse an output with a gradient and no samples where `default_loss` looks for them: it would mix them."""
     size = next((len(g) for g in expected.values()), 0)
-    for name, y in outputs.items():
-        dim = min(sample_dim, y.dim() - 1)
-        if size and dim >= 0 and y.shape[dim] % size:
+    for name, shape in shapes.items():
+        dim = min(sample_dim, len(shape) - 1)
+        if size and dim >= 0 and shape[dim] % size:
             raise OptionError(
-                f"{name}, {list(y.shape)}, does not have the {size} samples along dimension {dim}, so the default loss "
+                f"{name}, {list(shape)}, does not have the {size} samples along dimension {dim}, so the default loss "
                 "is no sum over them",
                 advice="Pass loss_fn=, a function of the output that returns a sum over samples.",
             )
@@ -162,9 +164,10 @@ def _run(
         if loss.requires_grad:
             loss.backward()
         of_inputs = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in sources.items()}
-    tensors = [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    named = {f"output {k}": leaf for k, leaf in enumerate(tensors)}
-    return {"output": named, "inputs": of_inputs, "grads": grads, "trains": loss.requires_grad}
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    named = {f"output {k}": leaf.detach() for k, leaf in enumerate(tensors)}
+    reached = {f"output {k}": leaf.shape for k, leaf in enumerate(tensors) if leaf.requires_grad}
+    return {"output": named, "reached": reached, "inputs": of_inputs, "grads": grads, "trains": loss.requires_grad}
 
 
 def _grad_sample(model: nn.Module, *, trains: bool) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from fxgrad.graph.edit import outputs_of
 from fxgrad.host.inductor import write_as_inferred, written_as
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.tags import has_tag, is_pointwise
 
 aten = torch.ops.aten
 _RESHAPES = frozenset("view _unsafe_view reshape".split())
@@ -116,7 +117,7 @@ def write_once(gm: fx.GraphModule) -> None:
             grad.replace_all_uses_with(written, delete_user_cb=others.__contains__)
     for node in gm.graph.nodes:
         shared = len(node.users) > 1 and any(map(_is_reshape, node.users))
-        if shared and _has_tag(node, torch.Tag.pointwise) and _has_pixels(node.meta["val"]):
+        if shared and is_pointwise(node) and _has_pixels(node.meta["val"]):
             write_as_inferred(node)
     gm.recompile()
 
@@ -175,11 +176,6 @@ def _reached(convolutions: Sequence[fx.Node]) -> dict[fx.Node, None]:
     return reached
 
 
-def _has_tag(node: fx.Node, tag: torch.Tag) -> bool:
-    tags: Sequence[torch.Tag] = node.target.tags if isinstance(node.target, OpOverload) else ()
-    return tag in tags
-
-
 def _is_operator(user: fx.Node) -> bool:
     return str(user.target).startswith("fxgrad.")
 
@@ -189,10 +185,10 @@ def _asks_for_layout(user: fx.Node) -> bool:
     if user.op == "output" or user.target is operator.getitem:
         return False
     if not isinstance(user.target, OpOverload) or user.target.namespace not in ("aten", "prims"):
-        return not _has_tag(user, torch.Tag.flexible_layout)
+        return not has_tag(user, torch.Tag.flexible_layout)
     if user.target is aten.view.dtype:
         return True
-    return op_name(user.target) not in _ANY_LAYOUT and not _has_tag(user, torch.Tag.pointwise)
+    return op_name(user.target) not in _ANY_LAYOUT and not is_pointwise(user)
 
 
 def _is_image_on_cpu(operand: fx.Node) -> bool:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxgrad.host.ops import OpOverload, overload_of, schemas
+from fxgrad.host.ops import overload_of, schemas
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.tags import is_pointwise
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def _selections(value: fx.Node) -> list[fx.Node]:
         node = waiting.pop()
         if op_name(node.target) in _SELECTS:
             selections.append(node)
-        elif node.op == "call_function" and (_is_by_element(node) or _is_view(node)):
+        elif node.op == "call_function" and (is_pointwise(node) or _is_view(node)):
             waiting += [one for one in node.all_input_nodes if one not in found]
             found |= {*node.all_input_nodes}
     return selections
@@ -63,13 +64,9 @@ def _selections(value: fx.Node) -> list[fx.Node]:
 def _sources(selection: fx.Node) -> list[object]:
     """Return what is selected from, and what that is made of by an op such as ``abs``."""
     source = _unviewed(selection.args[0])
-    if isinstance(source, fx.Node) and _is_by_element(source):
+    if isinstance(source, fx.Node) and is_pointwise(source):
         return [source, *map(_unviewed, source.all_input_nodes)]
     return [source]
-
-
-def _is_by_element(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _is_computed(value: object) -> TypeGuard[fx.Node]:

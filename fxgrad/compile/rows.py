@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fxgrad.host.inductor import write_as_inferred
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
+from fxgrad.ops.tags import is_pointwise
+from fxgrad.terms import is_one
 
 _SLOW = frozenset("rsqrt sqrt reciprocal exp log".split())
 _VIEWS = frozenset("view _unsafe_view reshape unsqueeze squeeze expand permute transpose t".split())
@@ -33,9 +34,7 @@ def write_rows(gm: fx.GraphModule) -> None:
     """Mark in a traced graph, before Inductor lowers it, what its loops would compute for each number of a row."""
     slow: set[fx.Node] = set()  # what a loop that reads it would compute slowly
     for node in gm.graph.nodes:
-        if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:
-            continue
-        if not _is_slow(node) and slow.isdisjoint(node.all_input_nodes):
+        if not is_pointwise(node) or not (_is_slow(node) or slow.intersection(node.all_input_nodes)):
             continue
         if _is_spread(node):
             write_as_inferred(node)
@@ -55,10 +54,10 @@ def _is_spread(node: fx.Node) -> bool:
         value, other = node.meta.get("val"), user.meta.get("val")
         if not isinstance(user.target, OpOverload) or not isinstance(value, Tensor) or not isinstance(other, Tensor):
             continue
-        pointwise = torch.Tag.pointwise in user.target.tags or op_name(user.target) == "expand"
-        if pointwise and _is_broader(other, value):
+        name = op_name(user.target)
+        if (name == "expand" or is_pointwise(user)) and _is_broader(other, value):
             return True
-        if op_name(user.target) in _VIEWS and _is_spread(user):
+        if name in _VIEWS and _is_spread(user):
             return True
     return False
 
@@ -66,11 +65,6 @@ def _is_spread(node: fx.Node) -> bool:
 def _is_broader(other: Tensor, value: Tensor) -> bool:
     """Return whether each of a value's numbers, of which there are several, is at `_FEW` places or more of another."""
     sizes: list[Any] = [1] * (other.dim() - value.dim()) + [*value.shape]
-    new = [size for size, before in zip(other.shape, sizes, strict=True) if _is_one(before) and not _is_one(size)]
-    several = not all(map(_is_one, sizes))
+    new = [size for size, before in zip(other.shape, sizes, strict=True) if is_one(before) and not is_one(size)]
+    several = not all(map(is_one, sizes))
     return several and (not all(isinstance(size, int) for size in new) or math.prod(new) >= _FEW)
-
-
-def _is_one(size: Any) -> bool:
-    """Return whether it is, without a question to a symbol, which would be a guard."""
-    return isinstance(size, int) and size == 1

@@ -54,10 +54,18 @@ def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     none = nothing(c)
     if g.shape[1] == 1:
         return outer_products(without(g.squeeze(1), none), without(x.squeeze(1), none), c, onednn)
+    return _joined_products(*smaller_weighted(g, x, c, none), onednn)
+
+
+def smaller_weighted(g: Tensor, x: Tensor, c: Tensor, none: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the factors ``[n, k, o]`` and ``[n, k, i]`` of ``c_n g_n ⊗ x_n``, with zeros for those samples."""
     if g.shape[2] <= x.shape[2]:
-        g, x = weighted(g, c, none), without(x, none)
-    else:
-        g, x = without(g, none), weighted(x, c, none)
+        return weighted(g, c, none), without(x, none)
+    return without(g, none), weighted(x, c, none)
+
+
+def _joined_products(g: Tensor, x: Tensor, onednn: bool) -> Tensor:
+    """``Σ_nk g[n, k, o] x[n, k, i]``"""
     if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
         g, x = g.transpose(0, 1), x.transpose(0, 1)
     return outer_products(g.flatten(0, 1), x.flatten(0, 1), onednn=onednn)
@@ -65,7 +73,7 @@ def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
 
 @fusible(lambda g, x, c: g.new_empty(g.shape[-1], x.shape[-1]))
 def fused_product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
-    """The same, where the smaller is multiplied by ops that fuse with others: the compiler may write over it."""
+    """`product_sum`, where the smaller is multiplied by ops that fuse with others: the compiler may write over it."""
     g, x, c = positions(g), positions(x), c.to(g.dtype)
     if g.shape[2] <= x.shape[2]:
         return masked_product(weighted(g, c, c == 0), x, c, False)
@@ -77,9 +85,7 @@ def masked_product(g: Tensor, x: Tensor, c: Tensor, masks_g: bool) -> Tensor:
     """``Σ_nk g[n, k, o] x[n, k, i]`` of which one is weighted, and zero where c is; the other is made so."""
     none = nothing(c)
     g, x = (without(g, none), x) if masks_g else (g, without(x, none))
-    if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
-        g, x = g.transpose(0, 1), x.transpose(0, 1)
-    return g.flatten(0, 1).t() @ x.flatten(0, 1)
+    return _joined_products(g, x, False)
 
 
 @operator(lambda g, input, c, kernel, numbers: g.new_empty(*kernel), ANY_LAYOUT)
