@@ -21,7 +21,8 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "weighted by the compiler": fused_product_sum,
     "left to the compiler": small_product_sum,
 }
-SHAPES = [(6, 5, 8, 3), (6, 5, 3, 8), (6, 5, 4, 4), (6, 1, 8, 3), (6, 1, 3, 8), (1, 5, 4, 3), (0, 5, 4, 3)]
+SMALL = [(6, 5, 8, 3), (6, 5, 3, 8), (6, 5, 4, 4), (6, 1, 8, 3), (6, 1, 3, 8)]
+SHAPES = [*SMALL, (6, 40, 32, 16), (3, 600, 2, 3), (1, 5, 4, 3), (0, 5, 4, 3)]  # two beyond what a loop sums
 
 
 def expected(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def test_weights(form: Callable[..., Tensor], shape: tuple[int, int, int, int]) 
     torch.testing.assert_close(form(g, x, c).double(), expected(g, x, c), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:7], ids=str)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_sample_of_weight_0_counts_for_nothing(form: Callable[..., Tensor], shape: tuple[int, int, int, int]) -> None:
     n, k, o, i = shape
@@ -62,6 +63,27 @@ def test_layouts(form: Callable[..., Tensor], layout: str) -> None:
 def test_positions_first(form: Callable[..., Tensor]) -> None:
     g, x, c = torch.randn(5, 6, 7).transpose(0, 1), torch.randn(5, 6, 3).transpose(0, 1), torch.rand(6)
     torch.testing.assert_close(form(g, x, c).double(), expected(g, x, c), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_halves_are_summed_as_floats(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    n, k, o, i = shape
+    g, x, c = torch.randn(n, k, o).to(dtype), torch.randn(n, k, i).to(dtype), torch.rand(n).to(dtype)
+    torch.testing.assert_close(small_product_sum(g, x, c).double(), expected(g, x, c), rtol=2e-2, atol=4e-2)
+    g, x, c = torch.full((2, 1, 2), 300.0), torch.full((2, 1, 3), 300.0), torch.ones(2)
+    g[1] = -299.0  # each product is beyond float16, their sum is not
+    torch.testing.assert_close(small_product_sum(g.half(), x.half(), c), torch.full((2, 3), 300.0).half())
+
+
+@pytest.mark.inductor
+def test_few_products_are_summed_without_a_copy() -> None:
+    layer, x, y = nn.Linear(512, 2), torch.randn(64, 512), torch.randn(64, 2)
+    private = fxgrad.transform(layer, fxgrad.ClippedGrad(1.0))
+    step = fxgrad.forward_backward(private, lambda m, x, y: (0.5 * (m(x) - y).square().sum(1)).sum())
+    step(x, y)
+    fxgrad.zero_grad(private)
+    assert peak(lambda: step(x, y)) < 0.2 * x.numel() * x.element_size()
 
 
 @pytest.mark.inductor

@@ -37,6 +37,7 @@ from fxgrad.compile.joined_squares import KEPT, join_squares
 from fxgrad.compile.merged import merge_equal
 from fxgrad.compile.mutated import keep_unchanged
 from fxgrad.compile.rows import write_rows
+from fxgrad.compile.spread import spread_late
 from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.conversions import in_front
@@ -67,6 +68,7 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
                 join_squares(gm)
             gm = opened(gm, form_of)
             fold_batches(gm)
+            spread_late(gm)
             if kwargs.get("is_inference"):  # else AOTAutograd has done so where it parted the graph
                 merge_equal(gm)
             if on_cpu:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.kernels.fusible import fusible
-from fxgrad.kernels.norms import bounded, frobenius, is_readable, norms_like
+from fxgrad.kernels.norms import CHAIN, bounded, frobenius, is_readable, norms_like
 from fxgrad.kernels.onednn import outer_products
 from fxgrad.kernels.operators import ANY_LAYOUT, operator
 from fxgrad.kernels.precision import accumulating
@@ -22,7 +22,8 @@ from fxgrad.kernels.sizes import hint
 
 SMALL = 1 << 12  # elements of one sample's part up to which a sum is left to the compiler, which fuses it
 FEW_PRODUCTS = 8 << 20  # of a sum, up to which an operator's call costs more than a faster library gains
-FEW_FACTORS = 1 << 18  # elements of a side, up to which it costs more than one more copy of them
+FEW_FACTORS = 1 << 17  # elements of a side, up to which it costs more than one more copy of them
+FEW_LOOPED = 1 << 16  # products of a sum, up to which a loop is faster than a copy and a library's call
 
 
 def positions(factor: Tensor) -> Tensor:
@@ -115,7 +116,18 @@ def small_product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
     """``Σ_nk c[n] g[n, k.., o] x[n, k.., i]`` as ``[o, i]``, of few products, likewise."""
     g, x = positions(g), positions(x)
     c = c.to(g.dtype).view(-1, 1, 1)
-    return torch.where(c == 0, 0, g * c).flatten(0, 1).t() @ torch.where(c == 0, 0, x).flatten(0, 1)
+    is_looped = _is_looped(g, x)
+    g, x = torch.where(c == 0, 0, g * c).flatten(0, 1), torch.where(c == 0, 0, x).flatten(0, 1)
+    if not is_looped:
+        return g.t() @ x
+    g, x, kind = g.to(accumulating(g.dtype)), x.to(accumulating(g.dtype)), g.dtype
+    return (g.unsqueeze(2) * x.unsqueeze(1)).sum(0).to(kind)
+
+
+def _is_looped(g: Tensor, x: Tensor) -> bool:
+    """Return whether a loop sums the products; it adds all of a sample's in a row, where a library adds blocks."""
+    positions, products = g.shape[1], math.prod(map(hint, (*g.shape, x.shape[2])))
+    return isinstance(positions, int) and positions <= CHAIN and products <= FEW_LOOPED
 
 
 def summed_rows(rows: Tensor, c: Tensor) -> Tensor:

@@ -225,22 +225,25 @@ def _gru_backward(
     states = states_before(hs, reverse)
     length, batch, hidden = states.shape
     dgh, dxp = fresh(dhs, (length, batch, 3 * hidden)), fresh(dhs, (length, batch, 3 * hidden))
-    d, d3, dy = dgh.unbind(0), dgh.view(length, batch, 3, hidden).unbind(0), dhs.unbind(0)
-    plus, d_n = plus_times(w.t(), batch), dxp[..., 2 * hidden :].unbind(0)
-    dh = last(dhs, reverse)
+    factors, by_h = dgh.view(length, batch, 3, hidden), dxp[..., 2 * hidden :]
+    d, d3, d_n, dy = (each.unbind(0) for each in (dgh, factors, by_h, dhs))
+    plus, dh = plus_times(w.t(), batch), last(dhs, reverse)
     for times, block in blocks(hs, length, reverse):
+        # d(W h + b) = factor * dh, gate by gate: the factors of a block stand where its gradients will
         r, z, n = gates[times].chunk(3, -1)
-        by_n = (1 - z) * (1 - n * n)
-        going_on = None if mask is None else mask[times]
-        by_n = by_n if going_on is None else by_n * going_on
-        by_z = (states[times] - n) * z * (1 - z)
-        by_z = by_z if going_on is None else by_z * going_on
-        z = z if going_on is None else z * going_on + (1 - going_on)
-        # d(W h + b) = dh * factor, gate by gate
-        factor = torch.stack([by_n * inner[times] * r * (1 - r), by_z, by_n * r], 2)
+        by_r, by_z, by_n = factors[times].unbind(2)
+        inside = torch.mul(1 - z, 1 - n * n, out=by_h[times])  # of n's tanh
+        torch.mul(z * (1 - z), states[times] - n, out=by_z)
+        if mask is not None:
+            going_on = mask[times]
+            inside.mul_(going_on)
+            by_z.mul_(going_on)
+            z = z * going_on + (1 - going_on)
+        torch.mul(inside, r, out=by_n)
+        torch.mul(by_n, inner[times] * (1 - r), out=by_r)
         for row, t, before in block:
-            torch.mul(factor[row], dh.unsqueeze(1), out=d3[t])
-            torch.mul(by_n[row], dh, out=d_n[t])
+            d3[t].mul_(dh.unsqueeze(1))
+            d_n[t].mul_(dh)
             dh = plus(torch.addcmul(dy[before], z[row], dh), d[t])
         dxp[times, :, : 2 * hidden] = dgh[times, :, : 2 * hidden]
     return dxp, dh.clone(), dhs.new_empty(0), dgh

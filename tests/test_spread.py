@@ -1,0 +1,124 @@
+"""What is spread behind what is computed of it: shapes in traced graphs, the numbers, and the memory of a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxgrad
+from fxgrad.compile.spread import spread_late
+from fxgrad.kernels.tables import row_norms, table_sum
+from fxgrad.ops.tags import is_pointwise
+from tests.allocations import peak
+
+N, K, D, WORDS = 4, 6, 3, 24
+
+
+def norms(g: Tensor) -> Tensor:
+    return row_norms(torch.arange(N * K).view(N, K), g, WORDS, -1)
+
+
+def norms_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
+    return norms(g), table_sum(torch.zeros(N, K, dtype=torch.long), g, torch.ones(N), WORDS, -1)
+
+
+def changed(function: Callable[..., Any], *inputs: Tensor) -> torch.fx.GraphModule:
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    spread_late(gm)
+    gm.graph.lint()
+    return gm
+
+
+G = torch.randn(N, 1, D)
+ONCE, EACH = [N, 1, D], [N, K, D]
+CASES: dict[str, tuple[Callable[[Tensor], Any], list[list[int]]]] = {
+    "a mean's gradient": (lambda g: norms(g.expand(N, K, D) / K), [ONCE]),
+    "several ops": (lambda g: norms((g.expand(N, K, D) / K * 2).tanh()), [ONCE] * 3),
+    "a number that is a tensor": (lambda g: norms(g.expand(N, K, D) * g.sum()), [ONCE]),
+    "a dimension in front": (lambda g: norms(g[0, 0].expand(N, K, D) / K), [[D]]),
+    "two readers": (lambda g: norms_and_sum(g.expand(N, K, D) / K), [ONCE]),
+    "one more reader": (lambda g: (norms(h := g.expand(N, K, D) / K), h.sum(1)), [ONCE, EACH]),
+    "another number at each place": (lambda g: norms(g.expand(N, K, D) * torch.ones(K, 1)), [EACH]),
+    "one number": (lambda g: norms(g.sum().expand(N, K, D) / K), [EACH]),
+    "written in place": (lambda g: norms(g.expand(N, K, D).clone().mul_(2)), [EACH] * 2),
+    "no operator of fxgrad's": (lambda g: (g.expand(N, K, D) / K).sum(1), [EACH]),
+}
+
+
+@pytest.mark.parametrize(("function", "shapes"), CASES.values(), ids=CASES)
+def test_shapes_of_what_is_computed(function: Callable[[Tensor], Any], shapes: list[list[int]]) -> None:
+    gm = changed(function, G)
+    assert [list(node.meta["val"].shape) for node in gm.graph.nodes if is_pointwise(node)] == shapes
+    torch.testing.assert_close(gm(G), function(G), rtol=0, atol=0)
+
+
+def test_random_numbers_are_drawn_for_each_place() -> None:
+    gm = changed(lambda g: norms(torch.bernoulli(g.sigmoid().expand(N, K, D)) * 2), G)
+    drawn = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.default)
+    assert [list(node.meta["val"].shape) for node in drawn] == [EACH]
+
+
+def test_the_samples_number_asks_for_no_guard() -> None:
+    found: list[list[Any]] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        spread_late(gm)
+        found.append([list(node.meta["val"].shape)[1:] for node in gm.graph.nodes if is_pointwise(node)])
+        return gm
+
+    def norms_of(ids: Tensor, g: Tensor) -> Tensor:
+        return row_norms(ids, g.unsqueeze(1).expand(len(g), K, D) / K, WORDS, -1)
+
+    step: Any = aot_autograd(fw_compiler=backend)
+    compiled = torch.compile(norms_of, backend=step, dynamic=True, fullgraph=True)
+    for size in (4, 9):
+        ids, g = torch.randint(WORDS, (size, K)), torch.randn(size, D)
+        torch.testing.assert_close(compiled(ids, g), norms_of(ids, g))
+    assert found == [[[1, D]]]
+
+
+class Averaged(nn.Module):
+    """The mean of texts' embeddings, classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.table(ids).mean(1))
+        return logits
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().sum()
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("whole", [False, True], ids=["two graphs", "one graph"])
+def test_a_mean_of_embeddings_holds_no_gradient_of_each(whole: bool) -> None:
+    model, ids = Averaged(), torch.randint(50, (32, 256))
+    single = copy.deepcopy(model).double()
+    private = fxgrad.transform(model, fxgrad.ClippedGrad(1e-2))
+    one_graph = fxgrad.forward_backward(private, loss_of)
+
+    def step() -> None:
+        fxgrad.zero_grad(private)
+        one_graph(ids) if whole else loss_of(private, ids).backward()
+
+    step()
+    expected = {name: torch.zeros_like(p) for name, p in single.named_parameters()}
+    for i in range(len(ids)):
+        grads = torch.autograd.grad(loss_of(single, ids[i : i + 1]), list(single.parameters()))
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for total, g in zip(expected.values(), grads, strict=True):
+            total += g * (1e-2 / norm).clamp(max=1)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].float(), rtol=1e-4, atol=1e-8)
+    assert peak(step) < 0.3 * ids.numel() * 16 * 4  # of what the gradients of the embeddings would be
