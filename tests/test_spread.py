@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -36,19 +37,47 @@ def changed(function: Callable[..., Any], *inputs: Tensor) -> torch.fx.GraphModu
     return gm
 
 
-G = torch.randn(N, 1, D)
-ONCE, EACH = [N, 1, D], [N, K, D]
+G, W = torch.randn(N, 1, D), torch.randn(D, 2)
+ONCE, EACH, LAST = [N, 1, D], [N, K, D], torch.channels_last
 CASES: dict[str, tuple[Callable[[Tensor], Any], list[list[int]]]] = {
     "a mean's gradient": (lambda g: norms(g.expand(N, K, D) / K), [ONCE]),
     "several ops": (lambda g: norms((g.expand(N, K, D) / K * 2).tanh()), [ONCE] * 3),
+    "a copy": (lambda g: norms(g.expand(N, K, D).clone() / K), [ONCE]),
+    "a copy in another layout": (lambda g: (g.expand(2, N, 1, D).clone(memory_format=LAST) / 2).sum(), [ONCE]),
     "a number that is a tensor": (lambda g: norms(g.expand(N, K, D) * g.sum()), [ONCE]),
     "a dimension in front": (lambda g: norms(g[0, 0].expand(N, K, D) / K), [[D]]),
     "two readers": (lambda g: norms_and_sum(g.expand(N, K, D) / K), [ONCE]),
-    "one more reader": (lambda g: (norms(h := g.expand(N, K, D) / K), h.sum(1)), [ONCE, EACH]),
+    "a sum": (lambda g: (norms(h := g.expand(N, K, D) / K), h.sum(1)), [ONCE]),
+    "added to another value": (lambda g: g.expand(N, K, D) / K + torch.ones(N, K, D), [ONCE, EACH]),
+    "a result": (lambda g: g.expand(N, K, D) / K, [EACH]),
+    "an operator, and a result": (lambda g: (norms(h := g.expand(N, K, D) / K), h), [ONCE, EACH]),
+    "read by its strides": (lambda g: (g.expand(N, K, D) / K).as_strided((2, 2), (D, 1)).sum(), [EACH]),
     "another number at each place": (lambda g: norms(g.expand(N, K, D) * torch.ones(K, 1)), [EACH]),
     "one number": (lambda g: norms(g.sum().expand(N, K, D) / K), [EACH]),
-    "written in place": (lambda g: norms(g.expand(N, K, D).clone().mul_(2)), [EACH] * 2),
-    "no operator of fxgrad's": (lambda g: (g.expand(N, K, D) / K).sum(1), [EACH]),
+    "written in place": (lambda g: norms(g.expand(N, K, D).clone().mul_(2)), [EACH, EACH]),
+}
+FLAT = [N * K, 2]
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[list[int]]]] = {
+    "all rows of a sample alike": (lambda g, w: g.expand(N, K, D).flatten(0, 1).mm(w).view(N, K, 2) + 1, [[N, 2]]),
+    "behind a mean": (lambda g, w: (g.expand(N, K, D) / K).flatten(0, 1).mm(w).view(N, K, 2).tanh() * 2, [[N, 2]]),
+    "two products": (
+        lambda g, w: g.expand(N, K, D).flatten(0, 1).mm(w).view(N, K, 2).flatten(0, 1).mm(w.t()).view(N, K, D) + 1,
+        [[N, 2], [N, D]],
+    ),
+    "two dimensions": (
+        lambda g, w: g.view(N, 1, 1, D).expand(N, 2, K, D).flatten(0, 2).mm(w).view(N, 2, K, 2) + 1,
+        [[N, 2]],
+    ),
+    "one of two": (
+        lambda g, w: (
+            g.expand(N, 2, D).clone().view(N, 2, 1, D).expand(N, 2, K, D).flatten(0, 2).mm(w).view(N, 2, K, 2) + 1
+        ),
+        [[2 * N, 2]],
+    ),
+    "a result": (lambda g, w: g.expand(N, K, D).flatten(0, 1).mm(w).view(N, K, 2), [FLAT]),
+    "rows apart": (lambda g, w: g.expand(N, K, D).flatten(0, 1).mm(w) + 1, [FLAT]),
+    "in other rows": (lambda g, w: g.expand(N, K, D).flatten(0, 1).mm(w).view(K, N, 2) + 1, [FLAT]),
+    "columns": (lambda g, w: g[:, 0, :1, None].expand(N, K, D).flatten(0, 1).mm(w).view(N, K, 2) + 1, [FLAT]),
 }
 
 
@@ -57,6 +86,14 @@ def test_shapes_of_what_is_computed(function: Callable[[Tensor], Any], shapes: l
     gm = changed(function, G)
     assert [list(node.meta["val"].shape) for node in gm.graph.nodes if is_pointwise(node)] == shapes
     torch.testing.assert_close(gm(G), function(G), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("function", "shapes"), PRODUCTS.values(), ids=PRODUCTS)
+def test_products_of_rows_that_are_alike(function: Callable[[Tensor, Tensor], Any], shapes: list[list[int]]) -> None:
+    gm = changed(function, G, W)
+    products = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert [list(node.meta["val"].shape) for node in products] == shapes
+    torch.testing.assert_close(gm(G, W), function(G, W))
 
 
 def test_random_numbers_are_drawn_for_each_place() -> None:
@@ -96,15 +133,61 @@ class Averaged(nn.Module):
         return logits
 
 
+class DeepSet(nn.Module):
+    """The mean over a set of what a perceptron makes of each element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down, self.head = (
+            nn.Embedding(50, 6),
+            nn.Linear(6, 9),
+            nn.Linear(9, 4),
+            nn.Linear(4, 2),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.down(F.gelu(self.up(self.table(ids))))
+        logits: Tensor = self.head(h.mean(1))
+        return logits
+
+
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).square().sum()
+    loss: Tensor = model(ids).square().sum()
+    return loss
+
+
+def clipped(model: nn.Module, ids: Tensor, bound: float) -> list[Tensor]:
+    """Return the sum of clipped gradients, sample by sample in float64."""
+    single = copy.deepcopy(model).double()
+    parameters = list(single.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for i in range(len(ids)):
+        grads = torch.autograd.grad(loss_of(single, ids[i : i + 1]), parameters)
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        total = [one + g * (bound / norm).clamp(max=1) for one, g in zip(total, grads, strict=True)]
+    return total
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("whole", [False, True], ids=["two graphs", "one graph"])
+@pytest.mark.parametrize("network", [Averaged, DeepSet])
+def test_a_mean_is_clipped_as_the_loop_does(network: type[nn.Module], whole: bool) -> None:
+    model = network()
+    private = fxgrad.transform(model, fxgrad.ClippedGrad(1e-2))
+    one_graph = fxgrad.forward_backward(private, loss_of)
+    for size in (6, 3, 1, 8, 0):
+        ids = torch.randint(50, (size, 7))
+        fxgrad.zero_grad(private)
+        one_graph(ids) if whole else loss_of(private, ids).backward()
+        for p, expected in zip(model.parameters(), clipped(model, ids, 1e-2), strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad, expected.float(), rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("whole", [False, True], ids=["two graphs", "one graph"])
 def test_a_mean_of_embeddings_holds_no_gradient_of_each(whole: bool) -> None:
     model, ids = Averaged(), torch.randint(50, (32, 256))
-    single = copy.deepcopy(model).double()
     private = fxgrad.transform(model, fxgrad.ClippedGrad(1e-2))
     one_graph = fxgrad.forward_backward(private, loss_of)
 
@@ -113,12 +196,4 @@ def test_a_mean_of_embeddings_holds_no_gradient_of_each(whole: bool) -> None:
         one_graph(ids) if whole else loss_of(private, ids).backward()
 
     step()
-    expected = {name: torch.zeros_like(p) for name, p in single.named_parameters()}
-    for i in range(len(ids)):
-        grads = torch.autograd.grad(loss_of(single, ids[i : i + 1]), list(single.parameters()))
-        norm = torch.stack([g.norm() for g in grads]).norm()
-        for total, g in zip(expected.values(), grads, strict=True):
-            total += g * (1e-2 / norm).clamp(max=1)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name].float(), rtol=1e-4, atol=1e-8)
     assert peak(step) < 0.3 * ids.numel() * 16 * 4  # of what the gradients of the embeddings would be

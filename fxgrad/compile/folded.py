@@ -12,12 +12,14 @@ takes longer than the batch does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fxgrad.compile import nodes
 
 aten = torch.ops.aten
 
@@ -49,10 +51,7 @@ def _is_swapped(x: Tensor) -> bool | None:
 def _folded(product: fx.Node, x: fx.Node, w: fx.Node, swapped: bool) -> fx.Node:
     graph = product.graph
 
-    def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        node = graph.call_function(op, args, kwargs)
-        node.meta["val"] = op(*fx.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
-        return node
+    call = partial(nodes.call, graph)
 
     def size(of: fx.Node, dim: int) -> int | fx.Node:
         known = of.meta["val"].shape[dim]

@@ -11,13 +11,14 @@ What reads them goes behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxgrad.compile.nodes import call
 from fxgrad.kernels import many_squares as many_squares  # its operator
 from fxgrad.kernels.norms import FEW
 
@@ -119,14 +120,8 @@ def _moved(graph: fx.Graph, joined: Sequence[fx.Node], behind: Collection[fx.Nod
 def _join(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     matrices = [*map(_rows, nodes)]
     with graph.inserting_before(nodes[0]):
-        squares = _call(graph, ours.squares_of_many.default, matrices)
-        rows = [_call(graph, aten.select.int, squares, 0, i) for i in range(len(nodes))]
+        squares = call(graph, ours.squares_of_many.default, matrices)
+        rows = [call(graph, aten.select.int, squares, 0, i) for i in range(len(nodes))]
     for node, row in zip(nodes, rows, strict=True):
         node.replace_all_uses_with(row)
         graph.erase_node(node)
-
-
-def _call(graph: fx.Graph, op: Callable[..., Any], *args: Any) -> fx.Node:
-    node = graph.call_function(op, args)
-    node.meta["val"] = op(*fx.map_arg(args, lambda arg: arg.meta["val"]))
-    return node

@@ -1,75 +1,136 @@
 """What is the same number at many places is computed once, and spread behind.
 
-Autograd divides the gradient of a mean where it has spread it. A loop then writes every place of it for an operator,
-which would read one number many times as well:
+Autograd divides the gradient of a mean where it has spread it, and a linear layer's backward multiplies each row of it,
+which are alike. A loop then writes every place of it for a product or an operator:
 
-    div(expand(g, [n, k, d]), k)   ->   expand(div(g, k), [n, k, d])
+    div(expand(g, [n, k, d]), k)             ->   expand(div(g, k), [n, k, d])
+    view(mm(view(expand(g, [n, k, d])), w))  ->   expand(view(mm(view(g), w)), [n, k, e])
 
-Only what fxgrad's own operators read is changed, as they take values in any layout.
+What may depend on the layout of a value, such as what the graph returns, reads it as it was.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxgrad.compile.nodes import call, with_value
+from fxgrad.host.ops import OpOverload
 from fxgrad.kernels.operators import ANY_LAYOUT, BODIES
+from fxgrad.ops.calls import op_name
 from fxgrad.ops.tags import has_tag, is_pointwise
 
 aten = torch.ops.aten
 _EXPAND = aten.expand.default
+_SUMS = {aten.sum.dim_IntList, aten.sum.default}
+_VIEWS = frozenset("view _unsafe_view reshape".split())
 
 
 def spread_late(gm: fx.GraphModule) -> None:
     """Change a traced graph, of the forward or of the backward."""
-    late: dict[fx.Node, fx.Node] = {}  # a value -> the same, spread behind what is computed
-    for node in gm.graph.nodes:
-        if node.target in BODIES and all(has_tag(node, tag) for tag in ANY_LAYOUT):
-            node.args = fx.map_arg(node.args, lambda value: _spread(value, late))
-    for value, same in reversed(late.items()):
-        if value is not same and not value.users:
-            gm.graph.erase_node(value)
+    late: dict[fx.Node, fx.Node] = {}  # a value -> the same, spread behind what is computed of it
+    before = {*gm.graph.nodes}
+    for node in list(gm.graph.nodes):
+        if any(user.is_impure() for user in node.users if user.op != "output"):  # it may be written to
+            continue
+        same = node if node.target is _EXPAND else _by_pointwise(node, late) or _by_product(node, late)
+        if same is not None:
+            late[node] = same
+    for value, same in late.items():
+        if value is not same:
+            _replace(value, same)
+    for node in reversed(gm.graph.nodes):
+        if not node.users and (node in late or node not in before or _is_product(node) or _is_view(node)):
+            gm.graph.erase_node(node)
     gm.recompile()
 
 
-def _spread(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the same value, spread behind what is computed of it; or the value itself, where it is not spread."""
-    if value not in late:
-        late[value] = _computed_before(value, late)
-    return late[value]
-
-
-def _computed_before(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node:
-    operand = _only_operand(value)
-    spread = operand and _spread(operand, late)
-    if operand is None or spread is None or spread.target is not _EXPAND:
-        return value
-    small = cast("fx.Node", spread.args[0])
-    if small.meta["val"].dim() == 0:  # next to another number it might have another dtype
-        return value
-    graph = value.graph
-    with graph.inserting_before(value):
-        computed = graph.node_copy(value, lambda one: small if one is operand else one)
-        computed.meta["val"] = _run(computed)
-        result = graph.call_function(_EXPAND, (computed, *spread.args[1:]))
-        result.meta["val"] = _run(result)
-    return result
-
-
-def _only_operand(value: fx.Node) -> fx.Node | None:
-    """Return the one operand of a pointwise op that is no single number; None if there are others, or none."""
+def _by_pointwise(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """Return a pointwise op's result of one spread operand and of numbers, computed before it is spread."""
     if not is_pointwise(value) or value.is_impure():
         return None
     operands = [one for one in value.all_input_nodes if not _is_number(one.meta.get("val"))]
-    return operands[0] if len(operands) == 1 else None
+    spread = late.get(operands[0]) if len(operands) == 1 else None
+    if spread is None:
+        return None
+    if value.target is aten.clone.default:
+        return spread
+    small, sizes = _parts(spread)
+    if small.meta["val"].dim() == 0:  # next to another number it might have another dtype
+        return None
+    with value.graph.inserting_before(value):
+        computed = with_value(value.graph.node_copy(value, lambda one: small if one is operands[0] else one))
+        return call(value.graph, _EXPAND, computed, sizes)
+
+
+def _by_product(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """Return the product of spread rows ``[n, k.., d]``, that are flattened for it, with a matrix, likewise."""
+    if not _is_view(value) or not _is_product(_first(value)):
+        return None
+    product = _first(value)
+    flat = _first(product)
+    spread = late.get(_first(flat)) if _is_view(flat) else None
+    if spread is None:
+        return None
+    small, sizes = _parts(spread)
+    shape = _shape_of_few(*(node.meta["val"] for node in (small, spread, flat, value)))
+    if shape is None:
+        return None
+    graph = value.graph
+    with graph.inserting_before(value):
+        few = call(graph, aten.reshape.default, small, [-1, small.meta["val"].shape[-1]])
+        result = call(graph, aten.reshape.default, call(graph, aten.mm.default, few, product.args[1]), shape)
+        return call(graph, _EXPAND, result, [*sizes[:-1], -1])
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and op_name(node.target) in _VIEWS
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target is aten.mm.default
+
+
+def _first(node: fx.Node) -> fx.Node:
+    return cast("fx.Node", node.args[0])
+
+
+def _shape_of_few(small: Tensor, rows: Tensor, flat: Tensor, result: Tensor) -> list[int] | None:
+    """Return the shape of a product's result for rows that are not spread yet, with -1 for a size that is no number.
+
+    ``flat`` has to have all rows of ``[n, k.., d]``, spread along others of its dimensions than the last, and the
+    result the same dimensions in front.
+    """
+    widths = [value.shape[-1] for value in (small, rows, flat, result)]
+    if not small.dim() == rows.dim() == result.dim() >= 3 or not all(isinstance(width, int) for width in widths):
+        return None
+    alike = all(statically_known_true(a == b) for a, b in zip(rows.shape[:-1], result.shape[:-1], strict=True))
+    shape = [size if isinstance(size, int) else -1 for size in (*small.shape[:-1], widths[3])]
+    few = shape.count(-1) <= 1 and 0 not in (*shape, widths[0])
+    return shape if alike and few and widths[0] == widths[1] == widths[2] else None
+
+
+def _parts(spread: fx.Node) -> tuple[fx.Node, list[Any]]:
+    small, sizes = cast("tuple[fx.Node, list[Any]]", spread.args[:2])
+    return small, sizes
+
+
+def _replace(value: fx.Node, same: fx.Node) -> None:
+    """Let what takes any layout read the same value in another."""
+    for user in list(value.users):
+        if _is_view(user):
+            user.target = aten.reshape.default
+        elif not (_takes_any_layout(user) or is_pointwise(user) or user.target in _SUMS):
+            continue
+        user.replace_input_with(value, same)
+
+
+def _takes_any_layout(node: fx.Node) -> bool:
+    return node.target in BODIES and all(has_tag(node, tag) for tag in ANY_LAYOUT)
 
 
 def _is_number(value: object) -> bool:
     return value.dim() == 0 if isinstance(value, Tensor) else value is not None
-
-
-def _run(node: fx.Node) -> Tensor:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-    return cast("Tensor", node.target(*args, **kwargs))  # type: ignore[operator]
