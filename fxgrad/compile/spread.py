@@ -6,7 +6,8 @@ which are alike. A loop then writes every place of it for a product or an operat
     div(expand(g, [n, k, d]), k)             ->   expand(div(g, k), [n, k, d])
     view(mm(view(expand(g, [n, k, d])), w))  ->   expand(view(mm(view(g), w)), [n, k, e])
 
-What may depend on the layout of a value, such as what the graph returns, reads it as it was.
+A reader gets the spread value only if its own result lies in memory as it did when it was traced: Inductor gives what a
+graph returns the strides of the graph that it gets.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxgrad.compile.nodes import call, with_value
-from fxgrad.host.ops import OpOverload
+from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.operators import ANY_LAYOUT, BODIES
-from fxgrad.ops.calls import op_name
 from fxgrad.ops.tags import has_tag, is_pointwise
 
 aten = torch.ops.aten
 _EXPAND = aten.expand.default
 _SUMS = {aten.sum.dim_IntList, aten.sum.default}
-_VIEWS = frozenset("view _unsafe_view reshape".split())
+_VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"})
 
 
 def spread_late(gm: fx.GraphModule) -> None:
@@ -50,7 +50,7 @@ def spread_late(gm: fx.GraphModule) -> None:
 
 def _by_pointwise(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node | None:
     """Return a pointwise op's result of one spread operand and of numbers, computed before it is spread."""
-    if not is_pointwise(value) or value.is_impure():
+    if not is_pointwise(value) or value.is_impure() or not isinstance(value.meta["val"], Tensor):
         return None
     operands = [one for one in value.all_input_nodes if not _is_number(one.meta.get("val"))]
     spread = late.get(operands[0]) if len(operands) == 1 else None
@@ -76,7 +76,7 @@ def _by_product(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node | None:
     if spread is None:
         return None
     small, sizes = _parts(spread)
-    shape = _shape_of_few(*(node.meta["val"] for node in (small, spread, flat, value)))
+    shape = _shape_of_few(*(node.meta["val"] for node in (small, spread, flat, product, value)))
     if shape is None:
         return None
     graph = value.graph
@@ -87,7 +87,7 @@ def _by_product(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node | None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and op_name(node.target) in _VIEWS
+    return str(node.target) in _VIEWS
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -98,19 +98,21 @@ def _first(node: fx.Node) -> fx.Node:
     return cast("fx.Node", node.args[0])
 
 
-def _shape_of_few(small: Tensor, rows: Tensor, flat: Tensor, result: Tensor) -> list[int] | None:
+def _shape_of_few(small: Tensor, rows: Tensor, flat: Tensor, product: Tensor, result: Tensor) -> list[int] | None:
     """Return the shape of a product's result for rows that are not spread yet, with -1 for a size that is no number.
 
     ``flat`` has to have all rows of ``[n, k.., d]``, spread along others of its dimensions than the last, and the
     result the same dimensions in front.
     """
-    widths = [value.shape[-1] for value in (small, rows, flat, result)]
-    if not small.dim() == rows.dim() == result.dim() >= 3 or not all(isinstance(width, int) for width in widths):
+    if not small.dim() == rows.dim() == result.dim() >= 3:
+        return None
+    before, behind = ([value.shape[-1] for value in values] for values in ((small, rows, flat), (product, result)))
+    if not all(isinstance(width, int) for width in (*before, *behind)) or len({*before}) > 1 or len({*behind}) > 1:
         return None
     alike = all(statically_known_true(a == b) for a, b in zip(rows.shape[:-1], result.shape[:-1], strict=True))
-    shape = [size if isinstance(size, int) else -1 for size in (*small.shape[:-1], widths[3])]
-    few = shape.count(-1) <= 1 and 0 not in (*shape, widths[0])
-    return shape if alike and few and widths[0] == widths[1] == widths[2] else None
+    empty = any(isinstance(size, int) and size == 0 for size in (*rows.shape, *result.shape))
+    shape = [size if isinstance(size, int) else -1 for size in (*small.shape[:-1], *behind[:1])]
+    return shape if alike and not empty and shape.count(-1) <= 1 else None
 
 
 def _parts(spread: fx.Node) -> tuple[fx.Node, list[Any]]:
@@ -119,13 +121,25 @@ def _parts(spread: fx.Node) -> tuple[fx.Node, list[Any]]:
 
 
 def _replace(value: fx.Node, same: fx.Node) -> None:
-    """Let what takes any layout read the same value in another."""
+    """Let readers have the same value in another layout, where that changes nothing about theirs."""
     for user in list(value.users):
-        if _is_view(user):
-            user.target = aten.reshape.default
-        elif not (_takes_any_layout(user) or is_pointwise(user) or user.target in _SUMS):
+        op: Any = aten.reshape.default if _is_view(user) else user.target
+        if not (_is_view(user) or _takes_any_layout(user) or is_pointwise(user) or user.target in _SUMS):
             continue
-        user.replace_input_with(value, same)
+        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda one: (same if one is value else one).meta["val"])
+        if _lie_alike(op(*args, **kwargs), user.meta["val"]):
+            user.target = op
+            user.replace_input_with(value, same)
+        elif _is_view(user):
+            with value.graph.inserting_before(user):
+                _replace(user, call(value.graph, op, same, *user.args[1:]))
+
+
+def _lie_alike(one: Any, other: Any) -> bool:
+    """Return whether results have the same strides."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    both = ((x.stride(), y.stride()) for x, y in pairs if isinstance(x, Tensor))
+    return all(statically_known_true(a == b) for x, y in both for a, b in zip(x, y, strict=True))
 
 
 def _takes_any_layout(node: fx.Node) -> bool:
