@@ -15,7 +15,11 @@ def call(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def with_value(node: fx.Node) -> fx.Node:
     """Trace a node anew, from the values of its operands."""
-    op: Any = node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-    node.meta["val"] = op(*args, **kwargs)
+    node.meta["val"] = value_of(node.target, node.args, node.kwargs)
     return node
+
+
+def value_of(op: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operator makes of the traced values of nodes among its arguments."""
+    args, kwargs = fx.map_arg((args, kwargs), lambda one: one.meta["val"])
+    return op(*args, **kwargs)

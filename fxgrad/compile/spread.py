@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxgrad.compile.nodes import call, with_value
+from fxgrad.compile.nodes import call, value_of, with_value
 from fxgrad.host.pytree import tree_leaves
 from fxgrad.kernels.operators import ANY_LAYOUT, BODIES
 from fxgrad.ops.tags import has_tag, is_pointwise
@@ -34,10 +34,8 @@ def spread_late(gm: fx.GraphModule) -> None:
     late: dict[fx.Node, fx.Node] = {}  # a value -> the same, spread behind what is computed of it
     before = {*gm.graph.nodes}
     for node in list(gm.graph.nodes):
-        if any(user.is_impure() for user in node.users if user.op != "output"):  # it may be written to
-            continue
         same = node if node.target is _EXPAND else _by_pointwise(node, late) or _by_product(node, late)
-        if same is not None:
+        if same is not None and not _may_be_written(node):
             late[node] = same
     for value, same in late.items():
         if value is not same:
@@ -46,6 +44,10 @@ def spread_late(gm: fx.GraphModule) -> None:
         if not node.users and (node in late or node not in before or _is_product(node) or _is_view(node)):
             gm.graph.erase_node(node)
     gm.recompile()
+
+
+def _may_be_written(value: fx.Node) -> bool:
+    return any(user.is_impure() for user in value.users if user.op != "output")
 
 
 def _by_pointwise(value: fx.Node, late: dict[fx.Node, fx.Node]) -> fx.Node | None:
@@ -126,8 +128,8 @@ def _replace(value: fx.Node, same: fx.Node) -> None:
         op: Any = aten.reshape.default if _is_view(user) else user.target
         if not (_is_view(user) or _takes_any_layout(user) or is_pointwise(user) or user.target in _SUMS):
             continue
-        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda one: (same if one is value else one).meta["val"])
-        if _lie_alike(op(*args, **kwargs), user.meta["val"]):
+        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda one: same if one is value else one)
+        if _lie_alike(value_of(op, args, kwargs), user.meta["val"]):
             user.target = op
             user.replace_input_with(value, same)
         elif _is_view(user):
