@@ -108,9 +108,9 @@ class Engine:
         """
         if torch.compiler.is_dynamo_compiling():
             if is_capturing():
-                return self._original(method)(*args, **kwargs)
+                return self.original(method)(*args, **kwargs)
         elif runs_as_originals():
-            return self._original(method)(*args, **kwargs)
+            return self.original(method)(*args, **kwargs)
         elif active_callback() is None:  # Dynamo is not active
             return self._call(method, args, kwargs)
         return self._call_undisturbed(method, args, kwargs)
@@ -202,7 +202,7 @@ class Engine:
         if method in self.steps:
             raise no_gradient()
         self.pop_sample_weight(method, kwargs)
-        outputs = self._original(method)(*args, **kwargs)
+        outputs = self.original(method)(*args, **kwargs)
         check_frozen_outputs(outputs, (args, kwargs))
         return outputs
 
@@ -308,7 +308,7 @@ class Engine:
     def names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
-    def _original(self, method: str) -> Callable[..., Any]:
+    def original(self, method: str) -> Callable[..., Any]:
         return self.model if method == "__call__" else self.originals[method]
 
     def _run(self, forward: Forward, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,7 +318,7 @@ class Engine:
         key = method, len(CHANGES), *forward.parameters, *map(str, gathered)
         compiled = self.compiled.get(key)
         if compiled is None:
-            function = fresh_function(self._original(method))
+            function = fresh_function(self.original(method))
             compiled = self.compiled[key] = torch.compile(function, backend=self._backend, fullgraph=fullgraph)
         forward.compiled = compiled
         try:
@@ -340,7 +340,7 @@ class Engine:
                 raise not_captured(forward.parameters) from None
             if not gathered and fails_without_dynamo(error):  # without the graph the parameters are not whole
                 with torch.no_grad():  # let PyTorch raise its own error
-                    self._original(method)(*args, **kwargs)
+                    self.original(method)(*args, **kwargs)
             user_error = translated(error, self.options, self.model)
             if user_error is error:
                 raise
@@ -362,7 +362,7 @@ class Engine:
         captured = self.captured(gm, examples, forward.size, forward.method)
         return compile_graph(captured, self.options, self.store, whole=forward.method in self.steps)
 
-    def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "forward") -> Captured:
+    def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "__call__") -> Captured:
         """Wrap a graph from Dynamo with what the model and its running call know of the inputs."""
         call = current_call()
         assert call is not None
@@ -395,4 +395,4 @@ class Engine:
         self.store.began(forward, stand_ins[0].grad_fn)
         others = dict(zip(forward.parameters, stand_ins, strict=True))
         with on_other_tensors(self.model, others), without_checkpoints(), as_originals():
-            return self._original(forward.method)(*args, **kwargs)
+            return self.original(forward.method)(*args, **kwargs)

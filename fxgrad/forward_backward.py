@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxgrad.api import engine_of
 from fxgrad.capture.dynamo import is_capturing, runs_as_originals
 from fxgrad.capture.dynamo_errors import NO_LOSS
+from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import OptionError
 from fxgrad.host.autograd import compiles_backward
 from fxgrad.host.dynamo import graph_break
 from fxgrad.runtime.refusals import not_ordinary
 from fxgrad.samples.batch import Roles
-from fxgrad.warming import engine_of_one_graph
 
 _NUMBERS = itertools.count(1)
 _AVAILABLE = torch.distributed.is_available()
@@ -71,20 +72,37 @@ def forward_backward(model: nn.Module, loss_fn: Callable[..., Any], *, in_dims: 
     return ForwardBackward(model, engine, loss_fn, in_dims)
 
 
+def engine_of_one_graph(model: Any, what: str, need: str) -> Engine:
+    """Return the engine of a transformed model that is not sharded, and one graph."""
+    engine = engine_of(model)
+    if engine is None:
+        raise OptionError(
+            f"{what} takes a transformed model, not {type(model).__name__}",
+            advice="Pass what fxgrad.transform returned, before it is wrapped.",
+        )
+    check_not_sharded(engine.model, what)
+    if not engine.options.fullgraph:
+        raise OptionError(
+            f"{what} needs {need}",
+            advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
+        )
+    return engine
+
+
 class ForwardBackward:
     """What `forward_backward` returns: ``step(*args, **kwargs)`` computes the loss and the gradients."""
 
     def __init__(self, model: nn.Module, engine: Engine, loss_fn: Callable[..., Any], in_dims: Any) -> None:
         # The view, with which the guard on p.grad lives.
-        self.model, self._engine, self._name = model, engine, f"forward_backward {next(_NUMBERS)}"
+        self.model, self.engine, self.name = model, engine, f"forward_backward {next(_NUMBERS)}"
         step, roles = _bound(loss_fn, engine.model), engine.roles["forward"]
         engine.roles = {
             **engine.roles,
-            self._name: Roles.of(step, roles.batch_size, roles.default_dim == 0, in_dims),
+            self.name: Roles.of(step, roles.batch_size, roles.default_dim == 0, in_dims),
         }
-        engine.originals[self._name] = step
-        engine.steps.add(self._name)
-        weakref.finalize(self, _forget, weakref.ref(engine), self._name).atexit = False
+        engine.originals[self.name] = step
+        engine.steps.add(self.name)
+        weakref.finalize(self, _forget, weakref.ref(engine), self.name).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if runs_as_originals() or torch.is_inference_mode_enabled():
@@ -97,7 +115,7 @@ class ForwardBackward:
             raise not_ordinary()
         _check_one_process()
         if torch.is_grad_enabled():
-            return self._engine.call(self._name, args, kwargs)
+            return self.engine.call(self.name, args, kwargs)
         with torch.enable_grad():
             return self(*args, **kwargs)
 

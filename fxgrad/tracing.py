@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxgrad.api import engine_of, transform
+from fxgrad.capture.captured import Captured
 from fxgrad.capture.dynamo import CapturedCall, check_configured, fresh_function
 from fxgrad.capture.dynamo_errors import (
     captured_nothing,
@@ -102,27 +103,27 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
 
 
 def capture(
-    engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], passes: Sequence[Pass] | None = None
+    engine: Engine,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    passes: Sequence[Pass] | None = None,
+    method: str = "__call__",
 ) -> Trace:
-    """Trace a call by Dynamo, run the passes (all, or these) on its graph, and stop there."""
+    """Trace a call of a method by Dynamo, run the passes (all, or these) on its graph, and stop there."""
     if engine.units is not None:
         check_not_sharded(engine.model, "trace")
     kwargs = dict(kwargs)
-    engine.pop_sample_weight("forward", kwargs)  # no graph has it
-    batch = engine.roles["forward"].find(args, kwargs)
+    engine.pop_sample_weight(method, kwargs)  # no graph has it
+    batch = engine.roles[method].find(args, kwargs)
     if batch.size == 0:
         raise BatchSizeError("the batch is empty: a graph needs samples", advice="Pass a batch of one or more.")
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         check_configured()
-        captured = engine.captured(gm, examples, batch.size)
-        passes_to_run = passes if passes is not None else passes_of(batch.size, engine.options.quantities)
-        dims = captured.held() if passes_to_run is ONE else captured.sample_dims()
-        ctx = make_context(captured, engine.options, dims)
-        rewritten = run_passes(gm, ctx, passes_to_run)
-        raise _Captured(Trace(rewritten, ctx))
+        chosen = passes if passes is not None else passes_of(batch.size, engine.options.quantities)
+        raise _Captured(_rewritten(engine, engine.captured(gm, examples, batch.size, method), chosen))
 
-    compiled = torch.compile(fresh_function(engine.model), backend=backend, fullgraph=True)
+    compiled = torch.compile(fresh_function(engine.original(method)), backend=backend, fullgraph=True)
     try:
         CapturedCall(batch, args, kwargs).run(compiled)
     except FxgradError:
@@ -131,11 +132,11 @@ def capture(
         if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, _Captured):
             return error.inner_exception.trace
         if moves_states(error):
-            return capture(engine, args, kwargs, passes)
+            return capture(engine, args, kwargs, passes, method)
         if captured_nothing(error):
             raise not_captured(name for name, p in engine.parameters().items() if p.requires_grad) from None
         if fails_without_dynamo(error):
-            _raise_own_error(engine.model, args, kwargs)
+            _raise_own_error(engine, args, kwargs, method)
         raise translated(error, engine.options, engine.model) from error
     raise FxgradError(
         "the model has no graph: it uses no trainable parameter in any tensor op",
@@ -143,18 +144,25 @@ def capture(
     )
 
 
-def _raise_own_error(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _rewritten(engine: Engine, captured: Captured, passes: Sequence[Pass]) -> Trace:
+    """Run these passes on a graph from Dynamo."""
+    dims = captured.held() if passes is ONE else captured.sample_dims()
+    ctx = make_context(captured, engine.options, dims)
+    return Trace(run_passes(captured.gm, ctx, passes), ctx)
+
+
+def _raise_own_error(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], method: str) -> None:
     """Let the model raise what it raises without Dynamo, of wrong shapes or arguments; it stays as it is."""
-    with torch.no_grad(), random_numbers_kept(model), modules_kept(model):
-        model(*args, **kwargs)
+    with torch.no_grad(), random_numbers_kept(engine.model), modules_kept(engine.model):
+        engine.original(method)(*args, **kwargs)
 
 
-def settled_batch(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+def settled_batch(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "__call__") -> Batch:
     """Return the batch of a call, after its graph showed the states. See Note [States] in fxgrad.samples.batch."""
-    roles = engine.roles["forward"]
+    roles = engine.roles[method]
     batch = roles.find(args, kwargs)
     if not batch.size or not roles.tied(args, kwargs, batch.size):
         return batch
     with contextlib.suppress(Exception):  # the run raises the same error
-        capture(engine, args, kwargs, ())
+        capture(engine, args, kwargs, (), method)
     return roles.find(args, kwargs)

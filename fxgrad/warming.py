@@ -1,25 +1,25 @@
-"""`fxgrad.warm_up`: compile a transformed model before its first step.
+"""`fxgrad.warm_up`: compile a transformed model, or a whole step, before its first step.
 
-A call compiles the model as a step would. In the place of the check of the first batch, the compiled graph runs forward
-and backward on copies of its inputs (`Step`). The call ends there, before the model's own forward.
+A call compiles as a step would. In the place of the check of the first batch, the compiled graph runs forward and
+backward on copies of its inputs (`Step`). The call ends there, before the model's own forward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from fxgrad.api import engine_of
-from fxgrad.capture.sharded import check_not_sharded
 from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, OptionError, nearest
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.first_batch.step import Step
+from fxgrad.forward_backward import ForwardBackward, engine_of_one_graph
 from fxgrad.kernels.recurrent.packed import map_packs, with_indices
 from fxgrad.samples.batch import SHARED, map_tensors
 from fxgrad.tracing import settled_batch
@@ -29,14 +29,19 @@ MODES = ("train", "eval")
 
 
 def warm_up(
-    model: nn.Module, *args: Any, batch_sizes: Sequence[int] | None = None, modes: Sequence[str] = MODES, **kwargs: Any
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    batch_sizes: Sequence[int] | None = None,
+    modes: Sequence[str] = MODES,
+    **kwargs: Any,
 ) -> None:
     """Compile forward and backward of a transformed model for ``model(*args, **kwargs)``, before the first step.
 
     A step at a size and in a mode that were warmed up compiles nothing. warm_up runs each compiled graph once, forward
     and backward, on copies of the inputs and buffers. Parameters, ``p.grad``, results, buffers, modes and random states
     stay as they are. Dynamo traces the model's Python code and the user's hooks; neither runs. No loss is needed: the
-    compiled backward is the same for every loss.
+    compiled backward is the same for every loss. A function of `forward_backward` has its loss, and graphs of its own:
+    for ``step(x, y)``, call ``warm_up(step, x, y)``.
 
     One graph serves all batches of two or more samples, and one serves batches of one. An empty batch needs none. The
     cost model uses the sizes of the first batch that is compiled, so pass one of the usual size.
@@ -45,8 +50,8 @@ def warm_up(
     each case that occurs, under the same autocast as the step.
 
     Args:
-        model: what `transform` returned.
-        args: an example batch, as the model takes it.
+        model: what `transform` or `forward_backward` returned.
+        args: an example batch, as the model or the function takes it.
         batch_sizes: the numbers of samples. For each, the example is cut or its samples are repeated; inputs that all
             samples share stay as they are. None: the example's own size, and one where the model's options allow it.
         modes: "train", "eval" or both. If the model is in that mode already, its modules keep their own flags, such as
@@ -64,36 +69,42 @@ def warm_up(
     >>> hasattr(model.weight, "grad_sample")
     False
     """
-    why = "what is behind a graph break is compiled in a step only"
-    engine = engine_of_one_graph(model, "warm_up", f"the whole model as one graph: {why}")
+    called = _Called.of(model)
+    engine = called.engine
     modes = _checked(batch_sizes, [modes] if isinstance(modes, str) else modes)
     if engine.weighted is not None:  # every step has weights, which are ones by default
         kwargs.pop("sample_weight", None)
-    if not any(p.requires_grad for p in model.parameters()):
+    if not called.whole and not any(p.requires_grad for p in engine.model.parameters()):
         return  # runs as it is
     with _as_before(engine):
         for mode in modes:
-            with modules_kept(model):
-                if model.training != (mode == "train"):  # otherwise its modules may have modes of their own
-                    model.train(mode == "train")
-                _compile(engine, batch_sizes, args, kwargs)
+            with modules_kept(called.view):
+                if called.view.training != (mode == "train"):  # otherwise its modules may have modes of their own
+                    called.view.train(mode == "train")
+                _compile(called, batch_sizes, args, kwargs)
 
 
-def engine_of_one_graph(model: Any, what: str, need: str) -> Engine:
-    """Return the engine of a transformed model that is whole, and one graph; `forward_backward` asks, too."""
-    engine = engine_of(model)
-    if engine is None:
-        raise OptionError(
-            f"{what} takes a transformed model, not {type(model).__name__}",
-            advice="Pass what fxgrad.transform returned, before it is wrapped.",
-        )
-    check_not_sharded(engine.model, what)
-    if not engine.options.fullgraph:
-        raise OptionError(
-            f"{what} needs {need}",
-            advice="Pass fullgraph=True to fxgrad.transform, which names the line of a graph break.",
-        )
-    return engine
+@dataclass
+class _Called:
+    """What is warmed up: a model, by its call, or a function of `forward_backward`."""
+
+    view: nn.Module
+    engine: Engine
+    method: str  # as the engine knows it
+    run: Callable[..., Any]
+
+    @classmethod
+    def of(cls, model: nn.Module | Callable[..., Any]) -> _Called:
+        need = "the whole model as one graph: what is behind a graph break is compiled in a step only"
+        if isinstance(model, ForwardBackward):
+            return cls(model.model, engine_of_one_graph(model.model, "warm_up", need), model.name, model)
+        engine = engine_of_one_graph(model, "warm_up", need)
+        assert isinstance(model, nn.Module)
+        return cls(model, engine, "__call__", lambda *args, **kwargs: engine.call("__call__", args, kwargs))
+
+    @property
+    def whole(self) -> bool:
+        return self.method in self.engine.steps
 
 
 def _checked(sizes: Sequence[int] | None, modes: Sequence[str]) -> Sequence[str]:
@@ -133,6 +144,7 @@ def _as_before(engine: Engine) -> Iterator[None]:
     """Let calls end where they are compiled, whatever results are set; restore the engine behind them."""
     store, guard = engine.store, engine.store.guard
     exchanges, store.exchanges = store.exchanges, {}  # other processes may warm up elsewhere, or not at all
+    repeated, engine.repeated = engine.repeated, {}  # which would run no check of the first batch
     policy, first_batch, released = store.policy, engine.first_batch, guard is not None and not guard.ids
     store.policy, engine.first_batch = "overwrite", _Warming(engine.options.quantities)
     try:
@@ -140,28 +152,30 @@ def _as_before(engine: Engine) -> Iterator[None]:
             yield
     finally:
         store.policy, engine.first_batch, store.exchanges = policy, first_batch, exchanges
+        engine.repeated = repeated
         for exchange in exchanges.values():
             exchange.own.clear()
         if guard is not None and released:
             guard.release()
 
 
-def _compile(engine: Engine, sizes: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _compile(called: _Called, sizes: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compile for each size what the model's mode needs."""
-    batch = settled_batch(engine, *with_indices((args, kwargs), {}))
+    indexed_args, indexed_kwargs = with_indices((args, kwargs), {})
+    batch = settled_batch(called.engine, indexed_args, indexed_kwargs, called.method)
     if not batch.size:
         raise BatchSizeError("warm_up needs samples: the batch is empty", advice="Pass a batch of one or more.")
-    for size in _default_sizes(engine, batch.size) if sizes is None else sizes:
+    for size in _default_sizes(called, batch.size) if sizes is None else sizes:
         if size:
             args_of_size, kwargs_of_size = _resized((args, kwargs), batch.dims, batch.size, size)
             with contextlib.suppress(_Warm):
-                engine.call("__call__", args_of_size, kwargs_of_size)
+                called.run(*args_of_size, **kwargs_of_size)
 
 
-def _default_sizes(engine: Engine, size: int) -> list[int]:
+def _default_sizes(called: _Called, size: int) -> list[int]:
     """Return the example's size, and one if the model takes single samples."""
-    grouped = any(quantity.group_size > 1 for quantity in engine.options.quantities)
-    fixed = engine.roles["__call__"].batch_size is not None
+    grouped = any(quantity.group_size > 1 for quantity in called.engine.options.quantities)
+    fixed = called.engine.roles[called.method].batch_size is not None
     return [size] if size == 1 or grouped or fixed else [size, 1]
 
 

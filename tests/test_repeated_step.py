@@ -413,7 +413,7 @@ def test_an_optimizer_follows(counts: list[bool]) -> None:
 
     followed: list[int] = []
     follower = Follower()
-    engine: Engine = case.step._engine  # type: ignore[attr-defined]
+    engine: Engine = case.step.engine  # type: ignore[attr-defined]
     engine.store.observers.add(follower)
     case.private.zero_grad()
     case.call()
@@ -441,7 +441,7 @@ def test_what_a_step_found_is_used_by_one_call_at_a_time(monkeypatch: pytest.Mon
     """The forward in it is that of one thread."""
     case = Case()
     case.call()
-    repeated: dict[str, RepeatedStep] = case.step._engine.repeated  # type: ignore[attr-defined]
+    repeated: dict[str, RepeatedStep] = case.step.engine.repeated  # type: ignore[attr-defined]
     (one,) = repeated.values()
     graph, meanwhile = one.graph.call, []
 

@@ -137,6 +137,94 @@ def test_through_inductor(quantity: str, caplog: pytest.LogCaptureFixture) -> No
     assert compilations() == compiled and not caplog.messages
 
 
+def squares(model: nn.Module, x: Tensor, y: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The loss of a whole step, and what the model returned."""
+    out = model(x)
+    return (out - y).square().sum() * scale, out.detach()
+
+
+@pytest.mark.parametrize("quantity", long_but(lambda name: name in ("rows", "clipped", "projection"), QUANTITIES))
+def test_whole_steps_after_it_compile_nothing(quantity: str) -> None:
+    """At every size and in both modes; and it leaves everything as it was, behind a step that the next one repeats."""
+    model = net()
+    gs = fxgrad.transform(model, quantity=QUANTITIES[quantity](), backend="aot_eager")
+    step = fxgrad.forward_backward(gs, squares)
+    before = state(model)
+    fxgrad.warm_up(step, x := torch.randn(4, 3), y := torch.randn(4, 2))
+    torch.set_rng_state(torch.tensor(before[3], dtype=torch.uint8))
+    assert state(model) == before
+    compiled = compilations()
+    assert compiled
+    for training in (True, False):
+        gs.train(training)
+        model.norm.eval()
+        for size in (4, 7, 7, 1):
+            fxgrad.zero_grad(gs)
+            step(torch.randn(size, 3), torch.randn(size, 2))
+    assert compilations() == compiled
+    gs.train()
+    model.norm.eval()
+    before = state(model)
+    fxgrad.warm_up(step, x, y)
+    assert state(model) == before and compilations() == compiled
+
+
+@pytest.mark.inductor
+def test_a_whole_step_through_inductor(caplog: pytest.LogCaptureFixture) -> None:
+    """Its numbers are those of a step that was not warmed up."""
+    x, y, results = torch.randn(4, 3), torch.randn(4, 2), []
+    for warm in (False, True):
+        torch.manual_seed(1)
+        model = net()
+        gs = fxgrad.transform(model, quantity=fxgrad.ClippedGrad(1.0))
+        step = fxgrad.forward_backward(gs, squares)
+        with caplog.at_level("INFO", "fxgrad"):
+            if warm:
+                fxgrad.warm_up(step, x, y, modes="train")
+                caplog.clear()
+            loss, out = step(x, y)
+        results.append([loss, out, *(p.grad for p in gs.parameters() if p.grad is not None), *gs.buffers()])
+        assert bool(caplog.messages) is not warm
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_a_whole_step_takes() -> None:
+    """Numbers and keywords, weights of samples, inputs whose samples are elsewhere, and sizes of one's own."""
+    quantity = fxgrad.ClippedGrad(1.0, sample_weight=True)
+    gs = fxgrad.transform(nn.Linear(3, 2), quantity=quantity, backend="aot_eager")
+    step = fxgrad.forward_backward(
+        gs, lambda model, x, *, y, scale: squares(model, x.mT, y, scale), in_dims={"x": 1, "y": 0, "scale": None}
+    )
+    fxgrad.warm_up(step, torch.randn(3, 4), batch_sizes=[5, 1], y=torch.randn(4, 2), scale=2.0, sample_weight=None)
+    compiled = compilations()
+    for size in (3, 1):
+        fxgrad.zero_grad(gs)
+        step(torch.randn(3, size), y=torch.randn(size, 2), scale=2.0, sample_weight=torch.rand(size))
+    assert compilations() == compiled
+
+
+def test_a_whole_step_with_a_state_that_shares_the_samples() -> None:
+    """Which graph has states is learned from the step's own graph, not the model's."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(3, 4, batch_first=True)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            out: Tensor = self.gru(x, h)[0][:, -1]
+            return out
+
+    gs = fxgrad.transform(Cell(), quantity=fxgrad.ClippedGrad(1.0), backend="aot_eager")
+    step = fxgrad.forward_backward(gs, lambda model, y, h, x: (model(x, h) - y).square().sum())
+    fxgrad.warm_up(step, torch.randn(3, 4), torch.randn(1, 3, 4), torch.randn(3, 5, 3), batch_sizes=(4, 1))
+    compiled = compilations()
+    for size in (3, 1):
+        fxgrad.zero_grad(gs)
+        step(torch.randn(size, 4), torch.randn(1, size, 4), torch.randn(size, 5, 3))
+    assert compilations() == compiled
+
+
 def test_numbers_are_the_same() -> None:
     """A model that was warmed up and one that was not make the same step."""
     x, results = torch.randn(4, 3), []
@@ -306,6 +394,12 @@ def test_it_raises_what_a_call_raises() -> None:
     with pytest.raises(RuntimeError, match="must match the size"):
         fxgrad.warm_up(gs, torch.zeros(4, 2), modes=["eval"])
     assert state(model) == before
+    step = fxgrad.forward_backward(gs, squares)
+    with pytest.raises(MixedSamples, match="batch_norm in training mode"):
+        fxgrad.warm_up(step, torch.zeros(4, 3), torch.zeros(4, 2))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        fxgrad.warm_up(step, torch.zeros(4, 2), torch.zeros(4, 2), modes=["eval"])
+    assert state(model) == before
     fxgrad.warm_up(gs, torch.zeros(4, 3), modes=["eval"])
     assert state(model) == before
 
@@ -320,6 +414,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fxgrad.warm_up(fxgrad.transform(nn.Linear(3, 2), fullgraph=False), torch.ones(2, 3)),
         "needs the whole model as one graph",
     ),
+    "a whole step of a frozen model": (
+        lambda: fxgrad.warm_up(frozen_step(), torch.ones(2, 3)),
+        "no trainable parameter",
+    ),
     "a mode": (lambda: fxgrad.warm_up(linear(), torch.ones(2, 3), modes=["test"]), "not 'test'"),
     "a size": (lambda: fxgrad.warm_up(linear(), torch.ones(2, 3), batch_sizes=(2.0,)), r"not 2\.0"),  # type: ignore[arg-type]
     "a negative size": (lambda: fxgrad.warm_up(linear(), torch.ones(2, 3), batch_sizes=(-1,)), "not -1"),
@@ -329,6 +427,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 def compiled() -> Any:
     return torch.compile(nn.Linear(3, 2), backend="fxgrad")
+
+
+def frozen_step() -> Any:
+    model = linear()
+    step = fxgrad.forward_backward(model, lambda model, x: model(x).sum())
+    model.requires_grad_(False)
+    return step
 
 
 def linear() -> nn.Module:
