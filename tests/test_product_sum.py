@@ -18,7 +18,8 @@ from tests.layouts import LAYOUTS, in_layout
 FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "one operator": lambda g, x, c: product_sum(g, x, c, False),
     "by oneDNN": lambda g, x, c: product_sum(g, x, c, True),
-    "weighted by the compiler": fused_product_sum,
+    "weighted by the compiler": lambda g, x, c: fused_product_sum(g, x, c, False),
+    "weighted by the compiler, by oneDNN": lambda g, x, c: fused_product_sum(g, x, c, True),
     "left to the compiler": small_product_sum,
 }
 SMALL = [(6, 5, 8, 3), (6, 5, 3, 8), (6, 5, 4, 4), (6, 1, 8, 3), (6, 1, 3, 8)]
@@ -87,9 +88,10 @@ def test_few_products_are_summed_without_a_copy() -> None:
 
 
 @pytest.mark.inductor
-def test_the_weighted_gradient_takes_the_place_of_the_gradient() -> None:
+@pytest.mark.parametrize("onednn", [False, True], ids=["MKL", "oneDNN"])
+def test_the_weighted_gradient_takes_the_place_of_the_gradient(onednn: bool) -> None:
     layer, x, y = nn.Linear(256, 256), torch.randn(64, 64, 256), torch.randn(64, 64, 256)
-    with pinned(replace(REFERENCE, mkl=REFERENCE.onednn)):
+    with pinned(replace(REFERENCE, mkl=REFERENCE.onednn / (2 if onednn else 1))):
         private = fxgrad.transform(layer, fxgrad.ClippedGrad(1.0), strategy="gram")
         step = fxgrad.forward_backward(private, lambda m, x, y: (0.5 * (m(x) - y).square().flatten(1).sum(1)).sum())
         step(x, y)

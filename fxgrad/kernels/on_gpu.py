@@ -27,7 +27,7 @@ from fxgrad.kernels.precision import accumulating, computable
 from fxgrad.kernels.products import product_rounding
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.sizes import hint
-from fxgrad.kernels.sums import positions, smaller_weighted, weighted, without
+from fxgrad.kernels.sums import positions, weighted, without
 from fxgrad.kernels.windows import terms_of_windows, window_rounding
 
 aten = torch.ops.aten
@@ -114,8 +114,11 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @on_gpu(lambda g, x, c, onednn: _are_numbers(*g.shape[1:], *x.shape[1:]))
 def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
-    g, x, c = positions(g), positions(x), c.to(g.dtype)
-    g, x = smaller_weighted(g, x, c, c == 0)
+    g, x, c, none = positions(g), positions(x), c.to(g.dtype), c == 0
+    if g.shape[2] <= x.shape[2]:
+        g, x = weighted(g, c, none), without(x, none)
+    else:
+        g, x = without(g, none), weighted(x, c, none)
     return g.flatten(0, 1).t() @ x.flatten(0, 1)
 
 

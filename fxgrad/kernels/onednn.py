@@ -44,6 +44,11 @@ def plus_times(w: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda y, x: linear.default(x, packed, None, "none", [], "").add_(y)
 
 
+def copies_transposed(m: int, o: int, i: int) -> bool:
+    """Return whether `outer_products` of so many rows copies g transposed, which may as well weight it."""
+    return o <= WIDE and (o < i or m < MANY)
+
+
 def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None, onednn: bool = True) -> Tensor:
     """``Σ_m c[m] g[m, o] x[m, i]`` as ``[o, i]``: what a linear layer's weight gradient is."""
     (m, o), i = g.shape, x.shape[1]
@@ -57,7 +62,7 @@ def outer_products(g: Tensor, x: Tensor, c: Tensor | None = None, onednn: bool =
         for start in range(0, o, PART):
             result[start : start + PART] = outer_products(g[:, start : start + PART], x)
         return result
-    if o < i or m < MANY:  # g is copied transposed, c times
+    if copies_transposed(m, o, i):
         columns = g.new_empty(o, m)
         torch.mul(g.t(), 1 if c is None else c, out=columns)
         x = x.contiguous() if _overlaps(x) else x

@@ -50,43 +50,34 @@ def weighted(rows: Tensor, c: Tensor, none: Tensor | None) -> Tensor:
 
 @operator(lambda g, x, c, onednn: g.new_empty(g.shape[-1], x.shape[-1]), ANY_LAYOUT)
 def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
-    """``Σ_nk c[n] g[n, k.., o] x[n, k.., i]`` as ``[o, i]``; the smaller of the two is multiplied."""
+    """``Σ_nk c[n] g[n, k.., o] x[n, k.., i]`` as ``[o, i]``; what is copied anyway is multiplied, or the smaller."""
     g, x, c = positions(g), positions(x), c.to(g.dtype)
     none = nothing(c)
-    if g.shape[1] == 1:
-        return outer_products(without(g.squeeze(1), none), without(x.squeeze(1), none), c, onednn)
-    return _joined_products(*smaller_weighted(g, x, c, none), onednn)
+    return _joined_products(without(g, none), without(x, none), onednn, c.unsqueeze(1).expand(g.shape[:2]))
 
 
-def smaller_weighted(g: Tensor, x: Tensor, c: Tensor, none: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the factors ``[n, k, o]`` and ``[n, k, i]`` of ``c_n g_n ⊗ x_n``, with zeros for those samples."""
-    if g.shape[2] <= x.shape[2]:
-        return weighted(g, c, none), without(x, none)
-    return without(g, none), weighted(x, c, none)
-
-
-def _joined_products(g: Tensor, x: Tensor, onednn: bool) -> Tensor:
-    """``Σ_nk g[n, k, o] x[n, k, i]``"""
+def _joined_products(g: Tensor, x: Tensor, onednn: bool, c: Tensor | None = None) -> Tensor:
+    """``Σ_nk c[n, k] g[n, k, o] x[n, k, i]``"""
     if x.stride(0) < x.stride(1):  # time first: rows are joined in the order they lie in memory
-        g, x = g.transpose(0, 1), x.transpose(0, 1)
-    return outer_products(g.flatten(0, 1), x.flatten(0, 1), onednn=onednn)
+        g, x, c = g.transpose(0, 1), x.transpose(0, 1), None if c is None else c.t()
+    return outer_products(g.flatten(0, 1), x.flatten(0, 1), None if c is None else c.flatten(), onednn)
 
 
-@fusible(lambda g, x, c: g.new_empty(g.shape[-1], x.shape[-1]))
-def fused_product_sum(g: Tensor, x: Tensor, c: Tensor) -> Tensor:
+@fusible(lambda g, x, c, onednn: g.new_empty(g.shape[-1], x.shape[-1]))
+def fused_product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     """`product_sum`, where the smaller is multiplied by ops that fuse with others: the compiler may write over it."""
     g, x, c = positions(g), positions(x), c.to(g.dtype)
     if g.shape[2] <= x.shape[2]:
-        return masked_product(weighted(g, c, c == 0), x, c, False)
-    return masked_product(g, weighted(x, c, c == 0), c, True)
+        return masked_product(weighted(g, c, c == 0), x, c, False, onednn)
+    return masked_product(g, weighted(x, c, c == 0), c, True, onednn)
 
 
-@operator(lambda g, x, c, masks_g: g.new_empty(g.shape[-1], x.shape[-1]), ANY_LAYOUT)
-def masked_product(g: Tensor, x: Tensor, c: Tensor, masks_g: bool) -> Tensor:
+@operator(lambda g, x, c, masks_g, onednn: g.new_empty(g.shape[-1], x.shape[-1]), ANY_LAYOUT)
+def masked_product(g: Tensor, x: Tensor, c: Tensor, masks_g: bool, onednn: bool) -> Tensor:
     """``Σ_nk g[n, k, o] x[n, k, i]`` of which one is weighted, and zero where c is; the other is made so."""
     none = nothing(c)
     g, x = (without(g, none), x) if masks_g else (g, without(x, none))
-    return _joined_products(g, x, False)
+    return _joined_products(g, x, onednn)
 
 
 @operator(lambda g, input, c, kernel, numbers: g.new_empty(*kernel), ANY_LAYOUT)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxgrad.kernels.dense import products
 from fxgrad.kernels.factors import Factor
+from fxgrad.kernels.onednn import copies_transposed
 from fxgrad.kernels.precision import WIDE, at_most, unit
 from fxgrad.kernels.products import product_norms, product_rounding, product_rows, rank_one_norms
 from fxgrad.kernels.sample_grams import of_products, product_gram
@@ -142,16 +143,20 @@ class Product(Einsum, Readable):
         g, x = self._operands()
         if self._is_small_sum(onednn):
             return small_product_sum(g, x, c)
-        if not onednn and g.device.type == "cpu":
-            return fused_product_sum(g, x, c)
+        if g.device.type == "cpu" and not (onednn and copies_transposed(*self._hinted())):
+            return fused_product_sum(g, x, c, onednn)
         total: Tensor = product_sum(g, x, c, onednn)
         return total
 
     def _is_small_sum(self, onednn: bool) -> bool:
         """Return whether the sum over samples is left to the compiler."""
-        samples, positions, *sides = map(hint, (self.tensors()[0].shape[0], *self._table_sizes()))
-        factors = samples * positions
+        factors, *sides = self._hinted()
         return factors * math.prod(sides) <= FEW_PRODUCTS or (not onednn and factors * max(sides) <= FEW_FACTORS)
+
+    def _hinted(self) -> tuple[int, int, int]:
+        """The positions of all samples, o and i, as the cost model takes them."""
+        samples, positions, fan_out, fan_in = map(hint, (self.tensors()[0].shape[0], *self._table_sizes()))
+        return samples * positions, fan_out, fan_in
 
     def dot(self, vector: Tensor) -> Tensor:
         g, x = (side.to(vector.dtype) for side in self.sides)
