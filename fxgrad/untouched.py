@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +23,16 @@ def cuda_devices(model: nn.Module) -> list[torch.device]:
 
 @contextmanager
 def random_numbers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the random states of Python, of the CPU and of the model's GPUs."""
-    state = random.getstate()
+    """Restore the random states of Python, of NumPy where it is loaded, of the CPU and of the model's GPUs."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numbers = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=cuda_devices(model)):
             yield
     finally:
         random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numbers)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ backward on copies of its inputs (`Step`). The call ends there, before the model
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
+from fxgrad.capture.checks import check_sample_weight
 from fxgrad.engine import Engine
 from fxgrad.errors import BatchSizeError, OptionError, nearest
 from fxgrad.first_batch.check import FirstBatch
 from fxgrad.first_batch.step import Step
 from fxgrad.forward_backward import ForwardBackward, engine_of_one_graph
 from fxgrad.kernels.recurrent.packed import map_packs, with_indices
+from fxgrad.quantities import Quantity
 from fxgrad.samples.batch import SHARED, map_tensors
 from fxgrad.tracing import settled_batch
 from fxgrad.untouched import modules_kept, random_numbers_kept
@@ -72,8 +75,7 @@ def warm_up(
     called = _Called.of(model)
     engine = called.engine
     modes = _checked(batch_sizes, [modes] if isinstance(modes, str) else modes)
-    if engine.weighted is not None:  # every step has weights, which are ones by default
-        kwargs.pop("sample_weight", None)
+    weight = kwargs.pop("sample_weight", None) if engine.weighted is not None else None
     if not called.whole and not any(p.requires_grad for p in engine.model.parameters()):
         return  # runs as it is
     with _as_before(engine):
@@ -81,7 +83,7 @@ def warm_up(
             with modules_kept(called.view):
                 if called.view.training != (mode == "train"):  # otherwise its modules may have modes of their own
                     called.view.train(mode == "train")
-                _compile(called, batch_sizes, args, kwargs)
+                _compile(called, batch_sizes, args, kwargs, weight)
 
 
 @dataclass
@@ -109,8 +111,9 @@ class _Called:
 
 def _checked(sizes: Sequence[int] | None, modes: Sequence[str]) -> Sequence[str]:
     """Return the modes, after a look at them and at the sizes."""
-    for size in sizes or ():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+    given = () if sizes is None else sizes if isinstance(sizes, Sequence) else (sizes,)
+    for size in given:
+        if not isinstance(sizes, Sequence) or not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise OptionError(f"batch_sizes has numbers of samples, not {size!r}", advice="Pass ints, such as (32, 1).")
     for mode in modes:
         if mode not in MODES:
@@ -128,7 +131,13 @@ class _Warm(BaseException):
 class _Warming(FirstBatch):
     """A step of the compiled graph in the place of the check of the first batch; the backward compiles in it."""
 
+    def __init__(self, quantities: Sequence[Quantity]) -> None:
+        super().__init__(quantities)
+        self.thread = threading.get_ident()
+
     def due(self, size: int, parameters: Mapping[str, Tensor]) -> bool:
+        if threading.get_ident() != self.thread:
+            raise _elsewhere()
         return True
 
     def check(
@@ -139,14 +148,27 @@ class _Warming(FirstBatch):
         raise _Warm
 
 
+def _elsewhere() -> OptionError:
+    return OptionError(
+        "another thread runs warm_up with this model", advice="Call warm_up, and the model, in one thread."
+    )
+
+
+_ENTERING = threading.Lock()
+
+
 @contextlib.contextmanager
 def _as_before(engine: Engine) -> Iterator[None]:
     """Let calls end where they are compiled, whatever results are set; restore the engine behind them."""
     store, guard = engine.store, engine.store.guard
+    with _ENTERING:
+        if isinstance(engine.first_batch, _Warming):
+            raise _elsewhere()
+        first_batch, engine.first_batch = engine.first_batch, _Warming(engine.options.quantities)
     exchanges, store.exchanges = store.exchanges, {}  # other processes may warm up elsewhere, or not at all
     repeated, engine.repeated = engine.repeated, {}  # which would run no check of the first batch
-    policy, first_batch, released = store.policy, engine.first_batch, guard is not None and not guard.ids
-    store.policy, engine.first_batch = "overwrite", _Warming(engine.options.quantities)
+    policy, released = store.policy, guard is not None and not guard.ids
+    store.policy = "overwrite"
     try:
         with random_numbers_kept(engine.model), torch.enable_grad():
             yield
@@ -159,17 +181,34 @@ def _as_before(engine: Engine) -> Iterator[None]:
             guard.release()
 
 
-def _compile(called: _Called, sizes: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compile for each size what the model's mode needs."""
+def _compile(
+    called: _Called, sizes: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
+) -> None:
+    """Compile for each size what the model's mode needs; every step has weights, which are ones by default."""
     indexed_args, indexed_kwargs = with_indices((args, kwargs), {})
     batch = settled_batch(called.engine, indexed_args, indexed_kwargs, called.method)
     if not batch.size:
         raise BatchSizeError("warm_up needs samples: the batch is empty", advice="Pass a batch of one or more.")
+    if weight is not None and called.engine.weighted is not None:
+        check_sample_weight(weight, called.engine.weighted.units(batch.size))
     for size in _default_sizes(called, batch.size) if sizes is None else sizes:
         if size:
             args_of_size, kwargs_of_size = _resized((args, kwargs), batch.dims, batch.size, size)
-            with contextlib.suppress(_Warm):
+            with contextlib.suppress(_Warm), _saying_which(size, batch.size):
                 called.run(*args_of_size, **kwargs_of_size)
+
+
+@contextlib.contextmanager
+def _saying_which(size: int, of_example: int) -> Iterator[None]:
+    """Say of an error that it came at another size than the example's, from Python 3.11 on."""
+    try:
+        yield
+    except Exception as error:
+        if size != of_example and hasattr(error, "add_note"):
+            error.add_note(
+                f"This was raised in warm_up at a batch of {size}: pass batch_sizes=({of_example},) if none has {size}."
+            )
+        raise
 
 
 def _default_sizes(called: _Called, size: int) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -404,6 +406,72 @@ def test_it_raises_what_a_call_raises() -> None:
     assert state(model) == before
 
 
+def test_threads() -> None:
+    """While one warms up, others are refused, and the model works as before."""
+    gs = fxgrad.transform(nn.Linear(3, 2), fxgrad.ClippedGrad(1.0), backend="aot_eager")
+    refused: list[str] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            other()
+        out: Tensor = model(x).square().sum()
+        return out
+
+    def beside() -> None:
+        for call in (lambda: gs(torch.ones(4, 3)), lambda: fxgrad.warm_up(gs, torch.ones(4, 3))):
+            try:
+                call()
+            except OptionError as error:
+                refused.append(str(error))
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    def other() -> int:
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        return 1
+
+    step = fxgrad.forward_backward(gs, loss)
+    fxgrad.warm_up(step, torch.randn(4, 3), batch_sizes=(4,), modes="train")
+    assert len(refused) == 2 and all("another thread runs warm_up" in message for message in refused)
+    step(torch.randn(4, 3))
+    fxgrad.zero_grad(gs)
+    backward(gs, torch.randn(4, 3))
+
+
+def test_an_error_of_another_size_says_which() -> None:
+    """By default a batch of one is compiled, which the user may never use."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise ValueError("one sample has no variance")
+        out: Tensor = model(x).square().sum()
+        return out
+
+    gs = fxgrad.transform(nn.Linear(3, 2), fxgrad.ClippedGrad(1.0), backend="aot_eager")
+    step = fxgrad.forward_backward(gs, loss)
+    with pytest.raises(ValueError, match="one sample has no variance") as error:
+        fxgrad.warm_up(step, torch.randn(4, 3))
+    if sys.version_info >= (3, 11):
+        assert error.value.__notes__ == [
+            "This was raised in warm_up at a batch of 1: pass batch_sizes=(4,) if none has 1."
+        ]
+    fxgrad.warm_up(step, torch.randn(4, 3), batch_sizes=(4,))
+
+
+def test_numpy_s_random_numbers_where_the_model_fails() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        np.random.rand(3)
+        out: Tensor = (model(x) @ x.new_zeros(5, 2)).sum()
+        return out
+
+    step = fxgrad.forward_backward(fxgrad.transform(nn.Linear(3, 2), backend="aot_eager"), loss)
+    before = np.random.get_state()[1].tolist()  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        fxgrad.warm_up(step, torch.randn(4, 3))
+    assert np.random.get_state()[1].tolist() == before  # type: ignore[index]
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a plain model": (lambda: fxgrad.warm_up(nn.Linear(3, 2), torch.ones(2, 3)), "takes a transformed model"),
     "a compiled model": (
@@ -421,12 +489,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a mode": (lambda: fxgrad.warm_up(linear(), torch.ones(2, 3), modes=["test"]), "not 'test'"),
     "a size": (lambda: fxgrad.warm_up(linear(), torch.ones(2, 3), batch_sizes=(2.0,)), r"not 2\.0"),  # type: ignore[arg-type]
     "a negative size": (lambda: fxgrad.warm_up(linear(), torch.ones(2, 3), batch_sizes=(-1,)), "not -1"),
+    "one size": (lambda: fxgrad.warm_up(linear(), torch.ones(2, 3), batch_sizes=3), "not 3"),  # type: ignore[arg-type]
+    "weights of other samples": (
+        lambda: fxgrad.warm_up(weighted(), torch.ones(2, 3), sample_weight=torch.ones(5)),
+        "sample_weight",
+    ),
     "no samples": (lambda: fxgrad.warm_up(linear(), torch.ones(0, 3)), "the batch is empty"),
 }
 
 
 def compiled() -> Any:
     return torch.compile(nn.Linear(3, 2), backend="fxgrad")
+
+
+def weighted() -> nn.Module:
+    return fxgrad.transform(nn.Linear(3, 2), fxgrad.ClippedGrad(1.0, sample_weight=True), backend="eager")
 
 
 def frozen_step() -> Any:
