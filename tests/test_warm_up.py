@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,16 @@ def backward(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     model(*args, **kwargs).square().sum().backward()
 
 
+def in_both_modes(gs: nn.Module, sizes: Sequence[int], step: Callable[[int], Any]) -> None:
+    """A `Net`'s steps at each size."""
+    for training in (True, False):
+        gs.train(training)
+        gs.get_submodule("norm").eval()
+        for size in sizes:
+            fxgrad.zero_grad(gs)
+            step(size)
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
     return [p.grad_sample for p in trainable]
@@ -110,12 +120,7 @@ def test_steps_after_it_compile_nothing(quantity: str) -> None:
     assert state(model) == before
     compiled = compilations()
     assert compiled
-    for training in (True, False):
-        gs.train(training)
-        model.norm.eval()
-        for size in (4, 7, 1, 0):
-            fxgrad.zero_grad(gs)
-            backward(gs, torch.randn(size, 3))
+    in_both_modes(gs, (4, 7, 1, 0), lambda size: backward(gs, torch.randn(size, 3)))
     assert compilations() == compiled
 
 
@@ -157,12 +162,7 @@ def test_whole_steps_after_it_compile_nothing(quantity: str) -> None:
     assert state(model) == before
     compiled = compilations()
     assert compiled
-    for training in (True, False):
-        gs.train(training)
-        model.norm.eval()
-        for size in (4, 7, 7, 1):
-            fxgrad.zero_grad(gs)
-            step(torch.randn(size, 3), torch.randn(size, 2))
+    in_both_modes(gs, (4, 7, 7, 1), lambda size: step(torch.randn(size, 3), torch.randn(size, 2)))
     assert compilations() == compiled
     gs.train()
     model.norm.eval()
