@@ -362,7 +362,7 @@ class Engine:
         captured = self.captured(gm, examples, forward.size, forward.method)
         return compile_graph(captured, self.options, self.store, whole=forward.method in self.steps)
 
-    def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str = "__call__") -> Captured:
+    def captured(self, gm: fx.GraphModule, examples: Sequence[Any], size: int, method: str) -> Captured:
         """Wrap a graph from Dynamo with what the model and its running call know of the inputs."""
         call = current_call()
         assert call is not None

@@ -63,7 +63,8 @@ def warm_up(
 
     Raises:
         FxgradError: any error of the model's first call, such as `MixedSamples`.
-        OptionError: the model is not transformed, or has graph breaks (fullgraph=False); a size or a mode is unknown.
+        OptionError: the model is not transformed, or has graph breaks (fullgraph=False); a size or a mode is unknown;
+            another thread runs warm_up with the model.
         BatchSizeError: the example batch is empty.
         Exception: any error of the model itself.
 
@@ -99,7 +100,8 @@ class _Called:
     def of(cls, model: nn.Module | Callable[..., Any]) -> _Called:
         need = "the whole model as one graph: what is behind a graph break is compiled in a step only"
         if isinstance(model, ForwardBackward):
-            return cls(model.model, engine_of_one_graph(model.model, "warm_up", need), model.name, model)
+            engine = engine_of_one_graph(model.model, "warm_up", need)
+            return cls(model.model, engine, model.name, model)
         engine = engine_of_one_graph(model, "warm_up", need)
         assert isinstance(model, nn.Module)
         return cls(model, engine, "__call__", lambda *args, **kwargs: engine.call("__call__", args, kwargs))
@@ -111,10 +113,11 @@ class _Called:
 
 def _checked(sizes: Sequence[int] | None, modes: Sequence[str]) -> Sequence[str]:
     """Return the modes, after a look at them and at the sizes."""
-    given = () if sizes is None else sizes if isinstance(sizes, Sequence) else (sizes,)
-    for size in given:
-        if not isinstance(sizes, Sequence) or not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise OptionError(f"batch_sizes has numbers of samples, not {size!r}", advice="Pass ints, such as (32, 1).")
+    if not isinstance(sizes, Sequence | None):
+        raise _no_sizes(sizes)
+    for size in sizes or ():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise _no_sizes(size)
     for mode in modes:
         if mode not in MODES:
             raise OptionError(
@@ -122,6 +125,10 @@ def _checked(sizes: Sequence[int] | None, modes: Sequence[str]) -> Sequence[str]
                 advice=nearest(mode, MODES, "Pass one of them, or both."),
             )
     return modes
+
+
+def _no_sizes(given: Any) -> OptionError:
+    return OptionError(f"batch_sizes has numbers of samples, not {given!r}", advice="Pass ints, such as (32, 1).")
 
 
 class _Warm(BaseException):

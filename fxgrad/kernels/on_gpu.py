@@ -27,7 +27,7 @@ from fxgrad.kernels.precision import accumulating, computable
 from fxgrad.kernels.products import product_rounding
 from fxgrad.kernels.settings import Settings
 from fxgrad.kernels.sizes import hint
-from fxgrad.kernels.sums import positions, weighted, without
+from fxgrad.kernels.sums import one_weighted, positions
 from fxgrad.kernels.windows import terms_of_windows, window_rounding
 
 aten = torch.ops.aten
@@ -114,11 +114,8 @@ def product_rows(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @on_gpu(lambda g, x, c, onednn: _are_numbers(*g.shape[1:], *x.shape[1:]))
 def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
-    g, x, c, none = positions(g), positions(x), c.to(g.dtype), c == 0
-    if g.shape[2] <= x.shape[2]:
-        g, x = weighted(g, c, none), without(x, none)
-    else:
-        g, x = without(g, none), weighted(x, c, none)
+    g, x, c = positions(g), positions(x), c.to(g.dtype)
+    g, x = one_weighted(g, x, c, c == 0, g.shape[2] <= x.shape[2])
     return g.flatten(0, 1).t() @ x.flatten(0, 1)
 
 
@@ -167,11 +164,7 @@ def conv_weight_grad(g: Tensor, input: Tensor, kernel: Sequence[int], numbers: S
 @on_gpu(always)
 def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     c = c.to(g.dtype)
-    none = c == 0
-    if hint(g.numel()) <= hint(input.numel()):
-        g, input = weighted(g, c, none), without(input, none)
-    else:
-        g, input = without(g, none), weighted(input, c, none)
+    g, input = one_weighted(g, input, c, c == 0, hint(g.numel()) <= hint(input.numel()))
     weight = g.new_empty(()).expand(tuple(kernel))
     operands = g.flatten(0, 1), input.flatten(0, 1), weight, None
     grad: Tensor = aten.convolution_backward(*operands, *Settings.of(numbers), (False, True, False))[1]

@@ -48,6 +48,13 @@ def weighted(rows: Tensor, c: Tensor, none: Tensor | None) -> Tensor:
     return without(rows, none) * c.view(-1, *[1] * (rows.dim() - 1))
 
 
+def one_weighted(g: Tensor, x: Tensor, c: Tensor, none: Tensor | None, is_g: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors of ``c_n g_n ⊗ x_n``, with zeros for those samples; g is multiplied, or x."""
+    if is_g:
+        return weighted(g, c, none), without(x, none)
+    return without(g, none), weighted(x, c, none)
+
+
 @operator(lambda g, x, c, onednn: g.new_empty(g.shape[-1], x.shape[-1]), ANY_LAYOUT)
 def product_sum(g: Tensor, x: Tensor, c: Tensor, onednn: bool) -> Tensor:
     """``Σ_nk c[n] g[n, k.., o] x[n, k.., i]`` as ``[o, i]``; what is copied anyway is multiplied, or the smaller."""
@@ -84,11 +91,7 @@ def masked_product(g: Tensor, x: Tensor, c: Tensor, masks_g: bool, onednn: bool)
 def window_sum(g: Tensor, input: Tensor, c: Tensor, kernel: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """Return a convolution's weight gradient with every sample's part weighted."""
     c = c.to(g.dtype)
-    none = nothing(c)
-    if g.numel() <= input.numel():
-        g, input = weighted(g, c, none), without(input, none)
-    else:
-        g, input = without(g, none), weighted(input, c, none)
+    g, input = one_weighted(g, input, c, nothing(c), g.numel() <= input.numel())
     operands = (g.flatten(0, 1), input.flatten(0, 1), g.new_empty(()).expand(tuple(kernel)), None)
     grad: Tensor = torch.ops.aten.convolution_backward(*operands, *Settings.of(numbers), (False, True, False))[1]
     return grad.contiguous()

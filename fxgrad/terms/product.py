@@ -143,20 +143,21 @@ class Product(Einsum, Readable):
         g, x = self._operands()
         if self._is_small_sum(onednn):
             return small_product_sum(g, x, c)
-        if g.device.type == "cpu" and not (onednn and copies_transposed(*self._hinted())):
+        samples, positions, *sides = self._hinted()
+        if g.device.type == "cpu" and not (onednn and copies_transposed(samples * positions, *sides)):
             return fused_product_sum(g, x, c, onednn)
         total: Tensor = product_sum(g, x, c, onednn)
         return total
 
     def _is_small_sum(self, onednn: bool) -> bool:
         """Return whether the sum over samples is left to the compiler."""
-        factors, *sides = self._hinted()
+        samples, positions, *sides = self._hinted()
+        factors = samples * positions
         return factors * math.prod(sides) <= FEW_PRODUCTS or (not onednn and factors * max(sides) <= FEW_FACTORS)
 
-    def _hinted(self) -> tuple[int, int, int]:
-        """The positions of all samples, o and i, as the cost model takes them."""
-        samples, positions, fan_out, fan_in = map(hint, (self.tensors()[0].shape[0], *self._table_sizes()))
-        return samples * positions, fan_out, fan_in
+    def _hinted(self) -> list[int]:
+        """n, k, o, i, in numbers."""
+        return [*map(hint, (self.tensors()[0].shape[0], *self._table_sizes()))]
 
     def dot(self, vector: Tensor) -> Tensor:
         g, x = (side.to(vector.dtype) for side in self.sides)
@@ -176,7 +177,7 @@ class Product(Einsum, Readable):
         if self.is_rank_one():
             g, x = g.squeeze(1), x.squeeze(1)
             return (g @ g.t()) * (x @ x.t())
-        samples, positions, fan_out, fan_in = map(hint, (g.shape[0], *self._table_sizes()))
+        samples, positions, fan_out, fan_in = self._hinted()
         if samples * positions**2 * (fan_out + fan_in) >= (samples + positions) * fan_out * fan_in:
             return None
         gram: Tensor = product_gram(g, x)
