@@ -17,6 +17,7 @@ from fxgrad.proof.sharing import Written
 from fxgrad.proof.trials import trials_of
 from fxgrad.proof.values import Met
 from fxgrad.proof.walking import Walk
+from fxgrad.samples.tracking import averages_labels
 
 
 def prove_independence(gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -55,10 +56,17 @@ def _refusal(met: Met, ctx: Context) -> FxgradError:
     node, reason, call = met.node, met.blame.reason, CALL.get(met.node)
     sentence = call.op + MEET if reason is Reason.MEET and call is not None else met.blame.sentence
     advice = _ADVICE.get(reason, ctx.keep_apart)
+    if reason is Reason.MEET and call is not None and averages_labels(call):
+        sentence += ": its mean is divided by the number of labels in the batch that are not ignore_index"
+        advice = _MEAN_OF_LABELS
     error = UnknownOp if reason is Reason.NO_RULE else MixedSamples
     return error(sentence, where=source_line(node), path=path_to(node, ctx), advice=advice)
 
 
+_MEAN_OF_LABELS = (
+    'Take the mean of what reduction="none" returns, which divides by the number of all labels, and pass '
+    'loss_reduction="mean" to fxgrad.transform. fxgrad.losses.token_mean is the mean over each sample\'s tokens.'
+)
 _ADVICE = {
     Reason.NO_RULE: "If it treats each sample alone, put it in a function that torch.library.custom_op makes, and "
     "say so with fxgrad.extend.register_op.",

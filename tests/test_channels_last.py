@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxgrad
 from fxgrad.compile.channels_last import lay_out
 from tests.quick import long_but
-from tests.test_on_cpu import ENDS, VIEWS, Network, Normed, agrees, images
+from tests.test_on_cpu import ENDS, VIEWS, Network, Normed, agrees, halves, images
 
 aten = torch.ops.aten
 
@@ -118,10 +118,11 @@ def loss_fn(model: nn.Module, x: Tensor) -> Any:
     return sum(one.tanh().square().sum() for one in several), *seen
 
 
+QUICK = "read twice", "a view, as tokens", "of the convolution", "turned over", "its edges repeated"
+
+
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "behind", long_but(lambda name: name in ("read twice", "a view, as tokens", "three of them"), ENDS | VIEWS)
-)
+@pytest.mark.parametrize("behind", long_but(lambda behind: behind in QUICK, ENDS | VIEWS))
 def test_one_graph(behind: str, device: torch.device) -> None:
     """Gradients are those of "eager", results lie in memory as those of the model do."""
     model, x = Network((ENDS | VIEWS)[behind]).to(device), images(device=device)
@@ -135,6 +136,22 @@ def test_one_graph(behind: str, device: torch.device) -> None:
             assert one.stride() == other.stride()
         grads.append([p.grad for p in private.parameters() if p.grad is not None])
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def parts_and_edges(h: Tensor) -> Any:
+    return *halves(F.max_pool2d(h, 2)), ENDS["its edges repeated"](h)
+
+
+@pytest.mark.inductor
+def test_one_graph_of_several_sizes_of_images() -> None:
+    """What has no known size lies in memory as the model's results do, too."""
+    model = Network(parts_and_edges)
+    step = fxgrad.forward_backward(fxgrad.transform(model, fxgrad.ClippedGrad(0.5)), loss_fn)
+    for size in ((4, 2, 7, 7), (3, 2, 8, 9)):
+        x = torch.randn(size)
+        for one, other in zip(step(x), loss_fn(model, x), strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
+            assert one.stride() == other.stride()
 
 
 class Residual(nn.Module):

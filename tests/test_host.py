@@ -1840,6 +1840,17 @@ def _(host: Any) -> None:
     assert torch.equal(result, -given) and result.stride() == (1, 2)
 
 
+@check("inductor.runs_as_it_is")
+def _(host: Any) -> None:
+    """Its effect on one graph of a whole step, tests/test_channels_last.py sees."""
+    host.import_compiler()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    padded = graph.call_function(torch.ops.aten.replication_pad2d_backward.default, (x, x, [1, 1, 1, 1]))
+    assert host.runs_as_it_is(padded)
+    assert not host.runs_as_it_is(graph.call_function(torch.ops.aten.neg.default, (padded,)))
+
+
 @check("inductor.write_as_inferred")
 def _(host: Any) -> None:
     """Its effect on one graph of a whole step, tests/test_channels_last.py sees."""

@@ -625,6 +625,18 @@ def number_of_tokens_of_the_batch() -> Any:
     model(torch.ones(2, 5, 3), labels=labels, num_items_in_batch=torch.tensor(8)).backward()
 
 
+@mistake(
+    MixedSamples,
+    "cross_entropy lets samples influence each other: its mean is divided by the number of labels in the batch that "
+    "are not ignore_index",
+    'Take the mean of what reduction="none" returns',
+)
+def a_mean_over_labels_in_one_graph() -> Any:
+    private = transformed(quantity=fxgrad.ClippedGrad(1.0), loss_reduction="mean")
+    labels = torch.zeros(8, dtype=torch.long)
+    fxgrad.forward_backward(private, lambda model, x, y: nn.functional.cross_entropy(model(x), y))(X, labels)
+
+
 @mistake(AlreadySet, "a forward while grad_sample of 'enc.weight' is still set", "Evaluate under torch.no_grad().")
 def evaluation_with_gradients() -> Any:
     model = transformed()

@@ -105,6 +105,13 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "of the convolution": halves,
     "three of them": lambda h: tuple(F.silu(h)[:, i : i + 1].flatten(2) for i in range(3)),
     "of rows": lambda h: (h.relu()[:, :, 0], h.relu()[:, :, 1:].flatten(2)),
+    "of every other": lambda h: (h.relu()[..., ::2], h.relu()[:, 1:]),
+    "turned over": lambda h: (h.transpose(1, 2), h.tanh().permute(0, 2, 3, 1)[:, :, 1:]),
+    "spread": lambda h: (h.mean(1, keepdim=True).expand(-1, 3, -1, -1), h[:, :1].expand(-1, 3, -1, -1)),
+    "of what is returned": lambda h: (h, h[:, :2], h[:, 2:]),
+    "of a part": lambda h: (h[:, 1:], h[:, 1:][..., 2:]),
+    "split": lambda h: h.relu().split(2, 1),
+    "pieces of a normed value": lambda h: F.layer_norm(h, h.shape[1:])[:, 1:].chunk(3, 2),
 }
 
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxgrad.compile.nodes import call, is_view, unviewed
 from fxgrad.graph.edit import outputs_of
-from fxgrad.host.inductor import write_as_inferred, written_as
+from fxgrad.host.inductor import runs_as_it_is, write_as_inferred, written_as
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.tags import has_tag, is_pointwise
@@ -58,15 +59,17 @@ def lay_out(gm: fx.GraphModule) -> bool:
     visible = output.meta.get("user_visible_output_idxs")  # Inductor's own note of what the user sees
     if visible is None:
         return False
+    parts = _keep_parts(gm, visible)
     results = list(outputs_of(gm))
     values = [node for node in _reached(convolutions) if isinstance(node.meta["val"], Tensor)]
     readers = {node: [user for user in node.users if _asks_for_layout(user)] for node in values}
-    seen = {results[i] for i in visible}
+    seen = {results[i] for i in visible} - parts
     bound = {node: users for node, users in readers.items() if users or node in seen}
     if not all(_is_contiguous(node.meta["val"]) for node in bound):
         return False
     for node, users in bound.items():
-        copy = _copy_behind(node, torch.contiguous_format)
+        source = _as_traced(node) if any(map(runs_as_it_is, users)) else node
+        copy = _copy_behind(source, torch.contiguous_format)
         node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
         kept = range(len(results)) if users else visible  # a backward gets what it was traced with
         results = [copy if one is node and i in kept else one for i, one in enumerate(results)]
@@ -81,6 +84,27 @@ def lay_out(gm: fx.GraphModule) -> bool:
     _share_weights(gm, convolutions)
     gm.recompile()
     return True
+
+
+def _keep_parts(gm: fx.GraphModule, visible: Sequence[int]) -> set[fx.Node]:
+    """Write what the user sees a part of as it was traced; return the parts, such as ``h[:, :2]``.
+
+    Inductor keeps no more than the order of their strides, where it lays out ``h`` as a convolution likes.
+    """
+    results = list(outputs_of(gm))
+    parts = {one for one in (results[i] for i in visible) if isinstance(one, fx.Node) and _is_part(one)}
+    for whole in dict.fromkeys(map(unviewed, parts)):
+        if whole.op == "call_function":
+            written, users = _as_traced(whole), [user for user in whole.users if is_view(user)]
+            whole.replace_all_uses_with(written, delete_user_cb=users.__contains__)
+            results = [written if one is whole and i in visible else one for i, one in enumerate(results)]
+    gm.graph.output_node().args = (tuple(results),)
+    gm.recompile()
+    return parts
+
+
+def _is_part(node: fx.Node) -> bool:
+    return is_view(node) and not _is_contiguous(node.meta["val"])
 
 
 def _share_weights(gm: fx.GraphModule, convolutions: Sequence[fx.Node]) -> None:
@@ -111,8 +135,7 @@ def write_once(gm: fx.GraphModule) -> None:
     for grad in dict.fromkeys(grads):
         strides = _strides_of(grad.meta["val"])
         if strides and _is_reshape(grad):
-            written = written_as(grad, strides)
-            written.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=torch.channels_last)}
+            written = _written(grad, strides, torch.channels_last)
             others = [user for user in grad.users if user is not written and user.op != "output"]
             grad.replace_all_uses_with(written, delete_user_cb=others.__contains__)
     for node in gm.graph.nodes:
@@ -204,6 +227,34 @@ def _is_contiguous(value: Tensor) -> bool:
             return False
         expected = step * size
     return True
+
+
+def _as_traced(node: fx.Node) -> fx.Node:
+    """Insert what Inductor keeps as it was traced; a copy alone is written as the loop likes that computes it."""
+    strides: Sequence[Any] = node.meta["val"].stride()
+    if not all(isinstance(step, int) for step in strides):
+        if not _is_contiguous(node.meta["val"]):
+            return node
+        strides = _steps(node)
+    return _written(node, strides, torch.preserve_format)
+
+
+def _steps(node: fx.Node) -> list[Any]:
+    """Insert the steps of a contiguous value whose sizes are not known, behind it."""
+    graph, shape = node.graph, node.meta["val"].shape
+    steps: list[Any] = [1]
+    with graph.inserting_before(node.next):
+        for dim in range(len(shape) - 1, 0, -1):
+            size = shape[dim] if isinstance(shape[dim], int) else call(graph, aten.sym_size.int, node, dim)
+            known = isinstance(size, int) and isinstance(steps[0], int)
+            steps.insert(0, size * steps[0] if known else call(graph, operator.mul, size, steps[0]))
+    return steps
+
+
+def _written(node: fx.Node, strides: Sequence[int | fx.Node], layout: torch.memory_format) -> fx.Node:
+    written = written_as(node, strides)
+    written.meta = {**node.meta, "val": node.meta["val"].clone(memory_format=layout)}
+    return written
 
 
 def _copy_behind(node: fx.Node, layout: torch.memory_format) -> fx.Node:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxgrad.host.ops import overload_of, schemas
+from fxgrad.compile.nodes import is_view
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.tags import is_pointwise
 
@@ -96,10 +96,8 @@ def _unviewed(value: object) -> object:
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Return whether a node is a view, a copy, or what is selected."""
     if node.target is operator.getitem:
         parent = node.args[0]
-        return isinstance(parent, fx.Node) and (op_name(parent.target) in _SELECTS or _is_view(parent))
-    if node.target in (aten.clone.default, aten.detach.default):
-        return True
-    returns = [one for schema in schemas(overload_of(node.target)) for one in schema.returns]
-    return any(one.alias_info is not None for one in returns)
+        return isinstance(parent, fx.Node) and (op_name(parent.target) in _SELECTS or is_view(parent))
+    return node.target is aten.clone.default or is_view(node)

@@ -278,14 +278,25 @@ def before_partition(*changes: Callable[[torch.fx.Graph], None]) -> Iterator[Non
         yield
 
 
-def written_as(node: torch.fx.Node, strides: tuple[int, ...]) -> torch.fx.Node:
+def written_as(node: torch.fx.Node, strides: Sequence[int | torch.fx.Node]) -> torch.fx.Node:
     """Insert Inductor's own op behind a node, which says in what order a value lies in memory; return its node.
 
     Why: a copy with another layout says so as well, but Inductor removes one that has the layout that was traced.
     Without: what two ops read is laid out as the loop that computes it, and copied from there.
     """
-    with node.graph.inserting_after(node):
-        return node.graph.call_function(torch.ops.prims.inductor_force_stride_order.default, (node, strides))
+    with node.graph.inserting_after(max([node, *(one for one in strides if isinstance(one, torch.fx.Node))])):
+        return node.graph.call_function(torch.ops.prims.inductor_force_stride_order.default, (node, tuple(strides)))
+
+
+def runs_as_it_is(node: torch.fx.Node) -> bool:
+    """Return whether Inductor has no code of its own for a node's op, and calls PyTorch's kernel.
+
+    Why: some kernels return what they compute laid out as their operand is, where Inductor expects what was traced.
+    Without: replication padding behind a convolution ends in an AssertionError in one graph with its backward.
+    """
+    from torch._inductor import lowering
+
+    return node.target in lowering.fallbacks
 
 
 def write_as_inferred(node: torch.fx.Node) -> None:

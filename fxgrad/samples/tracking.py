@@ -13,7 +13,7 @@ import torch
 from sympy import simplify
 from torch import Tensor, fx
 
-from fxgrad.ops.calls import CALL
+from fxgrad.ops.calls import CALL, Call
 from fxgrad.ops.facts import FAKE
 from fxgrad.ops.families import Family
 from fxgrad.ops.worked_dims import OVER_LAST
@@ -177,12 +177,17 @@ def loss(op: Op, output: Tensor) -> Answer:
 def counts_tokens(op: Op) -> bool:
     """Decide whether a mean divides by a number made from labels: class weights, or a count of tokens not ignored."""
     target = op.operand("target")
-    if op.call.op not in _OF_CLASSES or op.call.get("reduction", "mean") not in ("mean", 1):
+    if not averages_labels(op.call):
         return False
     if target is None or target.fake.is_floating_point():
         return False
     tokens = target.fake.dim() > 1 or (target.layout is not None and target.layout.merged)
     return tokens or op.call.get("weight") is not None or "ignore_index" in op.call.given
+
+
+def averages_labels(call: Call) -> bool:
+    """Decide whether a loss is a mean over labels, of which some may not count."""
+    return call.op in _OF_CLASSES and call.get("reduction", "mean") in ("mean", 1)
 
 
 _OF_CLASSES = frozenset({"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
