@@ -33,7 +33,7 @@ from fxgrad.samples.numbers import Numbers
 from fxgrad.samples.operands import Answer, Crossed, Op, Operand, by_shape
 from fxgrad.samples.places import BY_OFFSETS
 from fxgrad.samples.replay import Replay
-from fxgrad.samples.tracking import counts_tokens, track
+from fxgrad.samples.tracking import counts_tokens, track, weighs_labels
 from fxgrad.samples.writes import after_write, written
 
 _ADVICE = {
@@ -189,8 +189,8 @@ class _Inference:
             return None
         if isinstance(answer, Layout):
             return Samples(Kind.BATCHED, answer, flow)
-        if flow and self.alone and answer.linear and counts_tokens(op):
-            raise divided()
+        if flow and self.alone and answer.linear and weighs_labels(op):
+            raise divided(counts_tokens(op))
         output = FAKE.of(op.node)
         if flow and not answer.linear:
             if self.ctx.mixing == "allow" and isinstance(output, Tensor):

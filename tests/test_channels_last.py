@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxgrad
 from fxgrad.compile.channels_last import lay_out
+from fxgrad.host.versions import at_least
 from tests.quick import long_but
 from tests.test_on_cpu import ENDS, VIEWS, Network, Normed, agrees, halves, images
 
@@ -152,6 +153,43 @@ def test_one_graph_of_several_sizes_of_images() -> None:
         for one, other in zip(step(x), loss_fn(model, x), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
             assert one.stride() == other.stride()
+
+
+class Between(nn.Module):
+    """Two convolutions, and an op between them that Inductor calls as it is."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], turned: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+        self.between, self.turned = between, turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        out = self.last(self.between(h)).mean((2, 3))
+        return out + h.transpose(1, 2).cumsum(1).mean((1, 2, 3)).unsqueeze(1) if self.turned else out
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "edges repeated": lambda h: F.pad(h, (1, 2, 0, 1), mode="replicate"),
+    "an exponential": lambda h: torch.matrix_exp(h / 10),
+    "edges repeated, one row": lambda h: F.pad(h.flatten(2), (1, 2), mode="replicate").unsqueeze(2),
+}
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not at_least("2.13"), reason="older versions give what a convolution computes")
+@pytest.mark.parametrize("turned", [False, True])  # a value that is read, turned over, as it was traced
+@pytest.mark.parametrize("between", BETWEEN)
+def test_pytorchs_kernels_between_convolutions(between: str, turned: bool) -> None:
+    """A plain compiled model raises for these."""
+    model = Between(BETWEEN[between], turned)
+    agrees(model, images())
+    x, grads = images(3), []
+    for backend in ("inductor", "eager"):
+        private = fxgrad.transform(copy.deepcopy(model), fxgrad.ClippedGrad(0.5), backend=backend)
+        fxgrad.forward_backward(private, lambda model, x: model(x).square().sum())(x)
+        grads.append([p.grad for p in private.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 class Residual(nn.Module):

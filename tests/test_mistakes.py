@@ -637,6 +637,18 @@ def a_mean_over_labels_in_one_graph() -> Any:
     fxgrad.forward_backward(private, lambda model, x, y: nn.functional.cross_entropy(model(x), y))(X, labels)
 
 
+@mistake(
+    MixedSamples,
+    "what all labels of the batch weigh together divides every sample's loss",
+    'or the mean of what reduction="none" returns, with loss_reduction="mean"',
+)
+def a_mean_by_class_weights_in_one_graph() -> Any:
+    private = transformed(quantity=fxgrad.ClippedGrad(1.0), loss_reduction="mean")
+    weight, labels = torch.tensor([1.0, 2.0]), torch.zeros(8, dtype=torch.long)
+    loss = nn.CrossEntropyLoss(weight)
+    fxgrad.forward_backward(private, lambda model, x, y: loss(model(x), y))(X, labels)
+
+
 @mistake(AlreadySet, "a forward while grad_sample of 'enc.weight' is still set", "Evaluate under torch.no_grad().")
 def evaluation_with_gradients() -> Any:
     model = transformed()

@@ -142,8 +142,8 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"_ctc_loss",
         "ctc_loss has lengths inside that the data decides, which one graph cannot hold",
-        "Let the model return what the loss takes, and compute the loss outside of it: there it may be any function "
-        "of each sample's own values.",
+        "Let the model return what the loss takes, and compute the loss outside of it, and of forward_backward: there "
+        "it may be any function of each sample's own values.",
     ),
     (
         r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad",

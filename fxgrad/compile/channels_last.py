@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxgrad.compile.nodes import call, is_view, unviewed
 from fxgrad.graph.edit import outputs_of
-from fxgrad.host.inductor import runs_as_it_is, write_as_inferred, written_as
+from fxgrad.host.layouts import write_as_inferred, written_as
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.tags import has_tag, is_pointwise
@@ -68,8 +68,7 @@ def lay_out(gm: fx.GraphModule) -> bool:
     if not all(_is_contiguous(node.meta["val"]) for node in bound):
         return False
     for node, users in bound.items():
-        source = _as_traced(node) if any(map(runs_as_it_is, users)) else node
-        copy = _copy_behind(source, torch.contiguous_format)
+        copy = _copy_behind(node, torch.contiguous_format)
         node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
         kept = range(len(results)) if users else visible  # a backward gets what it was traced with
         results = [copy if one is node and i in kept else one for i, one in enumerate(results)]

@@ -33,6 +33,14 @@ def earlier(kernels: Sequence[Kernel]) -> list[int]:
     return order
 
 
+def lowest(orders: Sequence[Sequence[Kernel]]) -> tuple[int, list[int]]:
+    """Return which of several orders of a graph's kernels has the lowest peak when it is made `earlier`, and that."""
+    found = [earlier(kernels) for kernels in orders]
+    peaks = [_peak(kernels, order) for kernels, order in zip(orders, found, strict=True)]
+    best = peaks.index(min(peaks))
+    return best, found[best]
+
+
 def _places(order: Sequence[int]) -> dict[int, int]:
     return {one: i for i, one in enumerate(order)}
 

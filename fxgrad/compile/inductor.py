@@ -31,8 +31,9 @@ from fxgrad.capture import progress
 from fxgrad.capture.options import Inner
 from fxgrad.compile.channels_last import is_channels_last, lay_out, return_contiguous, write_once
 from fxgrad.compile.compared import save_compared
-from fxgrad.compile.earlier import earlier
+from fxgrad.compile.earlier import lowest
 from fxgrad.compile.folded import fold_batches
+from fxgrad.compile.freed_images import free_images, mask_images
 from fxgrad.compile.joined_squares import KEPT, join_squares
 from fxgrad.compile.merged import merge_equal
 from fxgrad.compile.mutated import keep_unchanged
@@ -42,6 +43,7 @@ from fxgrad.errors import refuse_choice
 from fxgrad.host import inductor
 from fxgrad.host.conversions import in_front
 from fxgrad.host.dynamo import written_now
+from fxgrad.host.layouts import read_as_traced
 from fxgrad.host.names import called_as
 from fxgrad.host.versions import at_least
 from fxgrad.kernels.compiled import ask_about_vectors, conversions
@@ -83,14 +85,16 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
                 laid_out = not inductor.show_bases(gm) and on_cpu and lay_out(gm)
             if laid_out:
                 write_once(gm)
+                free_images(gm)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(called_as(DIRECT))
                 if on_cpu:
-                    stack.enter_context(inductor.reordered(earlier))
+                    stack.enter_context(read_as_traced())
+                    stack.enter_context(inductor.reordered(lowest))
                     stack.enter_context(in_front(conversions()))
                 return inductor.compile_traced(gm, *args, **kwargs)
 
-    with inductor.before_partition(keep_unchanged, save_compared):
+    with inductor.before_partition(keep_unchanged, save_compared, *((mask_images,) if on_cpu else ())):
         return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
 
 

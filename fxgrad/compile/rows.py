@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxgrad.host.inductor import write_as_inferred
+from fxgrad.host.layouts import write_as_inferred
 from fxgrad.host.ops import OpOverload
 from fxgrad.ops.calls import op_name
 from fxgrad.ops.tags import is_pointwise

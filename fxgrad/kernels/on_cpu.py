@@ -2,6 +2,8 @@
 
 Max pooling       Inductor's loop looks for each place without vectors, and its backward scatters. PyTorch's kernels
                   take a third of the time, an eighth with channels last.
+Replication       PyTorch's kernel for the gradient of such padding returns it laid out as the input is, where Inductor
+padding           expects it contiguous. Of the input, which autograd saves, only the sizes are read.
 ReLU's backward   The partitioner would save ``out <= 0``, a quarter of out's bytes. Without AVX-512 it takes Inductor
                   30 times as long to store such a mask as to store out. So the mask is hidden inside of an operator,
                   and out is saved, as eager PyTorch does.
@@ -68,10 +70,37 @@ def max_pool_backward(
     return result
 
 
+def _unpadded(g: Tensor, height: int, width: int, padding: Sequence[int]) -> Tensor:
+    return g.new_empty((*g.shape[:-2], height, width))
+
+
+@operator(_unpadded, ANY_LAYOUT)
+def replication_pad_backward(g: Tensor, height: int, width: int, padding: Sequence[int]) -> Tensor:
+    """Each edge's gradient, added up at its place: ``[.., height, width]``. Of the input only its sizes are read."""
+    like = _unpadded(g, height, width, padding)
+    result: Tensor = aten.replication_pad2d_backward(g.contiguous(), like, padding)
+    return result
+
+
 @fusible(lambda g, out, threshold: torch.empty_like(g))
 def relu_backward(g: Tensor, out: Tensor, threshold: float) -> Tensor:
     """g where ``out > threshold``, or where out is NaN; elsewhere 0."""
     return torch.where(out <= threshold, 0, g)
+
+
+@operator(lambda out, threshold: torch.empty_like(out, dtype=torch.uint8), ANY_LAYOUT)
+def at_most(out: Tensor, threshold: float) -> Tensor:
+    """1 where ``out <= threshold``, elsewhere 0, also where out is NaN: a byte each, which Inductor's loops read fast.
+
+    A loop that reads bools takes them one by one.
+    """
+    return (out <= threshold).view(torch.uint8)
+
+
+@fusible(lambda g, mask: torch.empty_like(g))
+def kept_where(g: Tensor, mask: Tensor) -> Tensor:
+    """g where a mask is 0; elsewhere 0."""
+    return torch.where(mask.to(torch.float32) > 0, 0, g)
 
 
 def group_norm(
@@ -111,9 +140,14 @@ def decompositions(others: Mapping[Any, Callable[..., Any]]) -> Table:
         height, width = x.shape[-2:]
         return max_pool_backward(g, places, height, width, kernel, stride, padding, dilation, ceil)
 
+    def unpadded(g: Tensor, x: Tensor, padding: Any) -> Any:
+        height, width = x.shape[-2:]
+        return replication_pad_backward(g, height, width, padding)
+
     own: Table = {
         aten.max_pool2d_with_indices.default: pooled,
         aten.max_pool2d_with_indices_backward.default: pooled_back,
+        aten.replication_pad2d_backward.default: unpadded,
         aten.threshold_backward.default: relu_backward,
         aten.native_group_norm.default: group_norm,
     }

@@ -31,13 +31,17 @@ PICKS = "takes samples out of the batch by their places"
 PICK_ADVICE = "Work on all samples at once, or use torch.vmap for a function of one sample."
 
 
-def divided() -> Crossed:
-    """Return the refusal of a mean over the tokens of all samples."""
+def divided(tokens: bool = True) -> Crossed:
+    """Return the refusal of a mean over the tokens of all samples, or over the weights of their classes."""
+    number = "the number of tokens in the whole batch" if tokens else "what all labels of the batch weigh together"
+    own = (
+        "or a mean over each sample's own tokens: fxgrad.losses.token_mean(logits, labels)."
+        if tokens
+        else 'or the mean of what reduction="none" returns, with loss_reduction="mean" of fxgrad.transform.'
+    )
     return Crossed(
-        "the number of tokens in the whole batch divides every sample's loss, so that each sample's clipped "
-        "gradient depends on the others",
-        'Take the sum (reduction="sum"), or a mean over each sample\'s own tokens: '
-        "fxgrad.losses.token_mean(logits, labels).",
+        f"{number} divides every sample's loss, so that each sample's clipped gradient depends on the others",
+        f'Take the sum (reduction="sum"), {own}',
         whole=True,
     )
 

@@ -174,15 +174,22 @@ def loss(op: Op, output: Tensor) -> Answer:
     return by_shape(op, output) if op.call.op in _OF_CLASSES else elementwise(op, output)
 
 
-def counts_tokens(op: Op) -> bool:
+def weighs_labels(op: Op) -> bool:
     """Decide whether a mean divides by a number made from labels: class weights, or a count of tokens not ignored."""
+    if not averages_labels(op.call) or not _of_numbers(op):
+        return False
+    return counts_tokens(op) or op.call.get("weight") is not None or "ignore_index" in op.call.given
+
+
+def counts_tokens(op: Op) -> bool:
+    """Decide whether a loss has several labels for each sample."""
     target = op.operand("target")
-    if not averages_labels(op.call):
-        return False
-    if target is None or target.fake.is_floating_point():
-        return False
-    tokens = target.fake.dim() > 1 or (target.layout is not None and target.layout.merged)
-    return tokens or op.call.get("weight") is not None or "ignore_index" in op.call.given
+    return target is not None and (target.fake.dim() > 1 or (target.layout is not None and target.layout.merged))
+
+
+def _of_numbers(op: Op) -> bool:
+    target = op.operand("target")
+    return target is not None and not target.fake.is_floating_point()
 
 
 def averages_labels(call: Call) -> bool:

@@ -1,0 +1,154 @@
+"""Large images are freed before the gradient by them is computed: the same gradients, and a lower peak."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+import fxgrad
+from benchmarks.memory import peak_bytes
+from benchmarks.models import MODELS
+from benchmarks.peers import ours
+from benchmarks.tasks import Task, make_task
+from fxgrad.kernels.on_cpu import at_most, kept_where
+from tests.quick import long_but
+from tests.test_on_cpu import agrees, images
+
+pytestmark = pytest.mark.inductor
+
+Behind = Callable[[Tensor], Tensor]
+
+
+class Blocks(nn.Module):
+    """Two convolutions with a ReLU each; the second and what is behind it differ."""
+
+    def __init__(self, behind: Behind = lambda h: F.avg_pool2d(h, 2), **second: Any) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, **{"kernel_size": 3, "padding": 1, **second})
+        self.behind, self.head = behind, nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.behind(self.second(self.first(x).relu()).relu())
+        logits: Tensor = self.head(h.flatten(1))
+        return logits
+
+
+def built(*args: Any, **kwargs: Any) -> nn.Module:
+    model = Blocks(*args, **kwargs)
+    model(images())
+    return model
+
+
+def whole_step(model: nn.Module, x: Tensor, backend: str) -> tuple[list[Tensor], str]:
+    """Return the clipped gradients of one graph, and Inductor's code."""
+    private = fxgrad.transform(copy.deepcopy(model), fxgrad.ClippedGrad(0.5), backend=backend)
+    step = fxgrad.forward_backward(private, lambda model, x: model(x).square().sum())
+    _, codes = run_and_get_code(step, x)
+    return [p.grad for p in private.parameters() if p.grad is not None], "".join(codes)
+
+
+SECOND: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "stepping": {"stride": 2},
+    "with a rest": {"kernel_size": 2, "stride": (2, 3), "padding": 0},
+    "dilated": {"dilation": (2, 1), "padding": (2, 1)},
+    "grouped": {"groups": 2},
+    "depthwise": {"groups": 4, "bias": False},
+    "of one pixel": {"kernel_size": 1, "padding": 0},
+    "of all": {"kernel_size": 7, "padding": 0},
+}
+
+
+@pytest.mark.parametrize("second", long_but(lambda second: second in ("padded", "with a rest", "grouped"), SECOND))
+def test_convolutions(second: str) -> None:
+    model = built(lambda h: F.adaptive_avg_pool2d(h, 1), **SECOND[second])
+    agrees(model, images())
+    _, code = whole_step(model, images(), "inductor")
+    assert "at_most" in code and "transposed=True" in code
+    torch.manual_seed(0)
+    x = images(3)
+    torch.testing.assert_close(whole_step(model, x, "inductor")[0], whole_step(model, x, "eager")[0])
+
+
+BEHIND: dict[str, Behind] = {
+    "max pooling": lambda h: F.max_pool2d(h, 3, 2),
+    "read twice": lambda h: F.avg_pool2d(h, 2) + h.mean((2, 3), keepdim=True),
+    "read by what saves it": lambda h: h * h.mean((2, 3), keepdim=True).sigmoid(),
+    "returned": lambda h: h,
+    "in channels": lambda h: h.softmax(1)[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("behind", long_but(lambda behind: behind == "read by what saves it", BEHIND))
+def test_behind_a_relu(behind: str) -> None:
+    model = built(BEHIND[behind])
+    agrees(model, images())
+    x = images(3)
+    torch.testing.assert_close(whole_step(model, x, "inductor")[0], whole_step(model, x, "eager")[0])
+
+
+class Shared(nn.Module):
+    """One image is read by two convolutions, and by the sum behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.other = (nn.Conv2d(n, 3, 3, padding=1) for n in (2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return (self.one(h).relu() + self.other(h).relu() + h).mean((2, 3))
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_image_with_several_readers(n: int) -> None:
+    model = Shared()
+    agrees(model, images(n))
+    x = images(n)
+    torch.testing.assert_close(whole_step(model, x, "inductor")[0], whole_step(model, x, "eager")[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_numbers_that_are_none(dtype: torch.dtype) -> None:
+    """As PyTorch's: what lies at the threshold passes nothing, what is NaN passes all, and 0 times infinity is 0."""
+    out = torch.tensor([-0.0, 0.0, 1e-30, 1.0, torch.inf, torch.nan, -torch.inf], dtype=dtype)
+    g = torch.tensor([torch.nan, torch.inf, 2.0, -torch.inf, 3.0, 4.0, torch.inf], dtype=dtype)
+    expected = torch.ops.aten.threshold_backward(g, out, 0)
+    torch.testing.assert_close(kept_where(g, at_most(out, 0.0)), expected, equal_nan=True, rtol=0, atol=0)
+    compiled = torch.compile(lambda g, out: kept_where(g, at_most(out, 0.0)))
+    torch.testing.assert_close(compiled(g, out), expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_small_images_stay() -> None:
+    """A mask takes a pass over its image: eight blocks of one size keep theirs."""
+    layers = [layer for _ in range(8) for layer in (nn.Conv2d(2, 2, 3, padding=1), nn.ReLU())]
+    _, code = whole_step(nn.Sequential(*layers), images(), "inductor")
+    assert "at_most" not in code
+
+
+def peak_of(task: Task, whole: bool) -> int:
+    torch._dynamo.reset()
+    engine = ours.fxgrad(task, "C", whole=whole)
+    for _ in range(3):
+        engine.step()
+    return peak_bytes(task, engine)
+
+
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_peak_of_a_small_network(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CNN-6 at a batch of 64: of 38 MB of the plain step, two images have 8 each."""
+    task = make_task("CNN-6", MODELS["CNN-6"], "cpu")
+    plain = ours.plain(task)
+    plain.step()
+    plain_peak, peak = peak_bytes(task, plain), peak_of(task, whole)
+    assert peak <= 1.15 * plain_peak
+    monkeypatch.setattr("fxgrad.compile.freed_images.LARGE", 1)
+    with fresh_cache():
+        assert peak + 5e6 < peak_of(task, whole)
