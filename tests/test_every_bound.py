@@ -52,7 +52,7 @@ BETWEEN_OPS_OF_BFLOAT16 = frozenset(
         "repeat into merged rows", "repeat_interleave into merged rows", "expand into merged rows",
         "add to a mask for merged rows", "linear with low rank", "linear with halves of one weight",
         "linear and its transpose", "linear, weight also a factor", "linear called twice",
-        "embedding_bag with weights of its own",
+        "embedding_bag with weights of its own", "prelu of copies",
         # there are no complex numbers of bfloat16
         "exp of a complex number of two", "power of a complex number", "exp of 1j", "a complex piece",
         "a complex transpose", "complex and real together", "irfft of a product", "irfft of complex pairs",

@@ -21,6 +21,8 @@ Some parts of PyTorch work differently where fxgrad is imported and used:
   for the process, from the first compilation by Inductor on: while fxgrad compiles, kernels run in another order, may
   begin with C++ that ATen lacks, and call operators directly; for others nothing changes.
   `fxgrad.host.inductor.reordered`, `fxgrad.host.conversions.in_front` and `fxgrad.host.names.called_as` patch.
+- Inductor's constraints on the layout of operands, for the process, from then on: while fxgrad compiles, PyTorch's own
+  kernels read what lies as it was traced. `fxgrad.host.layouts.read_as_traced` registers them.
 - ``forward`` of nn.RNN, nn.LSTM and nn.GRU, while a transformed model's call is captured: Dynamo sees one operator in
   the place of an unrolled loop. fxgrad/capture/recurrent_modules.py patches, and restores. At the first such call it
   takes three functions of ``torch.nn.utils.rnn`` (pack_padded_sequence, pad_packed_sequence, pack_sequence) out of
