@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 import fxgrad
 from benchmarks.memory import peak_bytes
@@ -131,6 +132,50 @@ def test_small_images_stay() -> None:
     layers = [layer for _ in range(8) for layer in (nn.Conv2d(2, 2, 3, padding=1), nn.ReLU())]
     _, code = whole_step(nn.Sequential(*layers), images(), "inductor")
     assert "at_most" not in code
+
+
+def test_other_dtypes_stay() -> None:
+    """oneDNN has no double, and PyTorch's own transposed convolution takes one sample after the other."""
+    _, code = whole_step(built().double(), images(dtype=torch.float64), "inductor")
+    assert "at_most" not in code and "transposed=True" not in code
+
+
+def test_batches_and_sizes() -> None:
+    """One step, with batches of none and one, and images of another size, for which the rest of a row is a symbol."""
+    model = nn.Sequential(built(lambda h: F.adaptive_avg_pool2d(h, 2), stride=2))
+    model[0].head = nn.Linear(16, 3)
+    loss = lambda model, x: model(x).square().sum()  # noqa: E731
+    privates = [
+        fxgrad.transform(copy.deepcopy(model), fxgrad.ClippedGrad(0.5), backend=backend)
+        for backend in ("inductor", "eager")
+    ]
+    steps = [fxgrad.forward_backward(private, loss) for private in privates]
+    for x in (images(), images(0), images(1), torch.randn(3, 2, 8, 9), images(2)):
+        grads = []
+        for private, step in zip(privates, steps, strict=True):
+            private.zero_grad()
+            step(x)
+            grads.append([p.grad for p in private.parameters()])
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+class Checkpointed(nn.Module):
+    """The image is computed again in the backward, and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = built()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = checkpoint(self.blocks, x, use_reentrant=False)
+        return logits
+
+
+def test_a_checkpoint_saves_no_mask() -> None:
+    agrees(Checkpointed(), images())
+    private = fxgrad.transform(Checkpointed(), fxgrad.ClippedGrad(0.5))
+    _, codes = run_and_get_code(lambda: private(images()).square().sum().backward())
+    assert len(codes) == 2 and "at_most" not in "".join(codes)
 
 
 def peak_of(task: Task, whole: bool) -> int:

@@ -36,7 +36,8 @@ def mask_images(graph: fx.Graph) -> None:
     images = {node: _image(node) for node in backwards}
     sizes = {image: _bytes(image) for image in images.values()}
     for node, image in images.items():
-        if image.op == "call_function" and LARGE * sizes[image] >= sum(sizes.values()):
+        kept = image.op == "call_function" and "recompute" not in image.meta  # which a checkpoint would compute again
+        if kept and LARGE * sizes[image] >= sum(sizes.values()):
             g, _, threshold = node.args
             mask = _mask_of(image, threshold)
             with graph.inserting_before(node):
@@ -101,8 +102,10 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
 
 
 def _is_image(node: fx.Node) -> bool:
+    """Return whether it is one on CPU, in the dtype for which oneDNN computes both forms of the gradient."""
     value = node.meta["val"]
-    return isinstance(value, Tensor) and value.dim() == 4 and value.device.type == "cpu"
+    on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
+    return on_cpu and value.dim() == 4 and value.dtype == torch.float32
 
 
 def _image(backward: fx.Node) -> fx.Node:
