@@ -78,14 +78,12 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
             if "get_decomp_fn" in kwargs:  # part of Inductor's key: ours has no text, and fxgrad's source is in the key
                 kwargs["get_decomp_fn"] = inductor.decompositions
             if kwargs.get("is_backward"):
-                laid_out = on_cpu and any(map(is_channels_last, args[0]))
-                if laid_out:
+                if on_cpu and any(map(is_channels_last, args[0])):
                     return_contiguous(gm)
-            else:  # what the user's views are made of, behind the graph, has the layout that was traced
-                laid_out = not inductor.show_bases(gm) and on_cpu and lay_out(gm)
-            if laid_out:
-                write_once(gm)
-                free_images(gm)
+                    _write_images(gm)
+            # what the user's views are made of, behind the graph, has the layout that was traced
+            elif not inductor.show_bases(gm) and on_cpu and lay_out(gm):
+                _write_images(gm)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(called_as(DIRECT))
                 if on_cpu:
@@ -96,6 +94,11 @@ def compile_fx(gm: fx.GraphModule, examples: Sequence[Any], **kwargs: Any) -> An
 
     with inductor.before_partition(keep_unchanged, save_compared, *((mask_images,) if on_cpu else ())):
         return inductor.compile_fx(gm, examples, inner_compile=compile_traced, **kwargs)
+
+
+def _write_images(gm: fx.GraphModule) -> None:
+    write_once(gm)
+    free_images(gm)
 
 
 @functools.lru_cache(maxsize=1)
