@@ -352,3 +352,32 @@ def test_a_list_of_bounds_is_read_and_checked_in_each_step() -> None:
     bounds[1:] = [1.0, 3.0]
     with pytest.raises(OptionError, match="has 3 numbers for 2 groups"):
         step()
+
+
+class Sign(nn.Module):
+    """Its gradient is zero everywhere; PyTorch holds it without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(1, 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sgn(x * self.p)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "place", "shape"),
+    [
+        (fxgrad.GradSample(), "grad_sample", (3, 1, 20)),
+        (fxgrad.NormSample(), "norm_sample", (3,)),
+        (fxgrad.ClippedGrad(1.0), "grad", (1, 20)),
+    ],
+    ids=str,
+)
+def test_a_gradient_of_zeros_without_memory(quantity: Any, place: str, shape: tuple[int, ...]) -> None:
+    view = fxgrad.transform(Sign(), quantity, backend="eager")
+    view(torch.randn(3, 20)).sum().backward()
+    found = getattr(view.p, place)
+    assert found.shape == shape and not found.any()
+    found.add_(1)  # it has memory of its own
+    assert found.all()

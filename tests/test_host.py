@@ -637,6 +637,13 @@ def _(host: Any) -> None:
     assert (host.version(x), host.version(other)) == (1 << 20, 7)
 
 
+@check("tensors.has_no_memory")
+def _(host: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    (zeros,) = torch.autograd.grad(x.sgn().sum(), x)
+    assert host.has_no_memory(zeros) and not host.has_no_memory(zeros.clone()) and not host.has_no_memory(x)
+
+
 @check("tensors.hooks_of", "tensors.attach_hooks", "tensors.post_accumulate_hooks")
 def _(host: Any) -> None:
     x, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))

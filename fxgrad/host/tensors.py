@@ -19,6 +19,13 @@ that is a view changes what it is a view of.
 Without: fxgrad cannot distinguish a delivered gradient from another one, nor shared memory from other memory.
 """
 
+has_no_memory: Callable[[Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether a tensor is one of zeros that PyTorch holds without memory, as the backward of ``sgn`` returns.
+
+Why: it has no address, and cannot be written to. A clone of it has memory.
+Without: gradients that are zero everywhere may end a backward with a RuntimeError.
+"""
+
 hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `register_hook` and of `register_post_accumulate_grad_hook`, by their keys, in their order; or None.

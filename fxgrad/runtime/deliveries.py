@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxgrad.host.dispatch import disable_current_modes
-from fxgrad.host.tensors import is_view
+from fxgrad.host.tensors import has_no_memory, is_view
 from fxgrad.quantities import GRAD, RESULT, Delivery, Quantity
 
 # For `map`, which adds no Python frame: they are read of each parameter in each step.
@@ -65,6 +65,8 @@ def placeholder(delivery: Delivery) -> Tensor:
 
 def apart(result: Tensor, memories: set[int]) -> Tensor:
     """Return a result in memory of its own: the biases of ``a(x) + b(x)`` have one gradient."""
+    if has_no_memory(result):
+        return result.clone()
     if result.layout is torch.strided and result.numel():
         memory = result.untyped_storage().data_ptr()
         if memory in memories:
