@@ -116,6 +116,34 @@ def test_an_image_with_several_readers(n: int) -> None:
     torch.testing.assert_close(whole_step(model, x, "inductor")[0], whole_step(model, x, "eager")[0])
 
 
+class Turned(nn.Module):
+    """What is saved for the backward is a view of a convolution's result, of the same sizes."""
+
+    def __init__(self, turn: Behind) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.threshold(self.turn(self.first(x)), 0.1, 0.5)).square().mean((1, 2, 3))
+
+
+TURNED: dict[str, Behind] = {
+    "rows and columns": lambda h: h.transpose(2, 3),
+    "channels and rows": lambda h: h.transpose(1, 2),
+    "there and back": lambda h: h.transpose(1, 3).transpose(1, 3),
+    "nothing": lambda h: h.detach() + (h - h.detach()),
+}
+
+
+@pytest.mark.parametrize("turn", TURNED)
+def test_a_square_image_turned_over(turn: str) -> None:
+    model = Turned(TURNED[turn])
+    x = torch.randn(4, 2, 4, 4)
+    agrees(model, x)
+    torch.testing.assert_close(whole_step(model, x, "inductor")[0], whole_step(model, x, "eager")[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_numbers_that_are_none(dtype: torch.dtype) -> None:
     """As PyTorch's: what lies at the threshold passes nothing, what is NaN passes all, and 0 times infinity is 0."""

@@ -62,17 +62,6 @@ def run(shared: Shared, seed: int, rank: int) -> Counter[str]:
     return pair.outcomes
 
 
-def alike(outcomes: Counter[str]) -> dict[str, int]:
-    """Return what has to be the same in both processes.
-
-    A virtual step sends nothing, so that nobody waits: where a part of the gradients was cleared, it raises in a
-    process that has some, and not in one whose batch was empty. The next real step raises in both.
-    """
-    refused = "virtual_step: UnaccountedGrad"
-    folded = outcomes - Counter({refused: outcomes[refused]}) + Counter({"virtual_step": outcomes[refused]})
-    return dict(folded + Counter({"virtual steps": outcomes[refused]}))
-
-
 def main(rank: int, folder: Path, sequences: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -85,7 +74,7 @@ def main(rank: int, folder: Path, sequences: int) -> None:
             outcomes = run(shared, seed, rank)
             gc.collect()  # DistributedDataParallel's hooks live as long as it does
             everywhere: list[Any] = [None] * WORLD
-            dist.all_gather_object(everywhere, alike(outcomes))
+            dist.all_gather_object(everywhere, dict(outcomes))
             assert everywhere[0] == everywhere[1], (seed, everywhere)
             total.update(outcomes)
         assert total["real steps"] > sequences

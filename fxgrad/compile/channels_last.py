@@ -47,8 +47,8 @@ _ANY_LAYOUT = frozenset(
 def lay_out(gm: fx.GraphModule) -> bool:
     """Change the traced graph of a forward, or of a whole step, on CPU: convolutions read images with channels last.
 
-    A reader that may depend on the layout gets the one that was traced. Where that is not contiguous, nothing changes.
-    Return whether anything did.
+    A reader that may depend on the layout gets the one that was traced. Where that is not contiguous, images stay as
+    they are; but what the user sees a part of is written as it was traced. Return whether images are laid out.
     """
     convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
     if not convolutions or not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():

@@ -16,17 +16,18 @@ pass over its image. So this is for images that are a large part of all: those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxgrad.compile.nodes import call, unviewed
+from fxgrad.compile.nodes import call
 from fxgrad.kernels.sizes import hint
 
 aten = torch.ops.aten
+_OTHER_NAMES = aten.detach.default, aten.alias.default
 LARGE = 5  # a large image is a fifth of all that have a ReLU's backward, or more
 
 
@@ -35,9 +36,10 @@ def mask_images(graph: fx.Graph) -> None:
     backwards = [node for node in _calls(graph, torch.ops.fxgrad.relu_backward.default) if _is_image(node)]
     images = {node: _image(node) for node in backwards}
     sizes = {image: _bytes(image) for image in images.values()}
+    total = sum(sizes.values())
     for node, image in images.items():
         kept = image.op == "call_function" and "recompute" not in image.meta  # which a checkpoint would compute again
-        if kept and LARGE * sizes[image] >= sum(sizes.values()):
+        if kept and LARGE * sizes[image] >= total:
             g, _, threshold = node.args
             mask = _mask_of(image, threshold)
             with graph.inserting_before(node):
@@ -62,11 +64,11 @@ def free_images(gm: fx.GraphModule) -> None:
     """Change the traced graph of a backward, or of a whole step: gradients by masked images do without the image."""
     graph = gm.graph
     masked = {node.args[0] for node in _calls(graph, torch.ops.fxgrad.at_most.default)}
-    for node in list(_gradients_by_images(graph)):
+    for node in _gradients_by_images(graph):
         args: tuple[Any, ...] = node.args
         g, image, weight, _, stride, padding, dilation, _, _, groups, _ = args
-        rest = _rest(image, g, weight, stride, padding, dilation)
-        if image not in masked or rest is None:
+        rest = _rest(image, g, weight, stride, padding, dilation) if image in masked else None
+        if rest is None:
             continue
         with graph.inserting_before(node):
             given = (g, weight, None, stride, padding, dilation, True, rest, groups)
@@ -88,17 +90,19 @@ def _rest(image: fx.Node, g: fx.Node, weight: fx.Node, *numbers: Sequence[int]) 
     return rest if all(isinstance(one, int) for one in rest) else None
 
 
-def _gradients_by_images(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the calls that compute the gradient by a convolution's input alone, and are no transposed convolution's."""
-    for node in _calls(graph, aten.convolution_backward.default):
-        args: tuple[Any, ...] = node.args
+def _gradients_by_images(graph: fx.Graph) -> list[fx.Node]:
+    """Return the calls that compute the gradient by a convolution's input alone, of no transposed convolution."""
+
+    def is_one(args: tuple[Any, ...]) -> bool:
         transposed, wanted = args[7], args[10]
-        if not transposed and list(wanted) == [True, False, False]:
-            yield node
+        return not transposed and list(wanted) == [True, False, False]
+
+    return [node for node in _calls(graph, aten.convolution_backward.default) if is_one(node.args)]
 
 
-def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
-    return list(graph.find_nodes(op="call_function", target=op))
+def _calls(graph: fx.Graph, op: Any) -> Sequence[fx.Node]:
+    nodes: Sequence[fx.Node] = graph.find_nodes(op="call_function", target=op)
+    return nodes
 
 
 def _is_image(node: fx.Node) -> bool:
@@ -109,10 +113,11 @@ def _is_image(node: fx.Node) -> bool:
 
 
 def _image(backward: fx.Node) -> fx.Node:
-    """Return the output that a ReLU's backward reads; autograd saves it under another name."""
-    saved: Any = backward.args[1]
-    image = unviewed(saved)
-    return image if image.meta["val"].shape == saved.meta["val"].shape else saved
+    """Return the value that a ReLU's backward reads; autograd saves it under another name."""
+    image = cast("fx.Node", backward.args[1])
+    while image.target in _OTHER_NAMES:  # and no other view: a square image turned over has the same sizes
+        image = cast("fx.Node", image.args[0])
+    return image
 
 
 def _bytes(image: fx.Node) -> int:
