@@ -116,6 +116,39 @@ def test_an_image_with_several_readers(n: int) -> None:
     torch.testing.assert_close(whole_step(model, x, "inductor")[0], whole_step(model, x, "eager")[0])
 
 
+class Beside(nn.Module):
+    """One convolution reads the image, and one what a threshold makes of it; or two thresholds of one image."""
+
+    def __init__(self, first: Behind, second: Behind) -> None:
+        super().__init__()
+        self.image, self.one, self.other = (nn.Conv2d(n, 3, 3, padding=1) for n in (2, 3, 3))
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.image(x)
+        return (self.one(self.first(h)) + self.other(self.second(h))).square().mean((1, 2, 3))
+
+
+def low(h: Tensor) -> Tensor:
+    return F.threshold(h, 0.1, 0.5)
+
+
+def high(h: Tensor) -> Tensor:
+    return F.threshold(h, 0.3, 0.2)
+
+
+def as_it_is(h: Tensor) -> Tensor:
+    return h
+
+
+@pytest.mark.parametrize(("first", "second"), [(as_it_is, low), (low, as_it_is), (low, high)])
+def test_an_image_and_its_thresholds(first: Behind, second: Behind) -> None:
+    model = Beside(first, second)
+    agrees(model, images())
+    x = images(3)
+    torch.testing.assert_close(whole_step(model, x, "inductor")[0], whole_step(model, x, "eager")[0])
+
+
 class Turned(nn.Module):
     """What is saved for the backward is a view of a convolution's result, of the same sizes."""
 

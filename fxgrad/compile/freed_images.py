@@ -40,18 +40,17 @@ def mask_images(graph: fx.Graph) -> None:
     for node, image in images.items():
         kept = image.op == "call_function" and "recompute" not in image.meta  # which a checkpoint would compute again
         if kept and LARGE * sizes[image] >= total:
-            g, _, threshold = node.args
-            mask = _mask_of(image, threshold)
+            mask = _mask_of(image, node)
             with graph.inserting_before(node):
-                node.replace_all_uses_with(call(graph, torch.ops.fxgrad.kept_where.default, g, mask))
+                node.replace_all_uses_with(call(graph, torch.ops.fxgrad.kept_where.default, node.args[0], mask))
             graph.erase_node(node)
 
 
-def _mask_of(image: fx.Node, threshold: Any) -> fx.Node:
+def _mask_of(image: fx.Node, backward: fx.Node) -> fx.Node:
     """Insert a mask where the image can be freed: in front of the gradient by it, or else in the forward."""
-    graph = image.graph
+    graph, threshold = image.graph, backward.args[2]
     readers = [node for node in _gradients_by_images(graph) if node.args[1] is image]
-    with graph.inserting_before(readers[0] if readers else image.next):
+    with graph.inserting_before(min([backward, *readers]) if readers else image.next):
         mask = call(graph, torch.ops.fxgrad.at_most.default, image, threshold)
     if readers:
         mask.meta["partitioner_tag"] = "must_be_in_backward"  # PyTorch's name
